@@ -279,15 +279,15 @@ FAULTS = (
     Fault(
         "server: a reader that leaves does not end its request",
         ENGINE + "async_llm.py",
-        "                self._engine._submit(partial(self._engine._frontend.rounds.end, self._samples))\n",
+        "                self._engine._submit(partial(self._engine.llm.rounds.end, self._samples))\n",
         "                pass\n",
         "frontend/test_async_llm.py::test_a_request_that_is_left_gives_its_pages_back",
     ),
     Fault(
         "server: choices of several prompts share their indices",
         ENGINE + "serve/answers.py",
-        "return place * (self._body.n or 1) + completion.index",
-        "return place + completion.index",
+        "index = place * (self._body.n or 1) + completion.index",
+        "index = place + completion.index",
         "serve/test_serve.py::test_several_prompts_are_streamed_together",
     ),
     Fault(

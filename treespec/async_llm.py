@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, M
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 from treespec.config.configs import SpecConfig
@@ -17,13 +16,12 @@ from treespec.config.vllm_options import CallOptions
 from treespec.errors import ConfigError, RequestError, TreespecError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt, UnreadSamples
-from treespec.llm import LLM, CallArguments, frontend_of, refuse_unknown
+from treespec.llm import LLM, new_requests, refuse_unknown
 from treespec.outputs import RequestOutput
 from treespec.request import Request
 from treespec.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger("treespec")
-
 
 _Output = asyncio.Future[RequestOutput | None]  # None says that the request has ended: the reader makes the output
 _Result = tuple[_Output, RequestOutput | TreespecError | None]
@@ -78,7 +76,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._is_exhausted = True
         if not self._has_ended:
             with suppress(ConfigError):  # a shutdown ends it
-                self._engine._submit(partial(self._engine._frontend.rounds.end, self._samples))
+                self._engine._submit(partial(self._engine.llm.rounds.end, self._samples))
 
     def _is_running(self) -> bool:
         return any(not sample.finished for sample in self._samples)
@@ -86,7 +84,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
     def _hand_over(self, results: _Results) -> None:
         """Add what is new for a waiting reader to `results`. Called between rounds."""
         ends = not self._is_running()
-        if not ends and (self._waiting is None or not self._has_news()):
+        is_read_at_the_end = self._kind is RequestOutputKind.FINAL_ONLY
+        if not ends and (self._waiting is None or is_read_at_the_end or not self._unread.changed()):
             return
         with self._lock:
             waiting, self._waiting, self._has_ended = self._waiting, None, ends
@@ -103,12 +102,9 @@ class RequestStream(AsyncIterator[RequestOutput]):
                 new = error
         results[loop].append((output, new))
 
-    def _has_news(self) -> bool:
-        return self._kind is not RequestOutputKind.FINAL_ONLY and bool(self._unread.changed())
-
     def _take(self) -> RequestOutput:
         """Return the output that the kind asks for. Raises the error of a sample that has failed."""
-        factory, ends = self._engine._frontend.factory, not self._is_running()
+        factory, ends = self._engine.llm.request_factory, not self._is_running()
         if self._kind is RequestOutputKind.DELTA:
             new = [factory.delta(sample, self._unread.take(sample)) for sample in self._unread.changed()]
             return factory.output(self._samples, ends, new)
@@ -134,7 +130,6 @@ class AsyncLLM:
 
     def __init__(self, llm: LLM):
         self.llm = llm
-        self._frontend = frontend_of(llm)
         self._streams: dict[int, RequestStream] = {}  # by id(): those with running requests or a waiting reader
         self._calls: deque[tuple[Callable[[], object], Future[None]]] = deque()  # to make between rounds
         self._wake = threading.Event()
@@ -176,12 +171,7 @@ class AsyncLLM:
         """
         refuse_unknown(AsyncLLM.generate, vllm_options)
         stream = await self.add_request(
-            request_id,
-            prompt,
-            sampling_params,
-            spec=spec,
-            tokenization_kwargs=tokenization_kwargs,
-            priority=priority,
+            request_id, prompt, sampling_params, spec=spec, tokenization_kwargs=tokenization_kwargs, priority=priority
         )
         try:
             async for output in stream:
@@ -206,8 +196,8 @@ class AsyncLLM:
         even if nobody reads it, unless that is called.
         """
         refuse_unknown(AsyncLLM.add_request, vllm_options)
-        self._frontend.rounds.check_threads()
-        create = partial(self._create, prompt, CallArguments(params, spec, tokenization_kwargs, priority))
+        self.llm.rounds.check_threads()
+        create = partial(self._create, prompt, params, spec, tokenization_kwargs, priority)
         if self._is_closed:
             raise ConfigError("this AsyncLLM is shut down; build another one")
         samples = await asyncio.get_running_loop().run_in_executor(self._creator, create)
@@ -248,15 +238,13 @@ class AsyncLLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _create(self, prompt: Any, arguments: CallArguments) -> list[Request]:
-        """Return the samples of a prompt. Raises RequestError if it is invalid."""
-        stream = getattr(arguments.params, "output_kind", None) is not RequestOutputKind.FINAL_ONLY
-        (samples,) = self._frontend.new_requests([prompt], arguments, stream)
+    def _create(self, prompt: Any, params: SamplingParams | None, *others: Any) -> list[Request]:
+        """Return the samples of a prompt, by `new_requests`. Raises RequestError if it is invalid."""
+        stream = getattr(params, "output_kind", None) is not RequestOutputKind.FINAL_ONLY
+        (samples,) = new_requests(self.llm, [prompt], params, *others, stream=stream)
         if isinstance(samples, RequestOutput):
             self._submit(partial(self.llm.engine.stats.add_rejected, 1))
             raise RequestError(samples.error)
@@ -270,7 +258,7 @@ class AsyncLLM:
     def _abort(self, names: set[str]) -> None:
         for stream in self._streams.values():
             if stream.request_id in names:
-                self._frontend.rounds.end(stream._samples)
+                self.llm.rounds.end(stream._samples)
 
     def _submit(self, call: Callable[[], object]) -> Future[None]:
         """Make a call between rounds. Raises ConfigError after `shutdown`."""
@@ -284,7 +272,7 @@ class AsyncLLM:
 
     def _run(self) -> None:
         """Run rounds until `shutdown`."""
-        rounds = self._frontend.rounds
+        rounds = self.llm.rounds
         try:
             while not self._is_closed:
                 if not self._streams:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -20,7 +20,7 @@ from treespec.drafters.calls import is_custom
 from treespec.engine.round_record import ObserverHandle, RoundObserver
 from treespec.errors import ConfigError, RequestError, UnsupportedError, reject_unknown, short_repr
 from treespec.frontend.engine_args import EngineArgs
-from treespec.frontend.generation_defaults import check_generation_config, default_sampling_params
+from treespec.frontend.generation_defaults import params_of, stated_params
 from treespec.frontend.requests import Prompt, RequestFactory, UnreadSamples, as_list, log_rejected
 from treespec.frontend.round_loop import RoundLoop
 from treespec.frontend.vllm_metrics import Metric, as_metrics
@@ -36,15 +36,7 @@ from treespec.text.prompt_tokenizer import Tokenization, UserTokenizer, check_se
 from treespec.utils.options import built_from
 from treespec.utils.scalars import to_python
 from treespec.utils.torch_state import on_device, own_passes
-
-
-class CallArguments(NamedTuple):
-    """Arguments of a call that generates, besides its prompts, as of `LLM.generate`."""
-
-    params: Any
-    spec: SpecConfig | str | dict[str, Any] | None
-    tokenization_kwargs: Mapping[str, Any] | None
-    priority: int | Sequence[int] | None
+from treespec_weights.documents import read_generation_config
 
 
 class LLM:
@@ -70,7 +62,7 @@ class LLM:
         options = options.translated()
         self.spec = SpecConfig.resolve(options.spec, SpecConfig())
         device = resolve_device(options.device)
-        check_generation_config(options.generation_config)
+        stated = stated_params(options.generation_config)
         tokenizer = None if options.tokenizer is None else UserTokenizer(load_tokenizer(options.tokenizer, ""))
         if tokenizer is None and isinstance(options.model, str | os.PathLike):
             check_sentencepiece(options.model)  # before the weights are loaded
@@ -78,28 +70,27 @@ class LLM:
             self._built = build(options)
         self._options: EngineOptions | None = options  # keeps models in memory alive; the engine holds no reference
         self.engine, self.config = self._built.engine, self._built.config
-        self._rounds = RoundLoop(self.engine, self.config)
-        target = self._built.target
-        generation = target.source.generation if isinstance(target, AdapterConfig) else None
-        self._default_params = default_sampling_params(options.generation_config, target.folder, generation)
+        # What `AsyncLLM`, `LLMEngine`, the server and the integration into transformers share.
+        self.rounds = RoundLoop(self.engine, self.config)
+        target, logits_device = self._built.target, self.engine.runner.target.device
+        if stated is None:
+            in_memory = target.source.generation if isinstance(target, AdapterConfig) else None
+            stated = params_of(read_generation_config(target.folder) if in_memory is None else in_memory, target.folder)
+        self._default_params = stated
         if tokenizer is None and (stored := load_tokenizer(None, target.folder)) is not None:
             tokenizer = UserTokenizer(stored)
         self._tokenizer = None if tokenizer is None else tokenizer.base
-        self._request_factory = self._make_request_factory(tokenizer, options.seed)
-
-    def _make_request_factory(self, tokenizer: UserTokenizer | None, seed: int | None) -> RequestFactory:
-        target, device = self._built.target, self.engine.runner.target.device
-        vocab_size = target.shape.vocab_size
+        vocab_size, seed = target.shape.vocab_size, options.seed
         tokenizer_ends = () if tokenizer is None else tokenizer.eos_token_ids
         self.end_token_ids = ends = tuple(dict.fromkeys((*target.eos_token_ids, *tokenizer_ends)))
-        return RequestFactory(
+        self.request_factory = RequestFactory(
             tokenizer,
             vocab_size,
             ends,
             self.config.max_model_len,
             target.max_positions,
-            device,
-            Grammars(self._tokenizer, vocab_size, ends, device),
+            logits_device,
+            Grammars(self._tokenizer, vocab_size, ends, logits_device),
             kernel_noise=self.config.linear == "triton",
             draw_seed=new_seed if seed is None else partial(random.Random(seed).getrandbits, SEED_BITS),
         )
@@ -148,26 +139,26 @@ class LLM:
                 finish_reason "error" and `error`.
         """
         refuse_unknown(LLM.generate, vllm_options)
-        arguments = CallArguments(sampling_params, spec, tokenization_kwargs, priority)
-        return self._generate(as_list(prompts), arguments, use_tqdm)
+        return self._generate(as_list(prompts), use_tqdm, sampling_params, spec, tokenization_kwargs, priority)
 
-    def _generate(self, prompts: list[Any], arguments: CallArguments, use_tqdm: Any) -> list[RequestOutput]:
-        """Generate for prompts: texts, token ids or conversations."""
+    def _generate(self, prompts: list[Any], use_tqdm: Any, *arguments: Any) -> list[RequestOutput]:
+        """Generate for texts, token ids or conversations, with the arguments of `new_requests`."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise ConfigError(
                 f"use_tqdm={short_repr(use_tqdm)}; valid: True, False, or what takes the place of tqdm.tqdm"
             )
         with self.between_rounds():
-            entries = self._requests(prompts, arguments)
+            entries = new_requests(self, prompts, *arguments)
+            self.engine.stats.add_rejected(sum(isinstance(entry, RequestOutput) for entry in entries))
         log_rejected(prompts, entries)
         requests = [request for entry in entries if isinstance(entry, list) for request in entry]
         make_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         with make_bar(total=len(requests), desc="outputs") as bar:
-            for request in self._rounds.run(requests):
+            for request in self.rounds.run(requests):
                 if request.finished:
                     bar.update(1)
         with self.between_rounds():
-            outputs = [self._request_factory.output(entry) if isinstance(entry, list) else entry for entry in entries]
+            outputs = [self.request_factory.output(entry) if isinstance(entry, list) else entry for entry in entries]
         completions = [completion for output in outputs for completion in output.outputs]
         if outputs and all(completion.finish_reason == "error" for completion in completions):
             raise next((r.exception for r in requests if r.failure is not None), RequestError(outputs[0].error))
@@ -208,8 +199,7 @@ class LLM:
         refuse_unknown(LLM.chat, vllm_options)
         options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         prompts: list[Any] = [*conversations(self._tokenizer, messages, options)]
-        arguments = CallArguments(sampling_params, spec, tokenization_kwargs, priority)
-        return self._generate(prompts, arguments, use_tqdm)
+        return self._generate(prompts, use_tqdm, sampling_params, spec, tokenization_kwargs, priority)
 
     def stream(
         self,
@@ -245,29 +235,26 @@ class LLM:
         options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         prompt = streamed(self._tokenizer, prompt, options)
         with self.between_rounds():
-            arguments = CallArguments(sampling_params, spec, tokenization_kwargs, priority)
-            samples = self._requests([prompt], arguments, stream=True)[0]
-        if isinstance(samples, RequestOutput):
-            raise RequestError(samples.error)
+            (samples,) = new_requests(self, [prompt], sampling_params, spec, tokenization_kwargs, priority, stream=True)
+            if isinstance(samples, RequestOutput):
+                self.engine.stats.add_rejected(1)
+                raise RequestError(samples.error)
         unread = UnreadSamples(samples)
-        for request in self._rounds.run(samples):
+        for request in self.rounds.run(samples):
             if request not in unread:
                 continue  # another thread's round ended it before its last chunk
-            with self._rounds.lock:  # tokens and text of the same round
+            with self.rounds.lock:  # tokens and text of the same round
                 _, tokens, text = unread.take(request)
                 # Several samples may end in one round; only the last chunk has the whole output.
-                final = None if unread else self._request_factory.output(samples)
+                final = None if unread else self.request_factory.output(samples)
                 chunk = StreamChunk(request.output_id, text, tokens, request.finish_reason, final, request.sample)
             if tokens or text or request not in unread:
                 yield chunk
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its slot, from any thread. An unknown or finished id is ignored.
-
-        It ends at once, or after the round that is running.
-        """
+        """End a request, at once or after the round that is running, from any thread. An unknown id is ignored."""
         with self.between_rounds():
-            self._rounds.end(self.engine.scheduler.find(request_id))
+            self.rounds.end(self.engine.scheduler.find(request_id))
 
     def reset_suffix_cache(self) -> None:
         """Forget all earlier outputs, which the source "suffix" drafts from."""
@@ -311,10 +298,7 @@ class LLM:
         spec.check_sources(models, self._built.memory["suffix"] > 0, self.draft_names[len(models) :])
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached prefixes, as after `enable_prefix_caching` at the start. Return True.
-
-        Running requests keep the pages that they share; the arguments are vLLM's.
-        """
+        """Forget all cached prefixes; running requests keep theirs. The arguments and the result are vLLM's."""
         with self.between_rounds():
             if (prefixes := self.engine.cache.prefixes) is not None:
                 prefixes.clear()
@@ -324,8 +308,7 @@ class LLM:
         """Call `observer(record)` with a `RoundRecord` for every request of every round.
 
         The call happens in the thread that runs the round, after the round's tokens are added and before the request
-        ends. An observer that raises is removed and its
-        traceback logged; requests are not affected.
+        ends. An observer that raises is removed and its traceback logged; requests are not affected.
 
         Returns:
             A handle: `handle.remove()` removes the observer, as does leaving `with llm.add_round_observer(...):`.
@@ -337,70 +320,60 @@ class LLM:
 
     def between_rounds(self) -> AbstractContextManager[Any]:
         """Return a context in which no other thread runs a round or changes requests, and all counters are current."""
-        return self._rounds.between()
+        return self.rounds.between()
 
     def release_models(self) -> None:
         """Drop the references to models in memory. Their owner keeps them alive; generating after that is an error."""
         self._options = None
 
-    def _requests(
-        self, prompts: list[Any], arguments: CallArguments, stream: bool = False
-    ) -> list[list[Request] | RequestOutput]:
-        """Return for each prompt its samples, or, if it is invalid, its finished output with the error."""
-        entries = self._new_requests(prompts, arguments, stream)
-        self.engine.stats.add_rejected(sum(isinstance(entry, RequestOutput) for entry in entries))
-        return entries
 
-    def _new_requests(
-        self, prompts: list[Any], arguments: CallArguments, stream: bool
-    ) -> list[list[Request] | RequestOutput]:
-        """Like `_requests`, but counts nothing, so that a thread may call it while another runs a round."""
-        params = self._default_params if arguments.params is None else arguments.params
-        if not isinstance(params, Sequence):
-            params = [params] * len(prompts)
-        if len(params) != len(prompts):
-            raise ConfigError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
-        if wrong := [value for value in params if not isinstance(value, SamplingParams)]:
-            raise ConfigError(f"sampling_params={wrong[0]!r}; valid: a SamplingParams, or a list of them")
-        priority = to_python(0 if arguments.priority is None else arguments.priority)
-        priorities = priority if isinstance(priority, Sequence) else [priority] * len(prompts)
-        if len(priorities) != len(prompts) or not all(type(value) is int for value in priorities):
-            raise ConfigError(
-                f"priority={short_repr(priority)} for {len(prompts)} prompts; valid: an int, or a list of one for each"
-            )
-        if any(priorities) and self.config.scheduling_policy != "priority":
-            raise ConfigError(f'priority={short_repr(priority)} goes with LLM(scheduling_policy="priority")')
-        snapshots = {key: value.snapshot() for key, value in {id(value): value for value in params}.items()}
-        resolved = SpecConfig.resolve(arguments.spec, self.spec)
-        self.check_sources(resolved)
-        slots = min(self.config.max_tree_slots, self.engine.runner.max_rows or self.config.max_tree_slots)
-        if resolved.max_nodes > slots:
-            raise ConfigError(
-                f"a tree of {resolved.max_nodes} nodes, but this engine keeps {slots} slots for one; give the larger "
-                "SpecConfig to LLM"
-            )
-        tokenization = Tokenization.resolve(arguments.tokenization_kwargs, self.config.max_model_len)
-        entries = [
-            self._request_factory.requests(prompt, snapshots[id(original)], resolved, stream, tokenization)
-            for prompt, original in zip(prompts, params, strict=True)
-        ]
-        for entry, value in zip(entries, priorities, strict=True):
-            for sample in entry if isinstance(entry, list) else ():
-                sample.priority = value
-        return entries
+def new_requests(
+    llm: LLM,
+    prompts: Sequence[Any],
+    params: Any,
+    spec: SpecConfig | str | dict[str, Any] | None,
+    tokenization_kwargs: Mapping[str, Any] | None,
+    priority: int | Sequence[int] | None,
+    *,
+    stream: bool = False,
+) -> list[list[Request] | RequestOutput]:
+    """Return for each prompt its samples, or, if it is invalid, its finished output with the error.
 
-
-class Frontend(NamedTuple):
-    """What the package's other interfaces (`AsyncLLM`, `LLMEngine`, the server, transformers) share with an `LLM`."""
-
-    rounds: RoundLoop
-    factory: RequestFactory
-    new_requests: Callable[..., list[list[Request] | RequestOutput]]  # creates samples of prompts, counting nothing
-
-
-def frontend_of(llm: LLM) -> Frontend:
-    """Return the frontend of an LLM."""
-    return Frontend(llm._rounds, llm._request_factory, llm._new_requests)
+    Counts nothing, so that a thread may call it while another runs a round.
+    """
+    params = llm._default_params if params is None else params
+    if not isinstance(params, Sequence):
+        params = [params] * len(prompts)
+    if len(params) != len(prompts):
+        raise ConfigError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
+    if wrong := [value for value in params if not isinstance(value, SamplingParams)]:
+        raise ConfigError(f"sampling_params={wrong[0]!r}; valid: a SamplingParams, or a list of them")
+    priority = to_python(0 if priority is None else priority)
+    priorities = priority if isinstance(priority, Sequence) else [priority] * len(prompts)
+    if len(priorities) != len(prompts) or not all(type(value) is int for value in priorities):
+        raise ConfigError(
+            f"priority={short_repr(priority)} for {len(prompts)} prompts; valid: an int, or a list of one for each"
+        )
+    if any(priorities) and llm.config.scheduling_policy != "priority":
+        raise ConfigError(f'priority={short_repr(priority)} goes with LLM(scheduling_policy="priority")')
+    snapshots = {key: value.snapshot() for key, value in {id(value): value for value in params}.items()}
+    resolved = SpecConfig.resolve(spec, llm.spec)
+    llm.check_sources(resolved)
+    slots = min(llm.config.max_tree_slots, llm.engine.runner.max_rows or llm.config.max_tree_slots)
+    if resolved.max_nodes > slots:
+        raise ConfigError(
+            f"a tree of {resolved.max_nodes} nodes, but this engine keeps {slots} slots for one; give the larger "
+            "SpecConfig to LLM"
+        )
+    tokenization = Tokenization.resolve(tokenization_kwargs, llm.config.max_model_len)
+    entries = [
+        llm.request_factory.requests(prompt, snapshots[id(original)], resolved, stream, tokenization)
+        for prompt, original in zip(prompts, params, strict=True)
+    ]
+    for entry, value in zip(entries, priorities, strict=True):
+        for sample in entry if isinstance(entry, list) else ():
+            sample.priority = value
+    return entries
 
 
 def refuse_unknown(method: Callable[..., Any], options: Mapping[str, Any]) -> None:

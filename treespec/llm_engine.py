@@ -8,7 +8,7 @@ from treespec.config.vllm_options import CallOptions
 from treespec.errors import ConfigError, RequestError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt
-from treespec.llm import LLM, CallArguments, frontend_of, refuse_unknown
+from treespec.llm import LLM, new_requests, refuse_unknown
 from treespec.outputs import RequestOutput
 from treespec.request import Request
 from treespec.sampling_params import RequestOutputKind, SamplingParams
@@ -23,7 +23,6 @@ class LLMEngine:
 
     def __init__(self, llm: LLM):
         self.llm = llm
-        self._frontend = frontend_of(llm)
         self._open: dict[str, list[Request]] = {}
         self._seen: dict[str, int] = {}  # request id -> number of tokens returned by `step`
 
@@ -56,8 +55,7 @@ class LLMEngine:
             raise ConfigError(f"request_id={request_id!r} is in use; give another one")
         llm = self.llm
         with llm.between_rounds():
-            arguments = CallArguments(params, spec, tokenization_kwargs, priority)
-            (samples,) = self._frontend.new_requests([prompt], arguments, True)
+            (samples,) = new_requests(llm, [prompt], params, spec, tokenization_kwargs, priority, stream=True)
             if isinstance(samples, RequestOutput):
                 llm.engine.stats.add_rejected(1)
                 raise RequestError(samples.error)
@@ -67,11 +65,8 @@ class LLMEngine:
             self._open[request_id], self._seen[request_id] = samples, 0
 
     def step(self) -> list[RequestOutput]:
-        """Run one round. Returns the requests with new tokens or that have ended, with all of their tokens so far.
-
-        A failed request has finish_reason "error" and `error`.
-        """
-        rounds = self._frontend.rounds
+        """Run one round. Returns the requests with new tokens or that have ended, with all of their tokens so far."""
+        rounds = self.llm.rounds
         rounds.check_threads()
         with rounds.between():
             if any(not sample.finished for samples in self._open.values() for sample in samples):
@@ -81,7 +76,7 @@ class LLMEngine:
             for request_id, samples in list(self._open.items()):
                 generated, finished = sum(s.num_generated for s in samples), all(s.finished for s in samples)
                 if finished or generated > self._seen[request_id]:
-                    outputs.append(self._frontend.factory.output(samples, finished))
+                    outputs.append(self.llm.request_factory.output(samples, finished))
                 self._seen[request_id] = generated
                 if finished:
                     del self._open[request_id], self._seen[request_id]
@@ -91,7 +86,7 @@ class LLMEngine:
         """End requests. The next step returns them. Unknown and finished ids are ignored."""
         with self.llm.between_rounds():
             for key in [request_id] if isinstance(request_id, str) else request_id:
-                self._frontend.rounds.end(self._open.get(key, ()))
+                self.llm.rounds.end(self._open.get(key, ()))
 
     def has_unfinished_requests(self) -> bool:
         """Return whether there are requests to run or to return."""

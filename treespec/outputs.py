@@ -117,12 +117,11 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """Tokens that one step added to a streamed request. The texts of the chunks of one `index` (one of `n` outputs)
-    concatenate to its final text. The last chunk carries the whole `output`."""
+    """Tokens that one step added to a streamed request. The last chunk carries the whole `output`."""
 
     request_id: str
     text: str | None
     token_ids: list[int]
     finish_reason: FinishReason | None
     output: RequestOutput | None
-    index: int = 0
+    index: int = 0  # of the output among `n`

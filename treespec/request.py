@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -37,22 +38,14 @@ class PromptGroup:
     that the prompt's K/V is finite; they then share the prompt's full pages and copy its last, partial one. When the
     leader ends, a running sample becomes the leader; if none runs, the group keeps the prompt's pages for the next
     sample. A leader that ends before its first token leaves nothing behind.
-
-    Attributes:
-        group_id: holder of the group's pages in the cache.
-        leader: the running sample whose pages hold the prompt, once it is prefilled.
-        kept: prompt pages held by the group; None while a sample leads or nothing is computed.
-        waiting: number of samples not yet admitted.
-        trust: in the SSMs after the prompt; None if they have not prefilled it.
-        without_ssms: the SSMs never prefill the prompt, because no sample was expected to gain from them.
     """
 
-    group_id: str = field(default_factory=lambda: f"group-{next(_group_ids)}")
+    group_id: str = field(default_factory=lambda: f"group-{next(_group_ids)}")  # holder of the group's pages
     leader: "Request | None" = field(default=None, repr=False)
-    kept: np.ndarray | None = None
-    waiting: int = 0
-    trust: Trust | None = None
-    without_ssms: bool = False
+    kept: np.ndarray | None = None  # prompt pages held by the group; None while a sample leads or nothing is computed
+    waiting: int = 0  # number of samples not yet admitted
+    trust: Trust | None = None  # in the SSMs after the prompt; None if they have not prefilled it
+    without_ssms: bool = False  # the SSMs never prefill the prompt: no sample was expected to gain from them
 
     @property
     def is_prefilling(self) -> bool:
@@ -115,8 +108,8 @@ class Request:
     num_rounds: int = 0
     accepted_tokens: int = 0
     accepted_lengths: list[int] = field(default_factory=list)  # [i]: rounds that accepted i drafted tokens
-    accepted_by_source: dict[str, int] = field(default_factory=dict)
-    accepted_only_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: Counter[str] = field(default_factory=Counter)
+    accepted_only_by_source: Counter[str] = field(default_factory=Counter)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
 
@@ -184,8 +177,7 @@ class Request:
 
     @property
     def has_verified_prompt(self) -> bool:
-        """Whether the pages hold the whole prompt and a token, of this sample or of the one that computed it, has shown
-        it to be finite."""
+        """Whether the pages hold the whole prompt, and a token has shown it to be finite."""
         verified = self.num_generated or (self.context_len and not self.prefill_passes)
         return bool(verified) and not self.needs_prefill
 
@@ -194,10 +186,7 @@ class Request:
         return self.finish_reason is not None
 
     def accept(self, tokens: Sequence[int]) -> list[int]:
-        """The verified tokens to emit: all up to a stop, which may lie inside the path.
-
-        If the tokenizer fails to decode a token, the request ends there with that `failure`.
-        """
+        """The verified tokens to emit, up to a stop, or to one that the tokenizer fails to decode (`failure`)."""
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         for count, token in enumerate(tokens, start=1):
@@ -214,11 +203,7 @@ class Request:
         return list(tokens)
 
     def decode(self) -> None:
-        """Let the detokenizer read the tokens that were accepted since the last call; with stop strings it has already.
-
-        Raises:
-            RequestError: the tokenizer fails to decode a token; those behind it are still `undecoded`.
-        """
+        """Let the detokenizer read the accepted tokens. Raises RequestError; those behind it are still `undecoded`."""
         while self.undecoded:
             assert self.detokenizer is not None
             self.detokenizer.push(self.undecoded.pop(0))
@@ -252,7 +237,6 @@ class Request:
         self.accepted_lengths[accepted] += 1
         for sources in sources_of_nodes:
             for source in sources:
-                self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1
+                self.accepted_by_source[source] += 1
             if len(sources) == 1:
-                only = self.accepted_only_by_source
-                only[sources[0]] = only.get(sources[0], 0) + 1
+                self.accepted_only_by_source[sources[0]] += 1

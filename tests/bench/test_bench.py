@@ -11,10 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from tests.helpers.commands import run
 from tests.helpers.models import make_llama, new_folder, open_llm, random_prompts, tiny
 from tests.helpers.tokenizers_made import TEXT, byte_level, save_tokenizer
-from treespec.bench.measure import Sample
+from treespec.bench.measure import MEANING, Sample
 from treespec.bench.modes import PLAIN, Mode, our_modes, peer_modes, select
 from treespec.bench.options import Options
-from treespec.bench.profile import MEANING
 from treespec.bench.prompts import choose, held_out_prompts
 from treespec.bench.report import best, comparisons, distinct_share, mismatches, percentile, summarise
 from treespec.bench.run import bench
@@ -196,9 +195,9 @@ def test_modes() -> None:
     with pytest.raises(ConfigError, match=r"--combine x[+]z: unknown z; valid: x, y, ssm, lookup, suffix"):
         our_modes(["x", "y"], [3], [8], ["x+z"])
     assert "tree-x-n8" not in [mode.name for mode in our_modes(["x"], [3], [8])], "one SSM alone is all SSMs"
-    chosen = select(ours, peers, ["tree-?-*", "hf-plain"])
-    assert [mode.name for mode in chosen.ours] == ["plain", "tree-x-n8", "tree-y-n8"]
-    assert [peer.name for peer in chosen.peers] == ["hf-plain"]
+    some, others = select(ours, peers, ["tree-?-*", "hf-plain"])
+    assert [mode.name for mode in some] == ["plain", "tree-x-n8", "tree-y-n8"]
+    assert [peer.name for peer in others] == ["hf-plain"]
     with pytest.raises(ConfigError, match="--only nothing: no such mode; valid: plain, chain-k3"):
         select(ours, peers, ["nothing"])
 

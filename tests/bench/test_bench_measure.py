@@ -24,7 +24,7 @@ from treespec import SamplingParams, SpecConfig
 from treespec.bench.measure import Run, Sample, interleave, run_ours, sampling_seed
 from treespec.bench.modes import Peer
 from treespec.bench.peers import Transformers
-from treespec.bench.profile import acceptance_by_depth_of
+from treespec.bench.report import acceptance_by_depth_of
 from treespec.errors import ModelError
 
 

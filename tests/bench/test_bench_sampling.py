@@ -14,11 +14,9 @@ from tests.bench.test_bench import arguments, options, sample_of
 from tests.helpers.commands import run
 from tests.helpers.models import random_prompts, tiny_llm
 from treespec import SamplingParams, SpecConfig
-from treespec.bench.measure import run_ours
-from treespec.bench.modes import PLAIN, Mode
-from treespec.bench.profile import MEANING, profiled
-from treespec.bench.report import summarise
-from treespec.bench.rule_comparison import PAIRS, default_branching, intervals, parse_rules, rule_modes
+from treespec.bench.measure import MEANING, profiled, run_ours
+from treespec.bench.modes import PLAIN, Mode, default_branching, parse_rules, rule_modes
+from treespec.bench.report import PAIRS, intervals, summarise
 from treespec.bench.run import bench
 from treespec.config.configs import RANDOM_DRAWS, VERIFICATIONS
 from treespec.engine import executor

@@ -12,7 +12,6 @@ from tests.helpers.models import exact_in, open_llm, quick, random_prompts, tiny
 from tests.helpers.sharing import Driven, assert_clean, departures, drive, few_pages, guarded, part_ways, samples
 from treespec import LLM, SpecConfig
 from treespec.cache.kv_cache import pages_for
-from treespec.llm import frontend_of
 from treespec.request import Request
 from treespec.tree import TokenTree
 
@@ -121,7 +120,7 @@ def test_aborts(who: list[int], when: int, seqs: int) -> None:
             return touched
 
         patch.setattr(llm.engine, "step", step_then_abort)
-        for _ in frontend_of(llm).rounds.run(group):
+        for _ in llm.rounds.run(group):
             pass
     truth = max((request.tokens for request in group), key=len)
     for request in group:

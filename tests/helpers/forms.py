@@ -130,8 +130,8 @@ def parsed(name: str) -> LLMatcher:
 @contextmanager
 def no_form_read(llm: LLM) -> Iterator[None]:
     """While it lasts, the engine reads every form anew."""
-    own = llm._request_factory
+    own = llm.request_factory
     assert own.tokenizer is not None
     fresh = Grammars(own.tokenizer.base, own.vocab_size, own.eos_token_ids, own.device)
-    with mock.patch.object(llm, "_request_factory", replace(own, grammars=fresh)):
+    with mock.patch.object(llm, "request_factory", replace(own, grammars=fresh)):
         yield

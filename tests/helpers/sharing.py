@@ -18,7 +18,6 @@ from treespec import LLM, LLMEngine, RequestOutput, SamplingParams, SpecConfig
 from treespec.cache.kv_cache import KVCache
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
-from treespec.llm import frontend_of
 from treespec.models.decoder import Decoder
 from treespec.request import PromptGroup, Request
 from treespec.tree import TokenTree
@@ -71,7 +70,7 @@ def drive(llm: LLM, requests: Sequence[Request], change: Any = part_ways) -> Dri
             return pages
 
         with mock.patch.object(engine, "step", watched), mock.patch.object(engine.cache, "reserve", counted):
-            for _ in frontend_of(llm).rounds.run(requests):
+            for _ in llm.rounds.run(requests):
                 pass
     assert engine.scheduler.is_idle
     return driven

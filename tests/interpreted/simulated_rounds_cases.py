@@ -25,7 +25,7 @@ from tests.interpreted.engines import (
 )
 from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, RoundRecord, SamplingParams
-from treespec.bench.profile import profiled
+from treespec.bench.measure import profiled
 from treespec.cli import app
 from treespec.engine.executor import Execution
 from treespec.engine.runner import Runner

@@ -18,7 +18,7 @@ from tests.helpers.libraries import share_libraries
 from tests.helpers.models import tiny
 from tests.startup.test_costs import KEY
 from treespec import LLM
-from treespec.cli import curves
+from treespec.cli import autotune
 from treespec.planning.round_costs import CostCurve
 from treespec.startup import cost_measurement as costs
 from treespec.startup.cost_measurement import warn_of_threads
@@ -112,7 +112,7 @@ def test_each_number_of_threads_has_a_process_of_its_own(monkeypatch: pytest.Mon
         stored = json.dumps({"curves": [costs.load_all()[-1]]})
         return subprocess.CompletedProcess(command, 0, stored, "")
 
-    monkeypatch.setattr(curves, "thread_counts", lambda: [1, 2])
+    monkeypatch.setattr(autotune, "thread_counts", lambda: [1, 2])
     monkeypatch.setattr(subprocess, "run", child)
     measured = document(*models(), "--seconds", 0.1)
     assert seen == [("1", "1"), ("2", "2")]
@@ -125,7 +125,7 @@ def test_each_number_of_threads_has_a_process_of_its_own(monkeypatch: pytest.Mon
 def test_thread_counts_are_powers_of_two_and_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, counts in ((1, [1]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
-        assert curves.thread_counts() == counts
+        assert autotune.thread_counts() == counts
 
 
 def test_what_children_are_given_and_how_they_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,11 +137,11 @@ def test_what_children_are_given_and_how_they_fail(monkeypatch: pytest.MonkeyPat
         return subprocess.CompletedProcess(command, *ended.pop(0), "Traceback")
 
     monkeypatch.setattr(subprocess, "run", child)
-    assert curves.measure_in_children([1], 1.0, quantization="int8") == [{}]
-    monkeypatch.setattr(curves, "thread_counts", lambda: [1, 2])
+    assert autotune.measure_in_children([1], 1.0, quantization="int8") == [{}]
+    monkeypatch.setattr(autotune, "thread_counts", lambda: [1, 2])
     assert document("--quantization", "int4", code=2)["error"]["message"] == "what is wrong"
     with pytest.raises(RuntimeError, match="ended with 1"):
-        curves.measure_in_children([1], 1.0, quantization="int8")
+        autotune.measure_in_children([1], 1.0, quantization="int8")
     assert asked == ["int8", "int4", "int8"]
 
 
@@ -150,8 +150,8 @@ def test_only_other_numbers_of_threads_are_compared() -> None:
     store(4, 0.1)
     store(2, 0.05, dtype="bfloat16")
     assert costs.by_threads(key) == {1: pytest.approx(0.2), 4: pytest.approx(0.1)}
-    assert curves.compare_threads(key) == {"best": 4, "round_ms": {"1": pytest.approx(200), "4": pytest.approx(100)}}
-    assert curves.compare_threads(key | {"device": "cuda"}) is None
+    assert autotune.compare_threads(key) == {"best": 4, "round_ms": {"1": pytest.approx(200), "4": pytest.approx(100)}}
+    assert autotune.compare_threads(key | {"device": "cuda"}) is None
 
 
 def test_the_engine_says_that_other_threads_are_faster(caplog: pytest.LogCaptureFixture) -> None:
@@ -307,8 +307,8 @@ def test_what_is_tuned_is_shown() -> None:
         (["--aot", "sm_90", "--ops", "tree_atention"], ["did you mean 'tree_attention'?", "kv_commit"]),
         (["--aot", "sm_90", "--dtype", "float6"], ["'float6' (did you mean 'float16'?)", "bfloat16"]),
         (["--nodes", "8"], ["--nodes is about kernels on a GPU", "--aot compiles them"]),
-        (["--nodes", "257"], ["--nodes", "less than or equal to 256"]),
-        (["--context", "0"], ["--context", "greater than or equal to 1"]),
+        (["--nodes", "257"], ["nodes=257", "an int from 1 to 256"]),
+        (["--context", "0"], ["context=0", "an int from 1"]),
         (["--device", "tpu"], ["device='tpu'", '"cpu", "cuda"']),
         (["--dtype", "bf16"], ["--dtype: unknown 'bf16'", "bfloat16"]),
         (["--quantization", "int3"], ["--quantization: unknown 'int3'", "int4, int8"]),

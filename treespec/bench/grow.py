@@ -1,7 +1,4 @@
-"""Benchmarks of grown models: enlarges the target, and the drafts if the vocabulary grows, for the duration of a run.
-
-See `treespec_weights.grow`.
-"""
+"""Benchmarks of grown models: enlarges the target, and the drafts if the vocabulary grows, for a run."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,18 +1,33 @@
-"""Runs the modes interleaved and collects their measurements.
+"""Runs the modes interleaved, and profiles their rounds.
 
 All modes decode a batch before the next batch starts, so that transient load on the machine affects all of them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from treespec.bench.profile import profiled
+import numpy as np
+
 from treespec.config.configs import SpecConfig
+from treespec.engine.engine import Engine
 from treespec.errors import RequestError
 from treespec.llm import LLM
+from treespec.sampling.noise import Noise
 from treespec.sampling_params import SamplingParams
+
+MEANING = {
+    "draft": "all sources propose",
+    "merge": "plan, merge and cut the trees",
+    "forward": "the target pass; in captured rounds also verification and commit",
+    "verify": "from logits to the accepted path",
+    "noise": "choose the target's tokens with noise",
+    "commit": "emit tokens, compact the caches",
+    "update": "release finished requests",
+    "host": "everything else",
+}
 
 
 @dataclass
@@ -23,6 +38,7 @@ class Sample:
     decode_seconds: float = 0.0  # sum over batches, without prefill
     decoded: int = 0  # tokens generated in `decode_seconds`
     total_seconds: float = 0.0  # sum over batches, with prefill
+    prefill_seconds: float = 0.0  # including the SSMs'; 0 if unknown
     ttft: list[float] = field(default_factory=list)  # from a batch's start to the first token
     per_token: list[float] = field(default_factory=list)  # the request's decode seconds per token
     passes: list[int] = field(default_factory=list)  # target passes that emitted tokens
@@ -30,7 +46,8 @@ class Sample:
     accepted_by_source: Counter[str] = field(default_factory=Counter)  # accepted drafted tokens by source
     accepted: Counter[int] = field(default_factory=Counter)  # trees by accepted drafted tokens; empty if unknown
     rounds: int = 0  # target passes of the whole batch
-    stages: dict[str, float] = field(default_factory=dict)  # seconds of all rounds by stage, as in `profile.MEANING`
+    # seconds of all rounds by stage, as in `MEANING`; the sum is the time of all steps without prefill
+    stages: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds_per_token(self) -> float:
@@ -49,6 +66,32 @@ class Sample:
                 setattr(self, member.name, mine + more)
 
 
+@contextmanager
+def profiled(engine: Engine) -> Iterator[Sample]:
+    """Measure an engine's rounds. They are in the sample at the end; noise is timed by patching `Noise.choose`."""
+    sample, clock, stats, choose = Sample(nodes=0), engine.clock, engine.stats, Noise.choose
+
+    def timed(noise: Noise, scores: np.ndarray, position: int) -> tuple[int, float]:
+        stage = clock.enter("noise")
+        try:
+            return choose(noise, scores, position)
+        finally:
+            clock.enter(stage)
+
+    clock.seconds.setdefault("noise", 0.0)
+    before, accepted, rounds = dict(clock.seconds), stats.accepted_lengths.copy(), stats.rounds
+    Noise.choose = timed  # type: ignore[method-assign, assignment]
+    try:
+        yield sample
+    finally:
+        Noise.choose = choose  # type: ignore[method-assign]
+        spent = {stage: seconds - before[stage] for stage, seconds in clock.seconds.items()}
+        spent["draft"] += spent.pop("foreign") + spent.pop("search")
+        sample.prefill_seconds = spent["prefill"]
+        sample.stages = {stage: spent[stage] for stage in MEANING}
+        sample.accepted, sample.rounds = stats.accepted_lengths - accepted, stats.rounds - rounds
+
+
 def run_ours(
     llm: LLM,
     spec: SpecConfig | str,
@@ -57,16 +100,13 @@ def run_ours(
     temperature: float = 0.0,
     seeds: Sequence[int] = (),
 ) -> Sample:
-    """Decode prompts as one batch without detokenization; times are measured from a request's arrival to its end.
-
-    End tokens are ignored. Sampled prompts need a seed each.
-    """
+    """Decode prompts, with a seed each if they are sampled, as one batch past end tokens, without detokenization."""
     options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": temperature}
     params = [SamplingParams(**options, seed=seed) for seed in (seeds if temperature > 0 else [None] * len(prompts))]
-    with profiled(llm.engine) as profile:
+    with profiled(llm.engine) as sample:
         outputs = llm.generate(list(prompts), params, spec=spec)
-    prefill, total = profile.prefill_seconds, max(output.metrics.seconds for output in outputs)
-    sample = Sample(decode_seconds=total - prefill, total_seconds=total, nodes=0)
+    prefill, sample.total_seconds = sample.prefill_seconds, max(output.metrics.seconds for output in outputs)
+    sample.decode_seconds = sample.total_seconds - prefill
     for output in outputs:
         if output.error is not None:
             raise RequestError(output.error)
@@ -79,7 +119,6 @@ def run_ours(
         sample.passes.append(metrics.target_passes)
         sample.nodes += metrics.nodes_verified
         sample.accepted_by_source.update(metrics.accepted_by_source)
-    sample.accepted, sample.rounds, sample.stages = profile.accepted, profile.rounds, profile.stages
     return sample
 
 
@@ -100,11 +139,7 @@ def interleave(
     seed: int = 0,
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, list[Sample]]:
-    """Run every mode over all prompts and return one sample per mode and repeat.
-
-    The order of modes rotates from batch to batch, so that order effects average out. Sampling seeds derive from
-    `seed`; they differ by repeat and prompt, and are equal for all modes. `advance` is called after each run.
-    """
+    """Run every mode, in rotating order, over all prompts, with equal seeds; returns a sample per mode and repeat."""
     samples: dict[str, list[Sample]] = {name: [] for name in runs}
     names, turn = list(runs), 0
     for repeat in range(repeats):

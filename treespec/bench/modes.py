@@ -1,14 +1,16 @@
-"""Benchmark modes of treespec and transformers."""
+"""Benchmark modes of treespec and transformers, and of verification rules on a fixed topology."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from functools import cache
+from typing import Any, Literal
 
-from treespec.config.configs import SpecConfig
+from treespec.config.configs import RANDOM_DRAWS, VERIFICATIONS, SpecConfig
 from treespec.errors import ConfigError
 
 PLAIN = "plain"
+_WIDEST, _DEEPEST = 4, 6
 
 
 @dataclass(frozen=True)
@@ -67,20 +69,10 @@ class Peer:
         return self.kind != "plain"
 
 
-class Selection(NamedTuple):
-    """The modes of a run, plain decoding first."""
-
-    ours: list[Mode]
-    peers: list[Peer]
-
-
 def our_modes(
     ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int], combine: Sequence[str] = ()
 ) -> list[Mode]:
-    """Return plain decoding, chains of each length, trees of each source alone and combined, and the default.
-
-    `combine` adds trees of each size, and "auto", of sets of sources such as "head+lookup".
-    """
+    """Return plain decoding, chains, trees of each source alone, of all and of the sets `combine`, and the default."""
     modes = [Mode(PLAIN, "plain decoding", None)]
     if ssms:
         for k in k_values:
@@ -122,7 +114,47 @@ def peer_modes(ssms: Sequence[str], k_values: Sequence[int]) -> list[Peer]:
     return peers + [Peer(f"hf-lookup-k{k}", f"transformers, lookup, K={k}", "lookup", k=k) for k in k_values]
 
 
-def select(ours: Sequence[Mode], peers: Sequence[Peer], only: Sequence[str]) -> Selection:
+def default_branching(nodes: int) -> tuple[int, ...]:
+    """Return the non-increasing branching, such as (3, 2, 1), of the largest tree of at most `nodes` nodes."""
+    shapes: list[tuple[int, ...]] = [()]
+    for shape in shapes:  # extended while iterating
+        if len(shape) < _DEEPEST:
+            longer = [(*shape, k) for k in range(1, (shape or (_WIDEST,))[-1] + 1)]
+            shapes += [candidate for candidate in longer if _size(candidate) <= nodes]
+    # Of equal ones, the smallest sum avoids stars and chains.
+    return max(shapes[1:], key=lambda shape: (_size(shape), -sum(shape), len(shape), shape))
+
+
+@cache
+def _size(branching: tuple[int, ...]) -> int:
+    return SpecConfig(branching=branching).static_nodes
+
+
+def rule_modes(rules: Sequence[str], branchings: Sequence[tuple[int, ...]], sampled: bool) -> list[Mode]:
+    """Return plain decoding, and each rule on each topology. Only SSMs draft, because lookup has no probabilities."""
+    modes = [Mode(PLAIN, "plain decoding", None)]
+    for branching in branchings:
+        topology: dict[str, Any] = {
+            "branching": branching,
+            "max_depth": max(SpecConfig().max_depth, len(branching)),
+            "sources": ("ssm",),
+        }
+        size = SpecConfig(**topology).static_nodes
+        for rule in rules:
+            name, keeps = f"{rule}-n{size}", not (sampled and rule in RANDOM_DRAWS)
+            modes.append(Mode(name, f"{rule}, {size} nodes", topology | {"verification": rule}, keeps))
+    return modes
+
+
+def parse_rules(values: Sequence[str]) -> tuple[str, ...]:
+    """Return the named rules, or "all", once each, in the order of `VERIFICATIONS`. Raises ConfigError for others."""
+    for name in values:
+        if name not in ("all", *VERIFICATIONS):
+            raise ConfigError(f"--verification {name}: valid are {', '.join(VERIFICATIONS)}, or all")
+    return tuple(rule for rule in VERIFICATIONS if rule in values or "all" in values)
+
+
+def select(ours: Sequence[Mode], peers: Sequence[Peer], only: Sequence[str]) -> tuple[list[Mode], list[Peer]]:
     """Return the modes whose names match a pattern of `only` (empty = all), and always plain decoding, the baseline."""
     names = [mode.name for mode in ours] + [peer.name for peer in peers]
     for pattern in only:
@@ -132,4 +164,4 @@ def select(ours: Sequence[Mode], peers: Sequence[Peer], only: Sequence[str]) -> 
     def wanted(name: str) -> bool:
         return not only or name == PLAIN or any(fnmatchcase(name, pattern) for pattern in only)
 
-    return Selection([mode for mode in ours if wanted(mode.name)], [peer for peer in peers if wanted(peer.name)])
+    return [mode for mode in ours if wanted(mode.name)], [peer for peer in peers if wanted(peer.name)]

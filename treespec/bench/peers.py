@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from treespec.bench.measure import Sample
 from treespec.bench.modes import Peer
@@ -19,11 +20,7 @@ _TRIES = 5  # a disturbed run to the first token may take longer than a short fu
 
 
 class Transformers:
-    """Runs a target and its SSMs in transformers.
-
-    Uses transformers' defaults, except greedy decoding, no end token, and a constant K if the peer has one. A GGUF
-    target is dequantised; reduced vocabularies of drafts are expanded to the target's.
-    """
+    """Runs a target and its SSMs in transformers: greedily, without end token, and with the K of a peer."""
 
     def __init__(self, target: Path, drafts: Mapping[str, Path], device: torch.device, dtype: torch.dtype):
         self.device = device
@@ -33,12 +30,7 @@ class Transformers:
         self._target.register_forward_pre_hook(self._count)
 
     def run(self, peer: Peer, max_tokens: int, prompts: Sequence[list[int]], seeds: Sequence[int] = ()) -> Sample:
-        """Decode prompts as one left-padded batch, without `seeds`. Prefill time is that of a run to the first token.
-
-        Raises:
-            ModelError: transformers generated another number of tokens than `max_tokens`, or the run to the first token
-                took longer than the full run in all tries.
-        """
+        """Decode prompts as one left-padded batch, without `seeds`. Prefill is timed as a run to one token."""
         assert len(prompts) == 1 or not peer.batch_one_only, f"{peer.name} supports batch 1 only"
         options, num_further = self._options(peer), max_tokens - 1
         for _ in range(_TRIES):
@@ -66,19 +58,15 @@ class Transformers:
         self, prompts: Sequence[list[int]], max_tokens: int, options: dict[str, Any]
     ) -> tuple[float, list[list[int]]]:
         """Generate from a left-padded batch; return the seconds and the new tokens of each prompt."""
-        width = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64, device="cpu")
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64, device="cpu")
-            mask[row, width - len(prompt) :] = 1
-        ids, mask = ids.to(self.device), mask.to(self.device)
+        rows = [torch.tensor(prompt, device=self.device) for prompt in prompts]
+        ids = pad_sequence(rows, batch_first=True, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         with torch.inference_mode():
             start = time.perf_counter()
             result = self._target.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, **options
             )
-            tokens = result[:, width:].tolist()  # synchronises
+            tokens = result[:, ids.shape[1] :].tolist()  # synchronises
             seconds = time.perf_counter() - start
         return seconds, tokens
 

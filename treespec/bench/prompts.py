@@ -11,18 +11,12 @@ from treespec_weights import models_folder
 
 
 def held_out_prompts(chat: bool) -> Path:
-    """Return the file of instructions for chat models, or of texts to continue.
-
-    Their source packages are in no training data of the SSMs in this repository.
-    """
+    """Return the file of instructions for chat models, or of texts; their packages are in no data of our SSMs."""
     return models_folder(smollm2.NAME if chat else "default") / "heldout_prompts.json"
 
 
 def choose(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
-    """Choose `count` prompts evenly over kinds and, within a kind, over packages; randomly within a package.
-
-    Kinds alternate, so that every batch is mixed. All prompts are returned in order if there are at most `count`.
-    """
+    """Choose prompts evenly over alternating kinds and their packages, or all in order if there are at most `count`."""
     if len(prompts) <= count:
         return list(prompts)
     order = list(prompts)

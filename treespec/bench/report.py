@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,14 @@ import numpy as np
 
 from treespec.bench.measure import Sample
 from treespec.bench.modes import PLAIN, Mode, Peer
-from treespec.bench.profile import acceptance_by_depth_of
+from treespec.config.configs import SpecConfig
 from treespec.text.prompt_files import Prompt
 
 # figures that are available for treespec's modes only
 OURS = """acceptance_by_depth accepted_by_source nodes_per_pass profile_ms verify_share noise_share efficiency
     pass_ratio draft_share""".split()
 RESAMPLES, COVERAGE = 2000, 0.95  # of the bootstrap intervals over prompts
+PAIRS = (("traversal", "rejection"), ("rejection", "naive"), ("coupled", "naive"), ("traversal", "coupled"))
 LOOPING = 0.5  # outputs whose share of distinct 4-grams is at most this count as looping
 
 
@@ -39,10 +41,7 @@ def summarise(
     prompts: Sequence[Prompt],
     sampled: bool = False,
 ) -> dict[str, Any]:
-    """Summarise a mode's samples, one per repeat, and those of plain decoding in the same repeats and batch.
-
-    Prompts are in the samples' order. If `sampled`, seeds differ between repeats.
-    """
+    """Summarise samples, one per repeat, and those of plain decoding. If `sampled`, seeds differ between repeats."""
     shares = [statistics.mean(distinct_share(base.tokens[i]) for base in plain) for i in range(len(prompts))]
     lively = [i for i, share in enumerate(shares) if share > LOOPING]
     kinds = sorted({prompt.kind for prompt in prompts if prompt.kind is not None})
@@ -126,11 +125,14 @@ def _tau(samples: Sequence[Sample], indices: Sequence[int]) -> float | None:
     return tokens / passes if passes else None
 
 
-def resampled_lengths(samples: Sequence[Sample]) -> np.ndarray:
-    """Return a mode's tokens per pass over all prompts, followed by those of each resample.
+def acceptance_by_depth_of(accepted: Counter[int]) -> list[float]:
+    """Return the shares of trees whose accepted path reached depth 1, 2, ..., from numbers of trees by its depth."""
+    total, deepest = accepted.total(), max(accepted, default=0)
+    return [sum(n for depth, n in accepted.items() if depth >= d) / total for d in range(1, deepest + 1)]
 
-    Prompts are drawn with all their repeats, by a fixed seed: the same prompts for every mode.
-    """
+
+def resampled_lengths(samples: Sequence[Sample]) -> np.ndarray:
+    """Return the tokens per pass over all prompts, then of each resample of prompts, equal for every mode."""
     tokens = np.array([[len(tokens) for tokens in sample.tokens] for sample in samples]).sum(0)
     passes = np.array([sample.passes for sample in samples]).sum(0)
     picks = np.random.default_rng(0).integers(0, len(tokens), (RESAMPLES, len(tokens)))
@@ -173,3 +175,21 @@ def comparisons(fastest: Mapping[str, str], samples: Mapping[str, Sequence[Sampl
                 ratios = _ratios(samples[peer], samples[mode], lambda sample: sample.seconds_per_token)
                 result.append({"mode": mode, "peer": peer} | _spread("times", ratios))
     return result
+
+
+def intervals(modes: Sequence[Mode], samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
+    """Return acceptance lengths of rules and their paired differences, with bootstrap intervals over prompts."""
+    by_rule: dict[int, dict[str, str]] = {}
+    figures: dict[str, np.ndarray] = {}
+    for mode in modes:
+        spec = SpecConfig.resolve(mode.spec, SpecConfig())
+        by_rule.setdefault(spec.static_nodes, {})[spec.verification] = mode.name
+        figures[mode.name] = resampled_lengths(samples[mode.name])
+    lengths = [{"mode": mode.name, "acceptance_length": interval(figures[mode.name])} for mode in modes]
+    pairs = [
+        {"mode": named[a], "minus": named[b], "difference": interval(figures[named[a]] - figures[named[b]])}
+        for named in by_rule.values()
+        for a, b in PAIRS
+        if a in named and b in named
+    ]
+    return {"resamples": RESAMPLES, "coverage": COVERAGE, "acceptance_lengths": lengths, "differences": pairs}

@@ -15,12 +15,21 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from treespec.bench.grow import GrownTarget
 from treespec.bench.measure import Run, Sample, interleave, run_ours
-from treespec.bench.modes import PLAIN, Mode, Peer, Selection, our_modes, peer_modes, select
+from treespec.bench.modes import (
+    PLAIN,
+    Mode,
+    Peer,
+    default_branching,
+    our_modes,
+    parse_rules,
+    peer_modes,
+    rule_modes,
+    select,
+)
 from treespec.bench.options import Options
 from treespec.bench.peers import Transformers
 from treespec.bench.prompts import choose, held_out_prompts
-from treespec.bench.report import best, comparisons, mismatches, summarise
-from treespec.bench.rule_comparison import default_branching, intervals, parse_rules, rule_modes
+from treespec.bench.report import best, comparisons, intervals, mismatches, summarise
 from treespec.bench.text import LEGEND, RULES_LEGEND
 from treespec.config.configs import AUTO_NODES, SpecConfig
 from treespec.errors import ConfigError
@@ -31,6 +40,7 @@ from treespec.startup.options import resolve_folders, resolve_model
 from treespec.text.prompt_files import Prompt, encode_prompt, has_chat_template, read_prompts
 from treespec.version import __version__
 
+_FROZEN = ("device", "dtype", "threads", "attention", "linear", "quantization", "exact")
 WHY_BATCH_ONE = "transformers' assisted decoding supports batch 1 only"
 
 
@@ -40,8 +50,8 @@ def bench(options: Options, grown: GrownTarget | None = None) -> dict[str, Any]:
         torch.set_num_threads(options.threads)
     target = resolve_model(options.model)
     folders = dict(resolve_folders(options.model, options.drafts))
-    selection = _selection(options, list(folders))
-    specs = {mode.name: mode.spec for mode in selection.ours}  # validates before anything is loaded
+    ours, peers = _modes(options, list(folders))
+    specs = {mode.name: mode.spec for mode in ours}  # validates before anything is loaded
     largest = max([AUTO_NODES, *(spec.max_nodes for spec in specs.values() if isinstance(spec, SpecConfig))])
     llm = LLM(
         target,
@@ -55,18 +65,17 @@ def bench(options: Options, grown: GrownTarget | None = None) -> dict[str, Any]:
     )
     prompts, ids, left_out = _prompts(options, llm)
     memory = {"peak_with_ours": _peak_mib()}
-    modes: dict[str, Run] = {mode.name: _ours(llm, specs[mode.name], options) for mode in selection.ours}
-    batch_one = modes.copy()
-    if selection.peers:
-        needed = {peer.draft for peer in selection.peers}
+    by_name: dict[str, Run] = {mode.name: _ours(llm, specs[mode.name], options) for mode in ours}
+    if peers:
+        needed = {peer.draft for peer in peers}
         drafts = {name: folder for name, folder in folders.items() if name in needed}
-        transformers_models = Transformers(target, drafts, llm.config.device, llm.config.dtype)
-        for peer in selection.peers:
-            run = partial(transformers_models.run, peer, options.max_tokens)
-            batch_one[peer.name] = run
-            if not peer.batch_one_only:
-                modes[peer.name] = run
-    by_batch = {batch: batch_one if batch == 1 else modes for batch in options.batch}
+        theirs = Transformers(target, drafts, llm.config.device, llm.config.dtype)
+        by_name |= {peer.name: partial(theirs.run, peer, options.max_tokens) for peer in peers}
+    alone = {peer.name for peer in peers if peer.batch_one_only}
+    by_batch = {
+        batch: {name: run for name, run in by_name.items() if batch == 1 or name not in alone}
+        for batch in options.batch
+    }
     total = sum(
         len(names) * (options.warmup + options.repeats * (len(ids) // batch)) for batch, names in by_batch.items()
     )
@@ -77,15 +86,14 @@ def bench(options: Options, grown: GrownTarget | None = None) -> dict[str, Any]:
                 interleave(by_mode, ids[:batch], batch, 1, options.seed, bar.update)
             whole = len(ids) // batch * batch  # full batches only
             samples = interleave(by_mode, ids[:whole], batch, options.repeats, options.seed, bar.update)
-            runs.append(_summary(batch, samples, selection, prompts[:whole], options))
+            runs.append(_summary(batch, samples, ours, peers, prompts[:whole], options))
             plain = samples[PLAIN][0].tokens
     memory["peak_with_all"] = _peak_mib()
     device, on_gpu = llm.config.device, llm.config.device.type == "cuda"
     if on_gpu:
         memory["peak_on_the_gpu"] = torch.cuda.max_memory_allocated(device) / 2**20
     memory |= {name: size / 2**20 for name, size in llm.stats()["memory"].items()}
-    frozen = llm.stats()["frozen"]
-    ancestry = None
+    frozen, ancestry = llm.stats()["frozen"], None
     if grown is not None:
         small = LLM(grown.source, [], "off", device=options.device, dtype=llm.config.dtype, max_num_seqs=1)
         [sample] = interleave({PLAIN: _ours(small, "off", options)}, ids[: len(plain)], 1, 1, options.seed)[PLAIN]
@@ -94,10 +102,8 @@ def bench(options: Options, grown: GrownTarget | None = None) -> dict[str, Any]:
         "model": grown.of if grown else "embedded target" if options.model is None else str(options.model),
         "drafts": list(folders),
         "grown": ancestry,
-        "device": frozen["device"],
+        **{name: frozen[name] for name in _FROZEN},
         "processor": torch.cuda.get_device_name(device) if on_gpu else processor(),
-        "dtype": frozen["dtype"],
-        "threads": frozen["threads"],
         "versions": {
             "treespec": __version__,
             "torch": torch.__version__,
@@ -114,10 +120,6 @@ def bench(options: Options, grown: GrownTarget | None = None) -> dict[str, Any]:
         "max_tokens": options.max_tokens,
         "repeats": options.repeats,
         "memory_mib": memory,
-        "attention": frozen["attention"],
-        "linear": frozen["linear"],
-        "quantization": frozen["quantization"],
-        "exact": frozen["exact"],
         "runs": runs,
         "definitions": [*LEGEND.splitlines(), *RULES_LEGEND.splitlines()],
     }
@@ -127,7 +129,7 @@ def _ours(llm: LLM, spec: SpecConfig | str, options: Options) -> Run:
     return lambda prompts, seeds: run_ours(llm, spec, prompts, options.max_tokens, options.temperature, seeds)
 
 
-def _selection(options: Options, ssms: list[str]) -> Selection:
+def _modes(options: Options, ssms: list[str]) -> tuple[list[Mode], list[Peer]]:
     """Return the requested modes. Raises ConfigError for an unknown mode, or rules without an SSM."""
     SamplingParams(temperature=options.temperature)
     sampled = options.temperature > 0
@@ -137,17 +139,21 @@ def _selection(options: Options, ssms: list[str]) -> Selection:
         branchings = [tuple(options.branching)] if options.branching else list(map(default_branching, options.nodes))
         return select(rule_modes(parse_rules(options.verification), branchings, sampled), [], options.only)
     peers = [] if sampled or not options.peers else peer_modes(ssms, options.k_values)
-    ours = our_modes(ssms, options.k_values, options.nodes, options.combine)
-    return select(ours, peers, options.only)
+    return select(our_modes(ssms, options.k_values, options.nodes, options.combine), peers, options.only)
 
 
 def _summary(
-    batch: int, samples: dict[str, list[Sample]], selection: Selection, prompts: list[Prompt], options: Options
+    batch: int,
+    samples: dict[str, list[Sample]],
+    ours: list[Mode],
+    peers: list[Peer],
+    prompts: list[Prompt],
+    options: Options,
 ) -> dict[str, Any]:
     plain, sampled = samples[PLAIN], options.temperature > 0
-    modes: list[Mode | Peer] = [*selection.ours, *selection.peers]
+    modes: list[Mode | Peer] = [*ours, *peers]
     figures = [summarise(mode, samples[mode.name], plain, prompts, sampled) for mode in modes if mode.name in samples]
-    left_out = [peer.name for peer in selection.peers if peer.name not in samples]
+    left_out = [peer.name for peer in peers if peer.name not in samples]
     return {
         "batch": batch,
         "num_prompts": len(prompts),
@@ -155,7 +161,7 @@ def _summary(
         "comparisons": comparisons(best(figures), samples),
         "peers_left_out": left_out,
         "why_left_out": WHY_BATCH_ONE if left_out else None,
-        "rules": intervals(selection.ours[1:], samples) if options.verification else None,
+        "rules": intervals(ours[1:], samples) if options.verification else None,
         "modes": figures,
     }
 

@@ -55,7 +55,10 @@ async def _run(options: Options, prompts: Sequence[Prompt]) -> dict[str, Any]:
         except openai.OpenAIError as error:
             raise ConfigError(f"--server {options.server}: {error}") from error
         limit = asyncio.Semaphore(options.max_concurrency or len(prompts))
-        arrivals = _arrivals(options, len(prompts))
+        gaps = np.zeros(len(prompts))  # seconds between arrivals
+        if options.request_rate is not None:
+            gaps[1:] = np.random.default_rng(options.seed).exponential(1 / options.request_rate, len(prompts))[1:]
+        arrivals = np.cumsum(gaps)
         began, date = time.perf_counter(), datetime.now().strftime("%Y%m%d-%H%M%S")
 
         async def one(i: int) -> Answer:
@@ -68,14 +71,6 @@ async def _run(options: Options, prompts: Sequence[Prompt]) -> dict[str, Any]:
 
         answers = await asyncio.gather(*map(one, range(len(prompts))))
         return _document(options, model, answers, time.perf_counter() - began, date)
-
-
-def _arrivals(options: Options, count: int) -> np.ndarray:
-    """Return the seconds from the start at which requests arrive, float64 [count]."""
-    if options.request_rate is None:
-        return np.zeros(count)
-    gaps = np.random.default_rng(options.seed).exponential(1 / options.request_rate, count)
-    return np.cumsum(gaps) - gaps[0]
 
 
 async def _ask(client: openai.AsyncOpenAI, options: Options, model: str, prompt: Prompt, index: int) -> Answer:
@@ -94,17 +89,13 @@ async def _ask(client: openai.AsyncOpenAI, options: Options, model: str, prompt:
     create: Any = client.chat.completions.create if is_chat else client.completions.create
     stream = await create(**{"messages" if is_chat else "prompt": content}, **body)
     async for chunk in stream:
-        if chunk.choices and (getattr(chunk.choices[0], "text", None) or _content(chunk.choices[0])):
+        said = chunk.choices and getattr(chunk.choices[0], "delta", chunk.choices[0])
+        if said and any(getattr(said, name, None) for name in ("text", "content", "reasoning_content")):
             answer.chunks.append(time.perf_counter() - began)
         if chunk.usage is not None:
             answer.prompt_tokens, answer.tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
     answer.seconds = time.perf_counter() - began
     return answer
-
-
-def _content(choice: Any) -> str | None:
-    delta = getattr(choice, "delta", None)
-    return None if delta is None else delta.content or getattr(delta, "reasoning_content", None)
 
 
 def _document(options: Options, model: str, answers: Sequence[Answer], seconds: float, date: str) -> dict[str, Any]:

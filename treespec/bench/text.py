@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treespec.bench.profile import MEANING
+from treespec.bench.measure import MEANING
 from treespec.bench.report import LOOPING
 from treespec.utils.tables import table
 
@@ -27,6 +27,7 @@ def header(document: Mapping[str, Any]) -> str:
     versions, grown = document["versions"], document["grown"]
     commit = f", commit {document['commit']}" if document["commit"] else ""
     threads = f"{document['threads']} thread{'' if document['threads'] == 1 else 's'}"
+    kinds = ", ".join(f"{count} {kind}" for kind, count in document["kinds"].items())
     sampling = f"temperature {document['temperature']:g}" if document["temperature"] else "greedy"
     lines = [
         f"machine   {document['processor']}, {document['device']}, {threads}"
@@ -34,7 +35,7 @@ def header(document: Mapping[str, Any]) -> str:
         f"versions  {', '.join(f'{name} {version}' for name, version in versions.items())}{commit}",
         f"models    {document['model']}, drafts {', '.join(document['drafts']) or 'none'}, {document['dtype']}"
         + (f", target quantised to {document['quantization']}" if document.get("quantization") else ""),
-        f"prompts   {document['num_prompts']}{_kinds(document['kinds'])}, "
+        f"prompts   {document['num_prompts']}{f' ({kinds})' if kinds else ''}, "
         f"{document['total_input_tokens']} tokens; {document['max_tokens']} output tokens each, {sampling}, "
         f"{document['repeats']} repeats, seed {document['seed']}",
     ]
@@ -164,10 +165,6 @@ def _profile(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
         rows.append((mode["label"], *cells, f"{total:.2f}", *ratios))
     legend = "; ".join(f"{name}: {text}" for name, text in meaning.items())
     return "\n".join([table([head, *rows]), *textwrap.wrap(legend, 118)])
-
-
-def _kinds(kinds: Mapping[str, int]) -> str:
-    return f" ({', '.join(f'{count} {kind}' for kind, count in kinds.items())})" if kinds else ""
 
 
 def _number(value: float | None, form: str) -> str:

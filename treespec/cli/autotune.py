@@ -1,63 +1,65 @@
 """`treespec autotune`: tune kernels and measure pass costs of this machine, for all later starts."""
 
-from typing import Annotated, Any
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import typer
 
-from treespec.cli import curves, kernels
-from treespec.cli.group import print_json, usage_error
-from treespec.cli.options import Drafts, Json, Model, flags
+from treespec.cli import kernels
+from treespec.cli.group import UsageError, print_json
+from treespec.cli.options import Drafts, Json, Model, flags, load_llm, status
 from treespec.config.engine_options import EngineOptions
 from treespec.utils.interrupts import raise_on_interrupt
+from treespec.utils.options import check_values, option
+from treespec.utils.tables import table
+
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
 
 
-def _kernel(name: str, metavar: str, text: str, **options: Any) -> Any:
-    return typer.Option(name, metavar=metavar, help=text, rich_help_panel="Kernels", **options)
+@dataclass(frozen=True)
+class AutotuneOptions:
+    """What to tune or measure.
+
+    Args:
+        show: print stored results without measuring.
+        seconds: approximate measuring time per cost curve.
+        threads: CPU threads to measure with; 1, 2, 4 up to all cores if not set.
+        nodes: rows of a tree pass of kernels; 32 if not set.
+        context: committed positions of kernels; 2048 if not set.
+        ops: kernels to tune, without costs of passes; repeated or comma-separated, all if not set.
+        budget_seconds: start no configuration of kernels after so many seconds; rerun to continue.
+        fresh: measure configurations of kernels again.
+        aot: only compile kernels, without a GPU, for sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942; repeatable,
+            takes minutes, and an interrupted run continues.
+    """
+
+    show: bool = False
+    seconds: float = option(5.0, least=0.01, most=3600)
+    threads: int | None = option(None, least=1, most=1024)
+    nodes: int | None = option(None, least=1, most=256)
+    context: int | None = option(None, least=1, most=1 << 20)
+    ops: Sequence[str] = ()
+    budget_seconds: float | None = option(None, least=1.0)
+    fresh: bool = False
+    aot: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_values(self)
 
 
 @flags(EngineOptions, "device", "dtype", "quantization")
+@flags(AutotuneOptions)
 def autotune(
     model: Model = None,
     draft: Drafts = None,
-    show: Annotated[bool, typer.Option("--show", help="Print stored results without measuring.")] = False,
-    seconds: Annotated[
-        float,
-        typer.Option("--seconds", metavar="S", min=0.01, max=3600, help="Approximate measuring time per cost curve."),
-    ] = 5.0,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            "--threads",
-            metavar="N",
-            min=1,
-            max=1024,
-            help="CPU threads to measure with. Default: 1, 2, 4 .. and all cores.",
-        ),
-    ] = None,
-    nodes: Annotated[int | None, _kernel("--nodes", "N", "Rows of a tree pass. Default: 32.", min=1, max=256)] = None,
-    context: Annotated[
-        int | None, _kernel("--context", "N", "Committed positions. Default: 2048.", min=1, max=1 << 20)
-    ] = None,
-    ops: Annotated[
-        list[str] | None,
-        _kernel("--ops", "OP", "Ops to tune, without costs of passes; repeated or comma-separated. Default: all."),
-    ] = None,
-    budget_seconds: Annotated[
-        float | None,
-        _kernel("--budget-seconds", "S", "Start no configuration after S seconds; rerun to continue.", min=1),
-    ] = None,
-    fresh: Annotated[bool, _kernel("--fresh", "", "Measure configurations again.")] = False,
-    aot: Annotated[
-        list[str] | None,
-        _kernel(
-            "--aot",
-            "TARGET",
-            "Only compile, without a GPU: sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942; repeatable. Takes "
-            "minutes; an interrupted run continues.",
-        ),
-    ] = None,
     as_json: Json = False,
     *,
+    tuning: AutotuneOptions,
     device: str,
     dtype: str,
     quantization: str | None,
@@ -69,13 +71,11 @@ def autotune(
     nodes="auto" sizes trees by these costs. Later starts with the same models, dtype and versions on this machine use
     the stored results.
     """
-    if show:
+    if tuning.show:
         from treespec.startup.cost_measurement import load_all
 
         _print(_curves(load_all()) | {"tuned": kernels.stored()}, as_json, "stored")
         return
-    from dataclasses import replace
-
     from treespec.config.configs import QUANTIZATIONS
     from treespec.errors import reject_unknown
     from treespec.startup.options import DTYPES, resolve_device
@@ -88,8 +88,9 @@ def autotune(
     reject_unknown("--dtype", [dtype], ("auto", *DTYPES))
     reject_unknown("--quantization", [quantization] if quantization is not None else [], QUANTIZATIONS)
     computed = None if dtype == "auto" else DTYPES[dtype]
-    if aot:
-        targets, compiled = kernels.names("--aot", aot, SHARED_BYTES), kernels.names("--ops", ops, sorted(OPS))
+    ops, threads, seconds = tuning.ops, tuning.threads, tuning.seconds
+    if tuning.aot:
+        targets, compiled = kernels.names("--aot", tuning.aot, SHARED_BYTES), kernels.names("--ops", ops, sorted(OPS))
         if model is None and quantization is None:
             shapes = default_shapes(DTYPES.values() if computed is None else (computed,))
         else:
@@ -100,34 +101,35 @@ def autotune(
         raise typer.Exit(1 if report["failed"] else 0)
     engine: dict[str, Any] = {"model": model, "drafts": draft, "dtype": dtype, "quantization": quantization}
     where = resolve_device(device)
-    used = {"--ops": ops, "--nodes": nodes, "--context": context, "--budget-seconds": budget_seconds, "--fresh": fresh}
-    flags = [name for name, value in used.items() if value]
+    names = ("ops", "nodes", "context", "budget_seconds", "fresh")
+    flags = [f"--{name.replace('_', '-')}" for name in names if getattr(tuning, name)]
     if where.type == "cpu" and not (flags and is_interpreted()):
         if flags:
-            raise usage_error(f"{flags[0]} is about kernels on a GPU, and torch finds none; --aot compiles them")
-        counts = curves.thread_counts()
+            raise UsageError(f"{flags[0]} is about kernels on a GPU, and torch finds none; --aot compiles them")
+        counts = thread_counts()
         if threads is not None or len(counts) == 1:
-            entries = [curves.measure_here(seconds, threads, device="cpu", **engine)]
+            entries = [_measure_here(seconds, threads, device="cpu", **engine)]
         else:
-            entries = curves.measure_in_children(counts, seconds, **engine)
+            entries = measure_in_children(counts, seconds, **engine)
         _print(_curves(entries), as_json)
         return
     if threads is not None:
-        raise usage_error(f"--threads {threads} needs a CPU; use --device cpu")
+        raise UsageError(f"--threads {threads} needs a CPU; use --device cpu")
     if computed is None and where.type == "cpu":
         computed = DTYPES["float32"]  # Triton's interpreter computes bfloat16 wrongly
     selected = kernels.names("--ops", ops, TUNABLE)
     settings = [
-        replace(setting, nodes=nodes or 32, context=context or 2048)
+        replace(setting, nodes=tuning.nodes or 32, context=tuning.context or 2048)
         for setting in kernels.settings_of(model, draft, computed, quantization)
     ]
     with on_device(where):
-        tuned = kernels.tune_kernels(settings, where, selected, budget_seconds or float("inf"), fresh)
+        budget = tuning.budget_seconds or float("inf")
+        tuned = kernels.tune_kernels(settings, where, selected, budget, tuning.fresh)
     document: dict[str, Any] = {"kernels": tuned}
     if not as_json:
         kernels.echo_tuned(tuned)
     if not ops and where.type == "cuda":
-        document |= _curves([curves.measure_here(seconds, None, device=device, **engine)])
+        document |= _curves([_measure_here(seconds, None, device=device, **engine)])
     _print(document, as_json)
 
 
@@ -135,7 +137,7 @@ def _curves(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Build the curve section of the document. `threads` compares stored curves of the first entry."""
     from treespec.startup import cost_measurement as costs
 
-    compared = curves.compare_threads(entries[0]["key"]) if entries else None
+    compared = compare_threads(entries[0]["key"]) if entries else None
     return {"file": str(costs.costs_file()), "curves": entries, "threads": compared}
 
 
@@ -144,8 +146,121 @@ def _print(document: dict[str, Any], as_json: bool, done: str = "written") -> No
         print_json(document)
         return
     if document.get("curves"):
-        curves.echo_curves(document["curves"])
+        _echo_curves(document["curves"])
         typer.echo(f"{done} in {document['file']}")
     elif "curves" in document:
         typer.echo(f"no curves are stored in {document['file']}; run treespec autotune")
     kernels.echo_stored(document.get("tuned", ()))
+
+
+# --- cost curves
+
+
+def _measure_here(seconds: float, threads: int | None, **options: Any) -> dict[str, Any]:
+    """Measure and store an engine's cost curve in this process. Returns the stored entry. `options` are `LLM`'s."""
+    import torch
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    from treespec.startup import cost_measurement as costs
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with status("loading"):
+        llm = load_llm(spec=None, **options)
+    engine = llm.engine
+    silent = not sys.stderr.isatty()
+    with costs.measuring_alone(), tqdm(desc="measuring", total=1.0, leave=False, bar_format=BAR, disable=silent) as bar:
+        curve = costs.measure(
+            engine.runner, engine.sources.ssms, seconds, lambda fraction: bar.update(fraction - bar.n)
+        )
+    key = costs.cost_key(engine.runner, engine.sources.ssms, llm.config.num_threads)
+    names = [engine.runner.target.config.folder.name, *(engine.sources.ssms.names if engine.sources.ssms else ())]
+    costs.save(curve, key, names=names)
+    return next(entry for entry in costs.load_all() if entry["key"] == key)
+
+
+def thread_counts() -> list[int]:
+    """Return the thread counts to measure: 1, 2, 4 .. and all cores available to this process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return sorted({1 << i for i in range(cores.bit_length()) if 1 << i <= cores} | {cores})
+
+
+def measure_in_children(
+    counts: Sequence[int], seconds: float, drafts: Sequence[str] | None = None, **options: str | None
+) -> list[dict[str, Any]]:
+    """Measure the curve for each number of threads in a child process, because an engine fixes it at its self-test."""
+    from tqdm import tqdm
+
+    from treespec.errors import TreespecError
+
+    flags = [*options.items(), ("device", "cpu"), ("seconds", str(seconds))]
+    flags += [("draft", draft) for draft in drafts or ()]
+    words = ["--json", *(word for name, value in flags if value is not None for word in (f"--{name}", value))]
+    entries = []
+    with tqdm(desc="measuring", total=len(counts), leave=False, disable=not sys.stderr.isatty()) as bar:
+        for count in counts:
+            bar.set_postfix_str(f"{count} thread{'s' * (count > 1)}")
+            command = [sys.executable, "-m", "treespec", "autotune", "--threads", str(count), *words]
+            paths = [path for path in sys.path if path]
+            environment = os.environ | {"OMP_NUM_THREADS": str(count), "PYTHONPATH": os.pathsep.join(paths)}
+            child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+            if child.returncode == 2:
+                raise TreespecError(json.loads(child.stdout)["error"]["message"])
+            if child.returncode != 0:
+                raise RuntimeError(f"{' '.join(command)} ended with {child.returncode}:\n{child.stderr}")
+            entries += json.loads(child.stdout)["curves"]
+            bar.update()
+    return entries
+
+
+def compare_threads(key: dict[str, Any]) -> dict[str, Any] | None:
+    """Compare the stored curves of these models by number of threads. Returns None on a GPU."""
+    from treespec.startup import cost_measurement as costs
+
+    seconds = costs.by_threads(key)
+    if key["device"] != "cpu" or not seconds:
+        return None
+    return {
+        "best": min(seconds, key=lambda number: seconds[number]),
+        "round_ms": {str(number): 1000 * value for number, value in seconds.items()},
+    }
+
+
+def _describe(entry: dict[str, Any]) -> str:
+    """Format a stored curve: its scope and a table."""
+    key, rows, times = entry["key"], entry["rows"], [1000 * s for s in entry["verify_seconds"]]
+    names = entry.get("names") or ["target", *(f"draft {i}" for i in range(1, len(key["models"])))]
+    models = [f"{name} ({shape[0]} x {shape[1]})" for name, shape in zip(names, key["models"], strict=False)]
+    lines = [
+        f"machine  {key['processor']}, {key['device']}, {_threads(key['threads'])}, torch {key['torch']}",
+        f"target   {models[0]}, {key['dtype']}",
+    ]
+    if models[1:]:
+        further = f", {1000 * entry['ssm_seconds']:.2f} ms per further draft" if models[2:] else ""
+        start, level = 1000 * entry["draft_start_seconds"], 1000 * entry["draft_seconds"]
+        took = f"{start:.2f} ms to start, {level:.2f} ms per level of one{further}"
+        lines.append(f"drafts   {', '.join(models[1:])}: {took}")
+    if entry["position_seconds"]:
+        first, row = (1e6 * entry[name] for name in ("position_seconds", "row_position_seconds"))
+        lines.append(f"context  {entry['context']}; per 1,000 more: {first:.2f} ms, plus {row:.2f} ms per further row")
+    body = [(str(n), f"{ms:.2f}", f"{ms / times[0]:.2f}", f"{n / ms:.2f}") for n, ms in zip(rows, times, strict=True)]
+    return "\n".join([*lines, "", table([("rows", "ms per pass", "relative", "rows per ms"), *body])])
+
+
+def _echo_curves(entries: Sequence[dict[str, Any]]) -> None:
+    """Print every curve, and a comparison after curves that differ only in the number of threads."""
+    from treespec.startup.cost_measurement import DRAFT_LEVELS, ROUND_ROWS
+
+    for i, entry in enumerate(entries):
+        typer.echo(_describe(entry) + "\n")
+        key = entry["key"] | {"threads": 0}
+        if all(later["key"] | {"threads": 0} != key for later in entries[i + 1 :]):
+            compared = compare_threads(entry["key"])
+            if compared is not None and len(compared["round_ms"]) > 1:
+                times = ", ".join(f"{_threads(int(count))}: {ms:.2f} ms" for count, ms in compared["round_ms"].items())
+                workload = f"a round of {ROUND_ROWS} rows and {DRAFT_LEVELS} levels of drafting"
+                typer.echo(f"{times}, best: {compared['best']} ({workload})\n")
+
+
+def _threads(number: int) -> str:
+    return f"{number} thread{'' if number == 1 else 's'}"

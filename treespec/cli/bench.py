@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from treespec.bench.options import Options
-from treespec.cli.group import Command, print_json, usage_error
+from treespec.cli.group import Command, UsageError, print_json
 from treespec.cli.options import Drafts, Json, Model, flags, parse_branching
 from treespec.config.engine_options import EngineOptions
 from treespec.utils.interrupts import raise_on_interrupt
@@ -60,7 +60,7 @@ def bench(
     """
     for path in (out, values["keep"]):
         if path is not None and not (parent := Path(path).absolute().parent).is_dir():
-            raise usage_error(f"{path}: there is no folder {parent}")
+            raise UsageError(f"{path}: there is no folder {parent}")
     for name in ("combine", "only", "verification"):
         values[name] = tuple(word for value in values[name] for word in value.split(",") if word)
     for name in ("k_values", "nodes", "batch"):
@@ -88,7 +88,7 @@ def _integers(name: str, values: Sequence[int | str]) -> tuple[int, ...]:
     """Return distinct whole numbers, of words that may have several with commas between them."""
     words = [word for value in values for word in str(value).split(",") if word]
     if bad := [word for word in words if not word.isdecimal()]:
-        raise usage_error(f"--{name.replace('_', '-')} {bad[0]}: valid: whole numbers, such as 3 5 7")
+        raise UsageError(f"--{name.replace('_', '-')} {bad[0]}: valid: whole numbers, such as 3 5 7")
     return tuple(dict.fromkeys(map(int, words)))
 
 
@@ -105,7 +105,7 @@ def _measure_server(options: Options) -> dict[str, Any]:
     try:
         from treespec.bench.server import bench_server
     except ModuleNotFoundError as error:
-        raise usage_error(
+        raise UsageError(
             f"--server needs the package {error.name}; install treespec with its extra: [serve]"
         ) from error
     return bench_server(options)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treespec.cli.group import print_json, usage_error, uses_colour
+from treespec.cli.group import UsageError, print_json, uses_colour
 from treespec.cli.options import (
     ChatModel,
     Drafts,
@@ -20,10 +20,10 @@ from treespec.cli.options import (
     flags,
     load_llm,
     read_prompt,
-    read_template,
+    read_text,
     request_of,
-    spec_config,
     status,
+    tell_default,
 )
 from treespec.config.engine_options import EngineOptions
 from treespec.utils.tables import table
@@ -59,27 +59,30 @@ def generate(
     """
     stream, check, temperature = decoding.stream, decoding.check, decoding.temperature
     if stream and as_json:
-        raise usage_error("--stream prints text incrementally, --json one document at the end; drop one of them")
+        raise UsageError("--stream prints text incrementally, --json one document at the end; drop one of them")
     if stream and samples > 1:
-        raise usage_error(f"--stream prints one text, and -n {samples} generates several; drop one of them")
-    if decoding.no_spec and any(value is not None for value in decoding.speculation):
-        raise usage_error(
+        raise UsageError(f"--stream prints one text, and -n {samples} generates several; drop one of them")
+    speculation = decoding.nodes, decoding.max_depth, decoding.branching, decoding.verification
+    if decoding.no_spec and any(value is not None for value in speculation):
+        raise UsageError(
             "--no-spec is plain decoding; drop it, or drop --nodes, --max-depth, --branching and --verification"
         )
     truncation: dict[str, Any] = {"top_p": decoding.top_p, "top_k": decoding.top_k, "min_p": decoding.min_p}
     truncation = {name: value for name, value in truncation.items() if value is not None}
     if truncation and temperature == 0:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in truncation)
-        raise usage_error(f"{names} without --temperature: temperature 0 always takes the most likely token")
+        raise UsageError(f"{names} without --temperature: temperature 0 always takes the most likely token")
     if check and temperature > 0 and decoding.verification in DRAWING_RULES:
-        raise usage_error(
+        raise UsageError(
             f"--check compares tokens, and --verification {decoding.verification} keeps the distribution of plain "
             "decoding, not its tokens; use --verification coupled or naive, or drop --check"
         )
-    target = choose_target(model, decoding.chat)
-    if decoding.chat_template is not None and not target.is_chat:
-        raise usage_error("--chat-template is the template of --chat; add --chat, or drop it")
-    template = None if decoding.chat_template is None else read_template(decoding.chat_template)
+    model, is_chat = choose_target(model, decoding.chat)
+    template = decoding.chat_template
+    if template is not None and not is_chat:
+        raise UsageError("--chat-template is the template of --chat; add --chat, or drop it")
+    if template is not None:
+        template = read_text(template, f"--chat-template {template}")
     text = read_prompt(prompt, decoding.file)
 
     def params(seed: int | None) -> "SamplingParams":
@@ -90,20 +93,19 @@ def generate(
 
     with status("loading"):
         params(decoding.seed)  # validates before anything is loaded
-        spec = spec_config(*decoding.speculation)
-        at_once = min(samples, MOST_AT_ONCE)
-        sources = [] if decoding.no_spec else draft
-        llm = load_llm(target.model, sources, "off" if decoding.no_spec else spec, at_once, **engine)
+        drafts, spec = ([], "off") if decoding.no_spec else (draft, decoding.spec_config())
+        llm = load_llm(model, drafts, spec, min(samples, MOST_AT_ONCE), **engine)
     if not as_json:
-        target.tell()
-    inputs = request_of(text, llm, target.is_chat, template)
-    shown = "" if target.is_chat else text if isinstance(inputs, str) else " ".join(map(str, inputs))
+        tell_default(model)
+    inputs = request_of(text, llm, is_chat, template)
+    shown = "" if is_chat else text if isinstance(inputs, str) else " ".join(map(str, inputs))
     if uses_colour(sys.stdout):
         shown = typer.style(shown, dim=True)
     if stream:
         typer.echo(shown, nl=False)
+    decode = partial(_decode, llm, inputs, template)
     show = (lambda chunk: typer.echo(_text_or_ids(chunk), nl=False)) if stream else None
-    output = _decode(llm, inputs, params(decoding.seed), None, template, show)
+    output = decode(params(decoding.seed), None, show)
     if stream:
         typer.echo()
     elif not as_json:
@@ -111,10 +113,8 @@ def generate(
             if samples > 1:
                 typer.echo(f"--- output {completion.index + 1} of {samples} ---")
             typer.echo(shown + _text_or_ids(completion))
-    difference = None
-    if check:
-        plain = _decode(llm, inputs, params(output.metrics.seed), "off", template, None)
-        difference = first_difference(output, plain)
+    again = params(output.metrics.seed)
+    difference = first_difference(output, decode(again, "off")) if check else None
     if as_json:
         print_json(_document(output, check, difference))
     else:
@@ -126,21 +126,14 @@ def generate(
     if check:
         typer.echo(f"identical to {plainly}: {_count(output.metrics.generated_tokens, 'token')}", err=True)
     if check and not decoding.no_spec and not as_json:
-
-        def seconds(spec: str | None) -> float:
-            again = _decode(llm, inputs, params(output.metrics.seed), spec, template, lambda chunk: None)
-            return again.metrics.seconds
-
         with status("measuring the speed-up"):
-            pairs = pairs_of_seconds(partial(seconds, None), partial(seconds, "off"))
+            ours, plain = (partial(decode, again, spec, lambda chunk: None) for spec in (None, "off"))
+            pairs = pairs_of_seconds(lambda: ours().metrics.seconds, lambda: plain().metrics.seconds)
         typer.echo(speed_up(output.metrics.generated_tokens, pairs), err=True)
 
 
 def pairs_of_seconds(speculative: Callable[[], float], plain: Callable[[], float]) -> list[tuple[float, float]]:
-    """Return the seconds of pairs of warm runs, until there are `MIN_PAIRS` that took `MEASURED_SECONDS`.
-
-    Every second pair begins with the plain run, so that a machine that becomes faster or slower favours neither.
-    """
+    """Return the seconds of pairs of warm runs; every second one begins plainly, as machines change their speed."""
     pairs: list[tuple[float, float]] = []
     while len(pairs) < MIN_PAIRS or sum(map(sum, pairs)) < MEASURED_SECONDS:
         if len(pairs) % 2 == 0:
@@ -173,10 +166,10 @@ def first_difference(ours: "RequestOutput", plain: "RequestOutput") -> dict[str,
 def _decode(
     llm: "LLM",
     prompt: Any,
+    template: str | None,
     params: Any,
     spec: str | None,
-    template: str | None,
-    on_chunk: "Callable[[StreamChunk], None] | None",
+    on_chunk: "Callable[[StreamChunk], None] | None" = None,
 ) -> "RequestOutput":
     """Generate for a prompt or conversation, with a progress bar on terminals unless streaming."""
     from tqdm import tqdm  # type: ignore[import-untyped]

@@ -15,11 +15,6 @@ from treespec.utils.interrupts import INTERRUPTED, print_interrupted
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-def usage_error(message: str) -> Exception:
-    """Create a command-line usage error."""
-    return UsageError(message)
-
-
 def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **options: Any) -> NoReturn:
     """Run click's `main`, and report user errors as text or, with --json, as JSON."""
     argv = list(sys.argv[1:] if args is None else args)
@@ -57,7 +52,7 @@ class Commands(TyperGroup):
         try:
             return super().resolve_command(ctx, args)
         except UsageError as error:
-            raise usage_error(f"{error} Valid: {', '.join(self.list_commands(ctx))}") from None
+            raise UsageError(f"{error} Valid: {', '.join(self.list_commands(ctx))}") from None
 
 
 class Command(TyperCommand):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from treespec.cli.group import usage_error
+from treespec.cli.group import UsageError
 from treespec.utils.tables import table
 
 if TYPE_CHECKING:
@@ -28,11 +28,7 @@ LISTED = 5  # number of printed failures; --json lists all
 def settings_of(
     model: str | None, drafts: list[str] | None, dtype: "torch.dtype | None", quantization: str | None = None
 ) -> "list[Setting]":
-    """Return the settings to tune or compile: of the models (default: the embedded ones), alone and stacked.
-
-    A dtype of None is the checkpoint's. Quantised checkpoints yield a shape with their weight form, plus an unquantised
-    one if some layers are not quantised.
-    """
+    """Return the settings of models, alone and stacked, one per form of weights. None is the checkpoint's dtype."""
     from treespec.models.model_config import ModelConfig
     from treespec.startup.options import resolve_folders, resolve_model, resolve_quantization
 
@@ -106,7 +102,7 @@ def aot_report(targets: Sequence[str], ops: Iterable[str], shapes: "Iterable[Ker
         try:
             return compile_report(targets, shapes, ops, advance=lambda done, total: show("", done, total))
         except ValueError as error:
-            raise usage_error(str(error)) from error
+            raise UsageError(str(error)) from error
 
 
 def echo_aot(report: dict[str, Any]) -> None:
@@ -145,7 +141,7 @@ def tune_kernels(
         for problem in problems:
             problem[0].candidates()  # validates dtypes and sizes before measuring
     except ValueError as error:
-        raise usage_error(str(error)) from error
+        raise UsageError(str(error)) from error
     log = sweep.SweepLog(path.with_suffix(".log.jsonl"), name)
     if fresh:
         log.forget()

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
-from treespec.cli.group import usage_error
+from treespec.cli.group import UsageError
 from treespec.utils.interrupts import raise_on_interrupt
 from treespec.utils.options import LIMITS, help_texts
 
@@ -92,10 +92,17 @@ class GenerationFlags:
     chat: bool | None = None
     chat_template: str | None = None
 
-    @property
-    def speculation(self) -> tuple[str | None, int | None, str | None, str | None]:
-        """The arguments of `spec_config`."""
-        return self.nodes, self.max_depth, self.branching, self.verification
+    def spec_config(self) -> "SpecConfig":
+        """Return the options of speculation that are set."""
+        from treespec.config.configs import SpecConfig
+
+        values: dict[str, Any] = {
+            "nodes": int(self.nodes) if self.nodes and re.fullmatch(r"[+-]?\d+", self.nodes) else self.nodes,
+            "max_depth": self.max_depth,
+            "branching": None if self.branching is None else parse_branching(self.branching),
+            "verification": self.verification,
+        }
+        return SpecConfig(**{name: value for name, value in values.items() if value is not None})
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -156,58 +163,49 @@ def _flag(field: Field[Any], text: str) -> inspect.Parameter:
 def read_prompt(prompt: str | None, file: str | None) -> str:
     """Read the prompt from the argument, a file or a pipe, byte for byte."""
     if prompt is not None and file is not None:
-        raise usage_error(f"both a PROMPT and --file {file} were given; drop one of them")
+        raise UsageError(f"both a PROMPT and --file {file} were given; drop one of them")
     if prompt is not None:
         return prompt
     if file is None and sys.stdin.isatty():
-        raise usage_error("no prompt; give PROMPT or --file F, or pipe it in")
-    if file is None or file == "-":
-        text = _decode(sys.stdin.buffer.read(), "the prompt from stdin")
-    else:
-        text = _decode(Path(file).expanduser().read_bytes(), f"the prompt from {file}")
-    if not text:
-        raise usage_error(f"the prompt from {file or 'stdin'} is empty; give at least one token")
+        raise UsageError("no prompt; give PROMPT or --file F, or pipe it in")
+    source = f"the prompt from {'stdin' if file in (None, '-') else file}"
+    if not (text := read_text(file or "-", source)):
+        raise UsageError(f"{source} is empty; give at least one token")
     return text
 
 
-def _decode(data: bytes, source: str) -> str:
+def read_text(file: str, source: str) -> str:
+    """Read a file, or stdin if it is -, byte for byte. Errors call it `source`."""
+    data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise usage_error(f"{source} is not UTF-8: {error.reason} at byte {error.start}") from None
+        raise UsageError(f"{source} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
-class CommandTarget(NamedTuple):
-    """The model of a command that generates text."""
-
-    model: str | None  # as in `LLM`
-    is_chat: bool  # whether to answer the prompt as a user message
-    note: str | None  # what to tell users who do not get the default model, or None
-
-    def tell(self) -> None:
-        """Print the note to stderr, if there is one."""
-        if self.note is not None:
-            typer.echo(self.note, err=True)
-
-
-def choose_target(model: str | None, chat: bool | None) -> CommandTarget:
+def choose_target(model: str | None, chat: bool | None) -> tuple[str | None, bool]:
     """Resolve the defaults of --model and --chat: SmolLM2 answers if it is installed, else the embedded continues."""
     from treespec.startup import smollm2
 
-    note = None
+    if model is None and smollm2.install_command() is None:
+        model = smollm2.NAME
+    return model, model == smollm2.NAME if chat is None else chat
+
+
+def tell_default(model: str | None) -> None:
+    """Tell users on stderr why they do not get the default model, if `choose_target` left None."""
+    from treespec.startup import smollm2
+
     if model is None:
-        if missing := smollm2.install_command():
-            note = f"{smollm2.TITLE} is not installed ({missing}); the embedded model only continues text"
-        else:
-            model = smollm2.NAME
-    return CommandTarget(model, model == smollm2.NAME if chat is None else chat, note)
+        missing = smollm2.install_command()
+        typer.echo(f"{smollm2.TITLE} is not installed ({missing}); the embedded model only continues text", err=True)
 
 
 def request_of(prompt: str, llm: "LLM", is_chat: bool, template: str | None = None) -> Any:
     """Return the prompt as a conversation, or token ids if the model has no tokenizer and the text lists ids."""
     if is_chat:
         if template is None and not getattr(llm.get_tokenizer(), "chat_template", None):
-            raise usage_error(
+            raise UsageError(
                 "--chat: the model has no chat template (not a chat model); give one with `treespec generate "
                 "--chat-template FILE`, or drop --chat to continue the prompt"
             )
@@ -217,28 +215,10 @@ def request_of(prompt: str, llm: "LLM", is_chat: bool, template: str | None = No
     return prompt
 
 
-def read_template(file: str) -> str:
-    return _decode(Path(file).expanduser().read_bytes(), f"--chat-template {file}")
-
-
 def parse_branching(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise usage_error(f"--branching {text}: valid: children by depth, such as 4,2,1")
+        raise UsageError(f"--branching {text}: valid: children by depth, such as 4,2,1")
     return tuple(map(int, text.split(",")))
-
-
-def spec_config(
-    nodes: str | None, max_depth: int | None = None, branching: str | None = None, verification: str | None = None
-) -> "SpecConfig":
-    from treespec.config.configs import SpecConfig
-
-    values: dict[str, Any] = {
-        "nodes": int(nodes) if nodes and re.fullmatch(r"[+-]?\d+", nodes) else nodes,
-        "max_depth": max_depth,
-        "branching": None if branching is None else parse_branching(branching),
-        "verification": verification,
-    }
-    return SpecConfig(**{name: value for name, value in values.items() if value is not None})
 
 
 def load_llm(

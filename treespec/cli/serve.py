@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treespec.cli.group import usage_error
-from treespec.cli.options import (
-    Drafts,
-    GenerationFlags,
-    choose_target,
-    flags,
-    read_template,
-    spec_config,
-    status,
-)
+from treespec.cli.group import UsageError
+from treespec.cli.options import Drafts, GenerationFlags, choose_target, flags, read_text, status, tell_default
 from treespec.config.engine_options import EngineOptions
 from treespec.serve.options import ServerOptions
 from treespec.utils.interrupts import raise_on_interrupt
@@ -72,32 +64,32 @@ def serve(
             from treespec.serve.replicas import serve_replicas
     except ModuleNotFoundError as error:
         extras = "[serve]" if server.replicas is None else "[serve,ray]"
-        raise usage_error(f"serve needs the package {error.name}; install treespec with its extra: {extras}") from error
+        raise UsageError(f"serve needs the package {error.name}; install treespec with its extra: {extras}") from error
     from treespec.async_llm import AsyncLLM
     from treespec.frontend.engine_args import EngineArgs
 
     config = {} if server.speculative_config is None else parse_speculative_config(server.speculative_config)
     if num_tokens := config.pop("num_speculative_tokens", None):
         if nodes is not None:
-            raise usage_error("--nodes and num_speculative_tokens both set the size of drafts; give one of them")
+            raise UsageError("--nodes and num_speculative_tokens both set the size of drafts; give one of them")
         nodes = str(num_tokens + 1)
     if server.no_spec and (nodes is not None or config):
-        raise usage_error("--no-spec is plain decoding; drop it, or drop --nodes and --speculative-config")
+        raise UsageError("--no-spec is plain decoding; drop it, or drop --nodes and --speculative-config")
     if server.replicas is not None and not server.port:
-        raise usage_error("--replicas: Ray Serve chooses no free port; give a --port other than 0")
-    target = choose_target(model, None)
+        raise UsageError("--replicas: Ray Serve chooses no free port; give a --port other than 0")
+    (model, _), template = choose_target(model, None), server.chat_template
     server = replace(
         server,
-        served_model_name=server.served_model_name or [target.model or "embedded"],
-        chat_template=None if server.chat_template is None else read_template(server.chat_template),
+        served_model_name=server.served_model_name or [model or "embedded"],
+        chat_template=template and read_text(template, f"--chat-template {template}"),
         api_key=server.api_key or os.environ.get("TREESPEC_API_KEY") or None,
     )
-    target.tell()
+    tell_default(model)
     raise_on_interrupt()
     args = EngineArgs(
-        model=target.model,
+        model=model,
         drafts=draft,
-        spec="off" if server.no_spec else spec_config(nodes),
+        spec="off" if server.no_spec else GenerationFlags(nodes=nodes).spec_config(),
         speculative_config=config or None,
         enable_prefix_caching=server.enable_prefix_caching,
         **engine_options,
@@ -128,12 +120,12 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise usage_error(f"--speculative-config is not JSON: {error}") from None
+        raise UsageError(f"--speculative-config is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise usage_error(f'--speculative-config {text}: valid: an object, such as {{"method": "suffix"}}')
+        raise UsageError(f'--speculative-config {text}: valid: an object, such as {{"method": "suffix"}}')
     number = config.get("num_speculative_tokens")
     if number is not None and (type(number) is not int or number < 1):
-        raise usage_error(f"--speculative-config: num_speculative_tokens={number!r}; valid: an int of at least 1")
+        raise UsageError(f"--speculative-config: num_speculative_tokens={number!r}; valid: an int of at least 1")
     return config
 
 

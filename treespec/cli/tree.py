@@ -1,12 +1,13 @@
 """`treespec tree`: draw the token tree of one round."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treespec.cli.group import print_json, usage_error, uses_colour
+from treespec.cli.group import UsageError, print_json, uses_colour
 from treespec.cli.options import (
     ChatModel,
     Drafts,
@@ -18,8 +19,8 @@ from treespec.cli.options import (
     load_llm,
     read_prompt,
     request_of,
-    spec_config,
     status,
+    tell_default,
 )
 from treespec.config.engine_options import EngineOptions
 
@@ -55,20 +56,20 @@ def tree(
     Trees have 16 nodes unless --nodes or --branching is given.
     """
     if number is not None and number < 1:
-        raise usage_error(f"--round {number}: rounds count from 1")
-    text, target = read_prompt(prompt, decoding.file), choose_target(model, decoding.chat)
+        raise UsageError(f"--round {number}: rounds count from 1")
+    text, (model, is_chat) = read_prompt(prompt, decoding.file), choose_target(model, decoding.chat)
     with status("loading"):
-        nodes, max_depth, branching, verification = decoding.speculation
-        spec = spec_config(nodes or (None if branching else NODES), max_depth, branching, verification)
-        llm = load_llm(target.model, draft, spec, **engine)
+        if decoding.branching is None:
+            decoding = replace(decoding, nodes=decoding.nodes or NODES)
+        llm = load_llm(model, draft, decoding.spec_config(), **engine)
     if not as_json:
-        target.tell()
+        tell_default(model)
     from treespec.drawing import to_svg, to_text
     from treespec.drawing.recording import picture, record_rounds
     from treespec.errors import RequestError
 
-    inputs = request_of(text, llm, target.is_chat)
-    rounds = record_rounds(llm, inputs, number or FIRST_ROUNDS, None, decoding.temperature, decoding.seed)
+    inputs = request_of(text, llm, is_chat)
+    rounds = record_rounds(llm, inputs, number or FIRST_ROUNDS, decoding.temperature, decoding.seed)
     if number is not None and number > len(rounds):
         raise RequestError(f"--round {number}, but the output ended in round {len(rounds)}; valid: 1 to {len(rounds)}")
     shown = rounds[number - 1] if number is not None else max(rounds, key=lambda record: record.accepted)
@@ -78,19 +79,14 @@ def tree(
     if as_json:
         print_json(_document(shown, len(rounds), drawn))
     else:
-        typer.echo(_heading(shown, rounds, number is None) + "\n")
+        accepted = " ".join(str(record.accepted) for record in rounds)
+        best = f", the best of the first {len(rounds)}: they accepted {accepted} drafted tokens"
+        typer.echo(f"round {shown.number}{best if number is None else ''}\n")
         typer.echo(to_text(drawn, color=uses_colour(sys.stdout)), color=True)
     if svg is not None:
         typer.echo(f"picture written to {svg}", err=True)
     if not llm.stats()["drafts"] and len(shown.tree) == 1:
         typer.echo("no drafts: the tree is its root; add some with --draft", err=True)
-
-
-def _heading(shown: "RoundRecord", rounds: "list[RoundRecord]", is_best: bool) -> str:
-    if not is_best:
-        return f"round {shown.number}"
-    accepted = " ".join(str(record.accepted) for record in rounds)
-    return f"round {shown.number}, the best of the first {len(rounds)}: they accepted {accepted} drafted tokens"
 
 
 def _document(shown: "RoundRecord", num_rounds: int, drawn: Any) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Configurations of speculation and of the engine, validated before anything is built."""
 
 import difflib
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -85,9 +87,9 @@ class SpecConfig:
                 "nothing at random"
             )
         self._check_branching()
-        if self.sources is not None:
-            if not isinstance(self.sources, tuple) or not all(isinstance(source, str) for source in self.sources):
-                raise ConfigError(f"sources={self.sources!r}; valid: None or a tuple such as ('ssm', 'lookup')")
+        sources = () if self.sources is None else self.sources
+        if not isinstance(sources, tuple) or not all(isinstance(source, str) for source in sources):
+            raise ConfigError(f"sources={sources!r}; valid: None or a tuple such as ('ssm', 'lookup')")
 
     def _check_branching(self) -> None:
         if self.branching is None:
@@ -113,11 +115,7 @@ class SpecConfig:
     @property
     def static_nodes(self) -> int:
         """Number of nodes of the static topology, root included."""
-        total, level = 1, 1
-        for k in self.branching or ():
-            level *= k
-            total += level
-        return total
+        return 1 + sum(itertools.accumulate(self.branching or (), operator.mul))
 
     @property
     def max_nodes(self) -> int:
@@ -133,10 +131,7 @@ class SpecConfig:
         return self.sources is None or kind in self.sources or name in self.sources
 
     def check_sources(self, names: Sequence[str], remembers: bool, drafters: Sequence[str] = ()) -> None:
-        """Raise ConfigError unless an engine with these SSMs and `Drafter` objects has all `sources`.
-
-        `remembers` says whether it stores its outputs, as "suffix" requires.
-        """
+        """Raise ConfigError unless an engine with these sources, which `remembers` its outputs or not, has all."""
         kinds = ("lookup", *(("suffix",) if remembers else ()), "grammar")
         available = (*(("ssm", *names) if names else ()), *drafters, *kinds)
         for source in self.sources or ():

@@ -1,8 +1,6 @@
 """vLLM's options and methods that treespec does not have.
 
-Options that ask for nothing pass, hints are logged, the rest is refused.
-
-A hint may change speed or memory, but no token. An error names the alternative.
+Options that ask for nothing pass. Hints, which change speed or memory but no token, are logged. The rest is refused.
 """
 
 from __future__ import annotations
@@ -174,10 +172,7 @@ def absent_options(options: Any) -> dict[str, Absent]:
 
 
 def check_absent(kind: str, values: Mapping[str, Any], table: Mapping[str, Absent]) -> None:
-    """Log the ignored hints among `values`, by name, and raise ConfigError for what is not supported.
-
-    `kind` is the name of the object or call. Names that are not in `table` are of no concern.
-    """
+    """Log the hints of `table` among the values given to `kind`, and raise ConfigError for what is not supported."""
     from treespec.errors import ConfigError
 
     hints = []

@@ -1,9 +1,11 @@
-"""Data of a rendered round, and formatting of tokens in few terminal columns."""
+"""Data of a rendered round, the formatting of its tokens, and the tree as terminal text."""
 
 import unicodedata
 from dataclasses import dataclass
 
-MAX_TOKEN_CELLS = 24
+MAX_TOKEN_CELLS, MAX_CONTEXT_CELLS = 24, 60
+ACCEPTED, REJECTED, BONUS = "●", "○", "◆"
+BOLD, DIM, GREEN = "1", "2", "1;32"  # ANSI; green is bold too
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,6 @@ class RoundPicture:
 
     @property
     def all_sources(self) -> list[str]:
-        """All sources of the round, sorted by name."""
         return sorted({name for names in self.sources for name in names})
 
     @property
@@ -52,18 +53,13 @@ class RoundPicture:
 
 def visible(text: str, space: str = "␣") -> str:
     """Return `text` with whitespace as symbols and other unprintable characters escaped."""
-    return "".join(_visible_char(char, space) for char in text)
+    signs = {chr(code): chr(0x2400 + code) for code in range(32)}  # the Unicode block of control pictures
+    signs |= {" ": space, "\n": "⏎", "\t": "→", "\x7f": "␡"}
+    return "".join(signs.get(char) or (char if char.isprintable() else _escaped(ord(char))) for char in text)
 
 
-def _visible_char(char: str, space: str) -> str:
-    signs = {" ": space, "\n": "⏎", "\t": "→", "\r": "␍", "\x7f": "␡"}
-    if char in signs:
-        return signs[char]
-    if char < " ":
-        return chr(0x2400 + ord(char))  # the Unicode block of control pictures
-    if char.isprintable():
-        return char
-    return f"\\u{ord(char):04x}" if ord(char) <= 0xFFFF else f"\\U{ord(char):08x}"
+def _escaped(code: int) -> str:
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
 
 
 def cells(text: str) -> int:
@@ -94,3 +90,35 @@ def decimals(prob: float | None) -> str:
     if prob is None:
         return ""
     return "<0.01" if 0 < prob < 0.005 else f"{prob:.2f}"
+
+
+def to_text(picture: RoundPicture, color: bool) -> str:
+    """Render one line per node with probability and sources, then the emitted text."""
+    count, children, path = len(picture.tokens), picture.children(), set(picture.path)
+    names = {name: clip(visible(name), MAX_TOKEN_CELLS) for name in picture.all_sources}
+    rows = [("", "prob", "proposed by", DIM)]
+    stack = [(0, "", "")]
+    while stack:
+        node, head, indent = stack.pop()
+        if node == count:
+            rows.append((f"{head}{BONUS} {label(picture.bonus or '')}", "", "target", GREEN))
+        else:
+            marker = ACCEPTED if node in path else REJECTED
+            columns = (names[name] if name in picture.sources[node] else " " * cells(names[name]) for name in names)
+            by = "  ".join(columns) if node else "root"
+            tree, prob = f"{head}{marker} {label(picture.tokens[node])}", decimals(picture.probs[node])
+            rows.append((tree, prob, by, GREEN * (node in path)))
+        for child in reversed(children[node]):
+            last = child == children[node][-1]
+            stack.append((child, indent + ("└─" if last else "├─"), indent + ("  " if last else "│ ")))
+    width = max(cells(tree) for tree, *_ in rows)
+    lines = [(f"{tree}{' ' * (width - cells(tree))}  {prob:>5}  {by}".rstrip(), ansi) for tree, prob, by, ansi in rows]
+    bonus = "" if picture.bonus is None else f"   {BONUS} bonus token"
+    lines += [("", ""), (f"{ACCEPTED} accepted path   {REJECTED} not accepted{bonus}", DIM)]
+    context = clip(visible(picture.context + picture.tokens[0], space=" "), MAX_CONTEXT_CELLS, keep_end=True)
+    lines += [
+        (f"before   {context}", ""),
+        (f"emitted  {visible(picture.emitted, space=' ')}", GREEN),
+        (picture.summary, BOLD),
+    ]
+    return "\n".join(f"\x1b[{ansi}m{line}\x1b[0m" if color and ansi else line for line, ansi in lines)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from treespec.config.configs import SpecConfig
 from treespec.drawing import RoundPicture
 from treespec.engine.engine import Engine
 from treespec.engine.round_record import RoundRecord
@@ -16,20 +15,14 @@ _CONTEXT = 64  # tokens of context in a picture
 
 
 def record_rounds(
-    llm: LLM,
-    prompt: Prompt,
-    count: int,
-    spec: SpecConfig | str | None = None,
-    temperature: float = 0.0,
-    seed: int | None = None,
+    llm: LLM, prompt: Prompt, count: int, temperature: float = 0.0, seed: int | None = None
 ) -> list[RoundRecord]:
     """Record the first `count` rounds of a continuation, or fewer if the output ends earlier."""
-    deepest = SpecConfig.resolve(spec, llm.spec).max_depth
-    most = count * (deepest + 1)  # so that max_tokens truncates no tree
+    most = count * (llm.spec.max_depth + 1)  # so that max_tokens truncates no tree
     params = SamplingParams(max_tokens=most, temperature=temperature, seed=seed)
     with watch(llm.engine) as rounds:
         request_rounds: list[RoundRecord] = []
-        for chunk in llm.stream(prompt, params, spec):
+        for chunk in llm.stream(prompt, params):
             request_rounds = [record for record in rounds if record.request_id == chunk.request_id]
             if len(request_rounds) >= count:
                 break
@@ -45,10 +38,7 @@ def watch(engine: Engine) -> Iterator[list[RoundRecord]]:
 
 
 def picture(record: RoundRecord, tokenizer: Any) -> RoundPicture:
-    """Convert a round to a picture.
-
-    A node's text is the text that it adds to the text before it, or [id] without a tokenizer.
-    """
+    """Convert a round to a picture. A node's text is what it adds to the text before, or [id] without a tokenizer."""
     tree, before = record.tree, record.context[-_WINDOW:]
     paths = [tree.tokens[tree.path_to(node)].tolist() for node in range(len(tree))]
     context = record.context[-_CONTEXT:]

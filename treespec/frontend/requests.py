@@ -17,7 +17,7 @@ from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from treespec.request import PromptGroup, Request, new_request_id
 from treespec.sampling.grammar import Grammars
 from treespec.sampling.logprobs import Logprob
-from treespec.sampling.sampler import Sampler, new_seed
+from treespec.sampling.sampler import Sampler
 from treespec.sampling.transforms import Transforms
 from treespec.sampling_params import SamplingParams, StructuredOutputsParams
 from treespec.text.chat import Conversation
@@ -64,10 +64,7 @@ class UnreadSamples:
         return [request for request, read in self._read.items() if request.finished or request.num_generated > read]
 
     def take(self, request: Request) -> NewTokens:
-        """Take what is new; a request that has finished is then read to its end. No round may run meanwhile.
-
-        Raises the error of a request that has failed.
-        """
+        """Take what is new of a request between rounds. Raises the error of a request that has failed."""
         if request.error is not None:
             raise request.exception
         start = self._read[request]
@@ -94,8 +91,8 @@ class RequestFactory:
     max_positions: int  # the model's maximum positions, an upper bound of `max_model_len`
     device: torch.device  # device of the target's logits
     grammars: Grammars
-    kernel_noise: bool = False  # whether a kernel computes the noise (see `Sampler`)
-    draw_seed: Callable[[], int] = new_seed  # returns a seed for a sampled request without one
+    kernel_noise: bool  # whether a kernel computes the noise (see `Sampler`)
+    draw_seed: Callable[[], int]  # returns a seed for a sampled request without one
 
     def requests(
         self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool, tokenization: Tokenization
@@ -176,7 +173,7 @@ class RequestFactory:
             if token is None or token >= self.vocab_size:
                 raise RequestError(f"prompt token {short_repr(item)}; valid: ints from 0 to {self.vocab_size - 1}")
             tokens.append(token)
-        return tokenization.cut(tokens)
+        return tokens[-tokenization.truncate :] if tokenization.truncate else tokens
 
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
         """Raise RequestError if the parameters do not fit the prompt, the model or its tokenizer."""
@@ -239,7 +236,8 @@ class RequestFactory:
         first, prompt_logprobs = samples[0], None
         try:
             if deltas is None or finished:
-                prompt_logprobs = self._prompt_logprobs(samples)
+                computed = [sample for sample in samples if len(sample.prompt_logprobs) == sample.num_prompt]
+                prompt_logprobs = self._named(computed[0].prompt_logprobs, first.params) if computed else None
         except RequestError as error:
             _fail(first, error)
         completions = [self._completion(sample) for sample in samples] if deltas is None else deltas
@@ -253,13 +251,6 @@ class RequestFactory:
             next((sample.error for sample in samples if sample.error), None),
             prompt_logprobs,
         )
-
-    def _prompt_logprobs(self, samples: Sequence[Request]) -> list[dict[int, Logprob] | None] | None:
-        """Return the prompt logprobs of the sample that computed the whole prompt, or None."""
-        for sample in samples:
-            if len(sample.prompt_logprobs) == sample.num_prompt:
-                return self._named(sample.prompt_logprobs, sample.params)
-        return None
 
     def _completion(self, request: Request) -> CompletionOutput:
         """Return the whole completion of a sample; without its text if the tokenizer cannot decode the tokens."""
@@ -275,18 +266,13 @@ class RequestFactory:
             return self.delta(request, NewTokens(0, tokens, text))
         except RequestError as error:
             _fail(request, error)
-            return self._part(request, NewTokens(0, tokens, None), None)
+            return self.delta(request, NewTokens(0, tokens, None), has_logprobs=False)
 
-    def delta(self, request: Request, new: NewTokens) -> CompletionOutput:
+    def delta(self, request: Request, new: NewTokens, has_logprobs: bool = True) -> CompletionOutput:
         """Return a part of a sample's completion. `cumulative_logprob` is that of its tokens."""
-        if request.params.logprobs is None:
-            return self._part(request, new, None)
-        end = new.start + len(new.token_ids)
-        return self._part(request, new, self._named(request.logprobs[new.start : end], request.params))
-
-    def _part(self, request: Request, new: NewTokens, logprobs: list[dict[int, Logprob]] | None) -> CompletionOutput:
-        total = None
-        if logprobs is not None:
+        logprobs = total = None
+        if has_logprobs and request.params.logprobs is not None:
+            logprobs = self._named(request.logprobs[new.start : new.start + len(new.token_ids)], request.params)
             total = sum(entry[token].logprob for entry, token in zip(logprobs, new.token_ids, strict=True))
         return CompletionOutput(
             request.sample,

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from threading import RLock
 from typing import Any
 
@@ -13,7 +13,7 @@ from treespec.config.configs import EngineConfig
 from treespec.engine.engine import Engine
 from treespec.errors import ConfigError, RequestError, describe_error
 from treespec.request import Request
-from treespec.utils.torch_state import on_device, own_passes, threads_of_passes
+from treespec.utils.torch_state import on_device, one_thread, own_passes
 
 
 class RoundLoop:
@@ -27,10 +27,7 @@ class RoundLoop:
         self._waiting: set[object] = set()  # callers in other threads that want the next round
 
     def run(self, requests: Sequence[Request]) -> Iterator[Request]:
-        """Add requests and run rounds until all of them have ended.
-
-        Yields each request after every round that changed it.
-        """
+        """Add requests, run rounds until all have ended, and yield each request after every round that changed it."""
         self.check_threads()
         open_requests = dict.fromkeys(requests, 0)  # request -> number of tokens yielded
 
@@ -74,10 +71,7 @@ class RoundLoop:
             self.lock.release()
 
     def step(self) -> None:
-        """Run one round. The caller holds the lock.
-
-        If it raises, all running requests end, because their state is undefined.
-        """
+        """Run one round; the caller holds the lock. If it raises, running requests, now in no known state, end."""
         if self._in_round:
             raise RequestError(
                 "a processor, drafter or observer cannot generate with the engine that called it, in the middle of a "
@@ -85,8 +79,8 @@ class RoundLoop:
             )
         try:
             self._in_round = True
-            device, threads = self._config.device, threads_of_passes(self._config.compile)
-            with own_passes(device), on_device(device), threads:
+            device = self._config.device
+            with own_passes(device), on_device(device), one_thread() if self._config.compile else nullcontext():
                 self._engine.step()
         except BaseException as error:
             ending: tuple[Any, ...] = ("abort",)  # Ctrl-C

@@ -44,11 +44,7 @@ class Histogram(Metric):
 
 
 def as_metrics(engine: Engine) -> list[Metric]:
-    """Return totals over finished requests, and the numbers of running and waiting requests.
-
-    Names with "vllm:" have vLLM's meaning: each round of a request is a draft, the nodes below the root are the draft
-    tokens, and `1 + accepted / drafts` is the acceptance length.
-    """
+    """Return totals over finished requests. Each round of a request is a draft; nodes below the root are its tokens."""
     stats, scheduler = engine.stats, engine.scheduler
     counts = {
         "vllm:num_preemptions": stats.num_preemptions,

@@ -4,7 +4,6 @@ For a single call: `model.generate(**inputs, custom_generate=treespec.hf.generat
 """
 
 from treespec.hf.accelerate import accelerate, restore
-from treespec.hf.generate import generate
-from treespec.hf.metrics import GenerateMetrics, last_metrics
+from treespec.hf.generate import GenerateMetrics, generate, last_metrics
 
 __all__ = ["GenerateMetrics", "accelerate", "generate", "last_metrics", "restore"]

@@ -13,7 +13,7 @@ from treespec.config.configs import SpecConfig
 from treespec.errors import ConfigError
 from treespec.hf.checks import check_drafts
 from treespec.hf.generate import generate
-from treespec.hf.streaming import EndingStreamer
+from treespec.hf.rows import EndingStreamer
 
 logger = logging.getLogger("treespec")
 
@@ -35,10 +35,7 @@ def accelerate(
 
     Args:
         model: a `PreTrainedModel` in eval mode. Weights and code are not modified; `generate` is set on this instance.
-        drafts: draft models (folders, hub ids, models in memory, alone or as (model, tokenizer)) or `Drafter` objects.
-            Prompt lookup is always on.
-        spec: speculative decoding options; "off" means plain decoding.
-        exact: raise an error if trees are not bit-identical to plain decoding.
+        drafts, spec, exact: as of `treespec.hf.generate`.
 
     Returns:
         The model.
@@ -97,7 +94,7 @@ class _Generate:
         streamer = arguments.pop("streamer", None)
         if streamer is None:
             streamer = arguments.pop("token_streamer", None)
-        with EndingStreamer.of("streamer", streamer) as ending:
+        with EndingStreamer("streamer", streamer) as ending:
             options = self._options | {name: arguments.pop(name) for name in self._options if name in arguments}
             options["drafts"] = self._drafts(options["drafts"], arguments)
             if any(isinstance(draft, tuple) for draft in options["drafts"] or ()):
@@ -117,10 +114,7 @@ class _Generate:
         return [*others, assistant if tokenizer is None else (assistant, tokenizer)]
 
     def _read_stop_strings(self, arguments: dict[str, Any]) -> None:
-        """Convert `stop_strings` and `tokenizer` to a stopping criterion.
-
-        transformers does not pass the tokenizer to custom loops.
-        """
+        """Convert `stop_strings` and `tokenizer`, which custom loops do not get, to a stopping criterion."""
         tokenizer, config = arguments.pop("tokenizer", None), arguments.get("generation_config")
         strings = arguments.pop("stop_strings", None)
         default = getattr(self._model, "generation_config", None)

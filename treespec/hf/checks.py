@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +20,6 @@ _OF_ONE_ROW = ("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramL
 
 # Arguments prepared for transformers' loop that trees do not need.
 _PREPARED = frozenset({"use_cache", "logits_to_keep", "num_logits_to_keep", "cache_position", "return_dict"})
-
-
-class Prompts(NamedTuple):
-    """Rows passed to `generate`. `padding`: number of padding tokens before each row."""
-
-    input_ids: Tensor  # int64 [rows, width]
-    padding: list[int]
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """Token ids of each row, without padding."""
-        return [row[pad:] for row, pad in zip(self.input_ids.tolist(), self.padding, strict=True)]
 
 
 def check_drafts(drafts: Sequence[Any] | None) -> None:
@@ -95,11 +83,8 @@ def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: 
         raise ConfigError(f"{', '.join(others)} with {rows} rows: give an eos_token_id and a pad_token_id, or one row")
 
 
-def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
-    """Strip the padding of the rows, int64 [rows, width], and reject arguments of the model's forward that trees lack.
-
-    Raises RequestError for an empty row, or right padding, and ConfigError for an unsupported argument.
-    """
+def read_padding(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
+    """Return the padding tokens before each row. Raises ConfigError or RequestError for what trees do not support."""
     remaining = dict(model_kwargs)
     mask, positions = remaining.pop("attention_mask", None), remaining.pop("position_ids", None)
     for name in ("past_key_values", "cache"):  # transformers has renamed it in 5.24
@@ -123,4 +108,5 @@ def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
     usual = (mask.cumsum(1) - 1).clamp(min=0)
     if positions is not None and not torch.equal(positions.to(usual).expand_as(usual) * mask, usual * mask):
         raise ConfigError("position_ids: must count the prompt's unpadded tokens; omit them")
-    return Prompts(input_ids, (width - mask.sum(1)).tolist())
+    padding: list[int] = (width - mask.sum(1)).tolist()
+    return padding

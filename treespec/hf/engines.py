@@ -62,12 +62,8 @@ def engine_for(
     most_positions: int,
     tokenizer: Any,
 ) -> LLM:
-    """Return an engine of a model in eval mode, from the cache or newly built, for a call of so many rows and
-    positions.
-
-    Raises ConfigError, ModelError, DraftError and ExactnessError as `LLM`, and RequestError if the cache of one row
-    does not fit into memory.
-    """
+    """Return an engine of a model in eval mode, from the cache or newly built. Raises the errors of `LLM`, and
+    RequestError if the cache of one row does not fit into memory."""
     components = [component for draft in drafts for component in (draft if isinstance(draft, tuple) else (draft,))]
     key = (
         tuple(_tensors(component) if isinstance(component, nn.Module) else component for component in components),

@@ -2,8 +2,11 @@
 
 import functools
 import logging
+import threading
 import time
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,23 +15,38 @@ from torch import Tensor, nn
 from treespec.adapter.source import Source, check_inputs
 from treespec.config.configs import SpecConfig
 from treespec.errors import RequestError
-from treespec.hf.checks import (
-    Prompts,
-    check_config,
-    check_drafts,
-    check_dropped_arguments,
-    read_prompts,
-)
+from treespec.hf.checks import check_config, check_drafts, check_dropped_arguments, read_padding
 from treespec.hf.engines import engine_for
-from treespec.hf.metrics import record_metrics
-from treespec.hf.rows import Row, RowOptions, make_row, processors_of_row, temperature_of, with_delayed_start
-from treespec.hf.streaming import EndingStreamer, RowStreamer
-from treespec.llm import frontend_of
+from treespec.hf.rows import EndingStreamer, Row, RowStreamer, make_rows, temperature_of, with_delayed_start
+from treespec.outputs import RequestMetrics
 from treespec.sampling_params import SamplingParams
 
 logger = logging.getLogger("treespec")
 
 _MAX_SEED = 2**53
+_metrics: "weakref.WeakKeyDictionary[nn.Module, GenerateMetrics]" = weakref.WeakKeyDictionary()
+_guard = threading.Lock()  # of `_metrics`
+
+
+@dataclass(frozen=True)
+class GenerateMetrics(RequestMetrics):
+    """Metrics of a `generate` call, summed over its rows.
+
+    Attributes:
+        rows: metrics of each output row.
+    """
+
+    rows: tuple[RequestMetrics, ...]
+
+
+def last_metrics(model: nn.Module) -> GenerateMetrics | None:
+    """Return the metrics of the last token-tree call with this model, from any thread, or None before the first.
+
+    Covers `accelerate` and `custom_generate=treespec.hf.generate`. Failed calls and calls passed to transformers are
+    not recorded.
+    """
+    with _guard:
+        return _metrics.get(model)
 
 
 def generate(
@@ -81,17 +99,18 @@ def generate(
         ModelError, DraftError, ExactnessError: as in `LLM`.
     """
     check_dropped_arguments(model)
-    with EndingStreamer.of("token_streamer", token_streamer) as ending:
+    with EndingStreamer("token_streamer", token_streamer) as ending:
         processors, criteria = list(logits_processor or ()), list(stopping_criteria or ())
         check_config(generation_config, processors, criteria, len(input_ids))
         check_inputs(model)
-        prompts = read_prompts(input_ids, model_kwargs)
+        padding = read_padding(input_ids, model_kwargs)
+        prompts = [row[pad:] for row, pad in zip(input_ids.tolist(), padding, strict=True)]
         resolved = SpecConfig.resolve(spec, SpecConfig())
         most = generation_config.max_length - input_ids.shape[1]
         if most < 1:
             room = f"max_length={generation_config.max_length}"
             raise RequestError(f"{room} leaves no room after {input_ids.shape[1]} tokens")
-        longest = max(map(len, prompts.tokens)) + most
+        longest = max(map(len, prompts)) + most
         positions = Source.from_model(model).max_positions
         if longest > positions:
             tokens = f"{longest - most} tokens of prompt and {most} new ones"
@@ -109,30 +128,22 @@ def generate(
         if not 0 <= least <= largest < decoder.vocab_size:
             raise RequestError(f"input_ids from {least} to {largest}; valid: 0 to {decoder.vocab_size - 1}")
         seed = int(torch.randint(_MAX_SEED, (1,), device="cpu")) if generation_config.do_sample else 0
-        params = SamplingParams(max_tokens=most, temperature=temperature_of(generation_config))
-        options = RowOptions(generation_config, params, resolved, seed, (decoder.vocab_size, decoder.device))
-        rows = [
-            make_row(
-                tokens,
-                row,
-                type(logits_processor)(processors_of_row(processors, row)),
-                stopping,
-                input_ids[row, :pad],
-                options,
-            )
-            for row, (tokens, pad) in enumerate(zip(prompts.tokens, prompts.padding, strict=True))
-        ]
-        streamer = RowStreamer(ending, prompts, rows, _pad_token(generation_config))
-        rounds = frontend_of(llm).rounds
-        for row in rounds.run(rows):
+        params = SamplingParams(max_tokens=most, temperature=temperature_of(generation_config), seed=seed)
+        before = [row[:pad] for row, pad in zip(input_ids, padding, strict=True)]
+        row_options = logits_processor, stopping, generation_config, params, resolved
+        rows = make_rows(prompts, before, *row_options, decoder.vocab_size, decoder.device)
+        streamer = RowStreamer(ending, input_ids, rows, _pad_token(generation_config))
+        for row in llm.rounds.run(rows):
             if row.error is not None:
                 raise row.exception
-            with rounds.lock:
+            with llm.rounds.lock:
                 due = streamer.due()
             streamer.put(due)
         streamer.put(streamer.due())
-        record_metrics(model, rows)
-        return _output(prompts, rows, generation_config)
+        metrics = vars(RequestMetrics.of(rows))
+        with _guard:
+            _metrics[model] = GenerateMetrics(**metrics, rows=tuple(RequestMetrics.of([row]) for row in rows))
+        return _output(input_ids, rows, generation_config)
 
 
 @functools.cache
@@ -146,10 +157,9 @@ def _pad_token(config: Any) -> int:
     return 0 if pad is None else int(pad.reshape(-1)[0])
 
 
-def _output(prompts: Prompts, rows: Sequence[Row], config: Any) -> Any:
+def _output(ids: Tensor, rows: Sequence[Row], config: Any) -> Any:
     steps, pad = max(row.num_generated for row in rows), _pad_token(config)
     new = [row.output_token_ids + [pad] * (steps - row.num_generated) for row in rows]
-    ids = prompts.input_ids
     sequences = torch.cat((ids, torch.tensor(new, dtype=ids.dtype, device=ids.device)), 1)
     if not config.return_dict_in_generate:
         return sequences

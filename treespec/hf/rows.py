@@ -1,10 +1,10 @@
-"""Requests for the rows of a `generate` call, with transformers' processors and stopping criteria."""
+"""The rows of a `generate` call as requests, with transformers' processors, stopping criteria and streamers."""
 
 import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,10 +46,7 @@ def with_delayed_start(criteria: Sequence[Any], seconds: float) -> list[Any]:
 
 
 class ProcessorScoring:
-    """Applies transformers' processors and warpers to the padded prefix of a row.
-
-    `padding`, int64 [n], are the tokens before the row's; `records` keeps logits and scores.
-    """
+    """Applies processors to a row behind its `padding`, int64 [n]; `records` keeps logits and scores."""
 
     def __init__(self, processors: Any, padding: Tensor, records: bool):
         self._processors, self._padding = processors, padding
@@ -124,38 +121,76 @@ def temperature_of(config: Any) -> float:
     return value
 
 
-class RowOptions(NamedTuple):
-    """What all rows of a call have in common."""
-
-    config: Any  # transformers' prepared GenerationConfig
-    params: SamplingParams  # maximum number of new tokens, and the temperature of the drafts
-    spec: SpecConfig
-    seed: int
-    logits_of: tuple[int, torch.device]  # vocabulary size and device of the target's logits
-
-
-def make_row(tokens: list[int], row: int, processors: Any, criteria: Any, padding: Tensor, options: RowOptions) -> Row:
-    """Create the request of one row, with transformers' prepared processors and criteria for this row.
-
-    `row` is the sample index of the seed, and `padding` the tokens before the prompt, int64 [n].
-    """
-    config, params, spec, seed, logits_of = options
+def make_rows(
+    prompts: Sequence[list[int]],
+    padding: Sequence[Tensor],
+    processors: Any,
+    criteria: Any,
+    config: Any,
+    params: SamplingParams,
+    spec: SpecConfig,
+    vocab_size: int,
+    device: torch.device,
+) -> list[Row]:
+    """Create the requests of a call, with transformers' prepared arguments; `padding` are the tokens before prompts."""
     ends = getattr(config, "_eos_token_tensor", None)
     end_tokens = tuple(ends.reshape(-1).tolist()) if isinstance(ends, Tensor) else ()
     keeps = bool(config.return_dict_in_generate and config.output_scores)
     records = keeps or bool(config.return_dict_in_generate and config.output_logits)
-    request = Row(
-        tokens,
-        params,
-        spec,
-        eos_token_ids=end_tokens,
-        seed=seed,
-        criteria=criteria,
-        padding=padding,
-        keeps_scores=keeps,
-    )
-    request.sample = row
-    if processors or config.do_sample or records:
-        scoring = ProcessorScoring(processors, padding, records)
-        request.sampler = Sampler(params, scoring, end_tokens, *logits_of, seed, row)
-    return request
+    rows = []
+    for i, (tokens, before) in enumerate(zip(prompts, padding, strict=True)):
+        row = Row(tokens, params, spec, eos_token_ids=end_tokens, seed=params.seed, sample=i)
+        row.criteria, row.padding, row.keeps_scores = criteria, before, keeps
+        if processors or config.do_sample or records:
+            scoring = ProcessorScoring(type(processors)(processors_of_row(processors, i)), before, records)
+            row.sampler = Sampler(params, scoring, end_tokens, vocab_size, device, params.seed or 0, i)
+        rows.append(row)
+    return rows
+
+
+class EndingStreamer:
+    """Wraps the streamer of the argument `name`, or None, and ends it exactly once with the context, so that no reader
+    waits forever. Raises ConfigError if it is no streamer."""
+
+    def __init__(self, name: str, streamer: Any):
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise ConfigError(f"{name}={streamer!r}; valid: an object with put and end")
+        self._streamer, self._ended = streamer, streamer is None
+
+    def put(self, tokens: Any) -> None:
+        if self._streamer is not None:
+            self._streamer.put(tokens)
+
+    def end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._streamer.end()
+
+    def __enter__(self) -> "EndingStreamer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+class RowStreamer:
+    """Feeds a streamer with the prompt, then with one step of all rows at a time; finished rows get `pad`."""
+
+    def __init__(self, streamer: EndingStreamer, input_ids: Tensor, rows: Sequence[Row], pad: int):
+        self._streamer, self._rows, self._pad, self._steps = streamer, rows, pad, 0
+        streamer.put(input_ids.cpu())
+
+    def due(self) -> list[list[int]]:
+        """Return the steps that all unfinished rows have reached and that are not streamed yet."""
+        unfinished = [row.num_generated for row in self._rows if row.ended is None]
+        start, self._steps = self._steps, min(unfinished or [max(row.num_generated for row in self._rows)])
+        outputs = [row.output_token_ids for row in self._rows]
+        return [
+            [tokens[step] if step < len(tokens) else self._pad for tokens in outputs]
+            for step in range(start, self._steps)
+        ]
+
+    def put(self, steps: list[list[int]]) -> None:
+        """Stream the tokens of each step, one per row."""
+        for tokens in steps:
+            self._streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))

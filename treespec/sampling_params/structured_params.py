@@ -73,10 +73,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, value: Any) -> Self | None:
-        """Convert the value of a request's `structured_outputs`: an instance, a dict of keywords or None.
-
-        Raises ConfigError for another type, or an error of the constructor.
-        """
+        """Convert an instance, a dict of keywords or None. Raises ConfigError."""
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):

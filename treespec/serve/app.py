@@ -1,6 +1,5 @@
 """The endpoints."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
@@ -19,20 +18,11 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from treespec import __version__
 from treespec.async_llm import AsyncLLM, RequestStream
 from treespec.errors import ConfigError, RequestError, TreespecError
-from treespec.llm import frontend_of
 from treespec.outputs import RequestOutput
 from treespec.sampling_params import SamplingParams
 from treespec.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from treespec.serve.audit import Audit
-from treespec.serve.errors import (
-    Guard,
-    ServerError,
-    error_document,
-    on_http_error,
-    on_invalid_body,
-    on_server_error,
-    on_user_error,
-)
+from treespec.serve.errors import Guard, ServerError, error_document, on_error
 from treespec.serve.metrics import ServerMetrics
 from treespec.serve.options import ServerOptions
 from treespec.serve.output_parser import (
@@ -56,16 +46,13 @@ _PAGE_HEADERS = {
 
 
 class Server:
-    """Handlers of the endpoints over one engine.
-
-    The options have the names of the model and the text of a template. `defaults` are for requests without parameters.
-    """
+    """Handlers of the endpoints over one engine. `defaults` are for requests without parameters."""
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions, defaults: SamplingParams):
         self._engine, self._options, self._defaults = engine, options, defaults
         self._created = int(time())
         self._metrics = ServerMetrics(engine.llm.engine, options.served_model_name[0])
-        factory = frontend_of(engine.llm).factory
+        factory = engine.llm.request_factory
         self._tokenizer, self._vocab_size = factory.tokenizer, factory.vocab_size
         template = str(options.chat_template or getattr(engine.llm.get_tokenizer(), "chat_template", None) or "")
         self._is_chat_model = bool(template)
@@ -134,26 +121,21 @@ class Server:
         except ServerError as error:
             yield {"data": json.dumps(error_document(str(error), error.status))}
 
-    def _parser(self, body: ChatBody) -> OutputParser | None:
-        """Return what splits the answers to a request; None if all of their text is content.
-
-        Raises ConfigError if the request has tools, and the format of their calls is unknown.
-        """
+    def _parser(self, body: ChatBody) -> OutputParser:
+        """Return what splits the answers to a request. Raises ConfigError if the format of its calls is unknown."""
         if body.called is not None:
             return OutputParser(named=body.called)
         most = 1 if body.parallel_tool_calls is False else None
         if body.must_call:
             return OutputParser(calls=REQUIRED_CALLS, functions=body.functions, most_calls=most)
         if body.is_constrained:
-            return None
+            return OutputParser()
         calls = self._calls if body.tools_for_template else None
         if body.tools_for_template and calls is None:
             raise ConfigError(
                 "tools: the chat template has no known format of calls; start the server with --tool-call-parser "
                 f"({', '.join(CALL_FORMATS)}), or give tool_choice 'required'"
             )
-        if calls is None and self._reasoning is None:
-            return None
         return OutputParser(self._reasoning, calls, functions=body.functions, most_calls=most)
 
     def _model_name(self, name: str | None) -> str:
@@ -178,30 +160,26 @@ class Server:
         )
         return conversation
 
-    async def tokenize(self, body: TokenizeBody) -> Response:
-        """Return the token ids of a text or a conversation."""
+    def tokenize(self, body: TokenizeBody) -> Response:
+        """Return the token ids of a text or a conversation. FastAPI calls it in a thread, as it is no coroutine."""
         self._model_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ConfigError("give either prompt or messages")
-        tokens, texts = await asyncio.to_thread(self._tokenize, body)
-        document = {"count": len(tokens), "max_model_len": self._engine.llm.config.max_model_len, "tokens": tokens}
-        return JSONResponse(document | {"token_strs": texts})
-
-    def _tokenize(self, body: TokenizeBody) -> tuple[list[int], list[str] | None]:
         tokenizer = self._require_tokenizer()
         if body.prompt is not None:
             tokens = tokenizer.encode(body.prompt, body.add_special_tokens)
         else:
             tokens = tokenizer.encode(self._conversation(body).render(tokenizer.base), special=False)
-        return tokens, [tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
+        texts = [tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
+        document = {"count": len(tokens), "max_model_len": self._engine.llm.config.max_model_len, "tokens": tokens}
+        return JSONResponse(document | {"token_strs": texts})
 
-    async def detokenize(self, body: DetokenizeBody) -> Response:
+    def detokenize(self, body: DetokenizeBody) -> Response:
         """Return the text of token ids."""
         self._model_name(body.model)
-        tokenizer, size = self._require_tokenizer(), self._vocab_size
-        if wrong := [token for token in body.tokens if not 0 <= token < size]:
-            raise RequestError(f"token {wrong[0]}; valid: 0 to {size - 1}")
-        return JSONResponse({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
+        if wrong := [token for token in body.tokens if not 0 <= token < self._vocab_size]:
+            raise RequestError(f"token {wrong[0]}; valid: 0 to {self._vocab_size - 1}")
+        return JSONResponse({"prompt": self._require_tokenizer().decode(body.tokens)})
 
     def _require_tokenizer(self) -> UserTokenizer:
         if self._tokenizer is None:
@@ -262,10 +240,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions, defaults: SamplingParam
     for path, (method, handler) in routes.items():
         app.add_api_route(path, handler, methods=[method], response_model=None)
     app.mount("/page", StaticFiles(directory=PAGE))
-    app.add_exception_handler(RequestValidationError, on_invalid_body)
-    app.add_exception_handler(TreespecError, on_user_error)
-    app.add_exception_handler(StarletteHTTPException, on_http_error)
-    app.add_exception_handler(ServerError, on_server_error)
-    app.add_exception_handler(Exception, on_server_error)
+    for kind in (RequestValidationError, StarletteHTTPException, TreespecError, ServerError, Exception):
+        app.add_exception_handler(kind, on_error)
     app.add_middleware(Guard, options=options)
     return app

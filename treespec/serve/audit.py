@@ -72,27 +72,23 @@ class Audit:
                 continue
             finished = self._waiting.popleft()
             try:
-                again = await self._decode(finished)
+                await self._decode_again(finished)
             except TreespecError as error:
                 logger.warning("audit of request %s: %s", finished.request_id, error)
-                continue
-            if again is None:
-                self._waiting.appendleft(finished)
-            else:
-                self._compare(finished, again)
 
-    async def _decode(self, finished: _Finished) -> list[list[int]] | None:
-        """Return the tokens of plain decoding, or None if another request came."""
+    async def _decode_again(self, finished: _Finished) -> None:
+        """Compare a request with plain decoding; if another request comes, it waits again."""
         stream = await self._engine.add_request(
             None, finished.prompt, finished.params, spec="off", tokenization_kwargs=finished.tokenization
         )
         try:
             async for _ in stream:
                 if self._engine.get_num_unfinished_requests() > 1:
-                    return None
+                    self._waiting.appendleft(finished)
+                    return
         finally:
             stream.close()
-        return stream.token_ids
+        self._compare(finished, stream.token_ids)
 
     def _compare(self, finished: _Finished, again: list[list[int]]) -> None:
         pairs = [pair for both in zip(finished.token_ids, again, strict=True) for pair in zip_longest(*both)]

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from treespec.errors import TreespecError
 from treespec.serve.options import LOOPBACK, ServerOptions
 
 _LONGEST = 2000  # characters of a message, which may quote the request
@@ -26,7 +27,6 @@ class ServerError(Exception):
 
 
 def error_document(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return the body of an error."""
     kinds = {401: "authentication_error", 404: "not_found_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
     text = message[:_LONGEST].encode(errors="backslashreplace").decode()  # it may quote a lone surrogate
@@ -34,36 +34,24 @@ def error_document(message: str, status: int, param: str | None = None, code: st
 
 
 def error_response(message: str, status: int, param: str | None = None, code: str | None = None) -> JSONResponse:
-    """Return an error."""
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return JSONResponse(error_document(message, status, param, code), status, headers)
 
 
-async def on_invalid_body(request: Request, error: Exception) -> JSONResponse:
-    """Answer a body that is no JSON, or whose fields have wrong types."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        return error_response(f"the body is not JSON: {first['ctx']['error']}", 400)
-    name = ".".join(path)[:_LONGEST_NAME] or "body"
-    value = "" if first["type"] == "missing" else f"={first['input']!r}"
-    return error_response(f"{name}{value}: {first['msg']}", 400, path[0] if path else None)
-
-
-async def on_user_error(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request that the engine refuses."""
-    return error_response(str(error), 400)
-
-
-async def on_http_error(request: Request, error: Exception) -> JSONResponse:
-    """Answer an unknown path or method, or a body that is too large."""
-    assert isinstance(error, StarletteHTTPException)
-    return error_response(f"{request.method} {request.url.path[:100]}: {error.detail}", error.status_code)
-
-
-async def on_server_error(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request that failed later."""
+async def on_error(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request that is malformed or refused, or that failed later."""
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return error_response(f"the body is not JSON: {first['ctx']['error']}", 400)
+        path = [str(part) for part in first["loc"] if part != "body"]
+        name = ".".join(path)[:_LONGEST_NAME] or "body"
+        value = "" if first["type"] == "missing" else f"={first['input']!r}"
+        return error_response(f"{name}{value}: {first['msg']}", 400, path[0] if path else None)
+    if isinstance(error, StarletteHTTPException):
+        return error_response(f"{request.method} {request.url.path[:100]}: {error.detail}", error.status_code)
+    if isinstance(error, TreespecError):
+        return error_response(str(error), 400)
     if isinstance(error, ServerError):
         return error_response(str(error), error.status)
     return error_response("an internal error, which the server's log describes", 500)

@@ -105,10 +105,7 @@ class ToolChoice(Strict):
 
 
 def calls_schema(functions: list[Function], most: int | None, only_arguments: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls, or of the arguments of one function.
-
-    Raises ConfigError if two functions give different definitions one name.
-    """
+    """Return the schema of calls, or of one function's arguments. Raises ConfigError if definitions share a name."""
     if only_arguments:
         return functions[0].parameters or {"type": "object", "properties": {}}
     definitions: dict[str, dict[str, Any]] = {}

@@ -20,13 +20,13 @@ _TIMES = {
 }
 
 
-class ServerMetrics:
-    """Metrics of one server. The engine's counters are read at every scrape; `model` is the label `model_name`."""
+class ServerMetrics(Collector):
+    """Metrics of one server, whose label `model_name` is `model`."""
 
     def __init__(self, engine: Engine, model: str):
-        self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(engine, model))
-        registry, labels = self.registry, ["model_name"]
+        self.registry = registry = CollectorRegistry()
+        registry.register(self)
+        self._engine, self._model, labels = engine, model, ["model_name"]
         self._times = [
             Histogram(f"treespec:{name}", text, labels, buckets=_SECONDS, registry=registry).labels(model)
             for name, text in _TIMES.items()
@@ -41,7 +41,6 @@ class ServerMetrics:
                 ("_differing", "Those that differed, which must stay 0."),
             )
         )
-        self._model = model
 
     def count_audit(self, tokens: int, differing: int) -> None:
         """Count the tokens of an audit."""
@@ -63,14 +62,8 @@ class ServerMetrics:
         for completion in output.outputs:
             self._ends.labels(self._model, str(completion.finish_reason)).inc()
 
-
-class _EngineCollector(Collector):
-    """Reads an engine's counters while it runs: each is one number, which a round replaces."""
-
-    def __init__(self, engine: Engine, model: str):
-        self._engine, self._model = engine, model
-
     def collect(self) -> Iterator[Metric]:
+        """Read the engine's counters while it runs, at every scrape: each is one number, which a round replaces."""
         stats, scheduler, cache = self._engine.stats, self._engine.scheduler, self._engine.cache
         gauges = {
             "num_requests_running": ("Requests that decode or prefill.", len(scheduler.running)),

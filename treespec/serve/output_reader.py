@@ -44,10 +44,7 @@ _Decision = Generator[None, None, bool]
 
 
 class OutputReader:
-    """Reads one answer piece by piece. How it is cut into pieces changes nothing.
-
-    `is_reasoning` says whether the answer begins within the reasoning.
-    """
+    """Reads one answer, which may begin within the reasoning, piece by piece. How it is cut changes nothing."""
 
     def __init__(self, parser: OutputParser, is_reasoning: bool = False):
         self.num_calls = 0  # so far

@@ -1,7 +1,7 @@
 """Bodies of requests: OpenAI's fields, vLLM's further ones and treespec's, and their translation."""
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as OpenAIChat
 from openai.types.completion_create_params import CompletionCreateParamsBase as OpenAICompletion
@@ -14,22 +14,6 @@ from treespec.serve.messages import Messages, Strict, TemplateFields, ToolChoice
 
 MOST_CHOICES = 1024  # of one request: prompts times n
 MOST_LOGPROBS = 20  # OpenAI's and vLLM's limit
-
-_Unsupported = dict[str, tuple[tuple[Any, ...], str]]  # by field: values that ask for nothing, and what to do instead
-_TEXT_ONLY = "the model reads and writes text"
-_UNSUPPORTED_CHAT: _Unsupported = {
-    "functions": ((None, []), "use tools"),
-    "function_call": ((None, "none", "auto"), "use tool_choice"),
-    "audio": ((None,), _TEXT_ONLY),
-    "modalities": ((None, ["text"]), _TEXT_ONLY),
-    "moderation": ((None,), "omit it"),
-    "web_search_options": ((None,), "put search results into a message"),
-}
-_UNSUPPORTED_COMPLETION: _Unsupported = {
-    "best_of": ((None, 1), "ask for n choices with logprobs, and choose"),
-    "echo": ((None, False), "prepend the prompt to the text"),
-    "suffix": ((None, ""), "put it into the prompt, as the model was trained to read it"),
-}
 
 # An error in each of a million items would be a million errors.
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
@@ -72,7 +56,10 @@ class ResponseFormat(Strict):
 class GenerationBody(BaseModel):
     """Fields of both endpoints. A field that is null or missing has the server's default."""
 
-    model_config = ConfigDict(extra="allow", strict=True)  # `check_names` refuses unknown names
+    model_config = ConfigDict(extra="allow", strict=True)  # `check` refuses unknown names
+    endpoint: ClassVar[str]
+    openai: ClassVar[type]  # the fields that OpenAI has; those that are not below change no token
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]]  # values that ask for nothing, and what to do instead
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: int | None = None
@@ -109,15 +96,12 @@ class GenerationBody(BaseModel):
 
     def check(self) -> None:
         """Raise ConfigError for unknown or unsupported fields, and for contradictions."""
-        raise NotImplementedError
-
-    def _check(self, endpoint: str, openai: type, unsupported: _Unsupported) -> None:
-        extra = self.model_extra or {}
-        for name, (neutral, instead) in unsupported.items():
+        extra, known = self.model_extra or {}, self.openai.__annotations__
+        for name, (neutral, instead) in self.unsupported.items():
             if extra.get(name) not in neutral:
-                raise ConfigError(f"{endpoint}: {name} is not supported; {instead}")
-        unknown = [name[:60] for name in extra if name not in openai.__annotations__]  # others change no token
-        reject_unknown(endpoint, unknown[:3], [*type(self).model_fields, *openai.__annotations__])
+                raise ConfigError(f"{self.endpoint}: {name} is not supported; {instead}")
+        unknown = [name[:60] for name in extra if name not in known]
+        reject_unknown(self.endpoint, unknown[:3], type(self).model_fields | known)
         if self.stream_options is not None and not self.stream:
             raise ConfigError("stream_options go with stream=true")
         if self.rounds and not self.stream:
@@ -174,12 +158,18 @@ _PARAMS = {field.name for field in fields(SamplingParams)} & {*GenerationBody.mo
 class CompletionBody(GenerationBody):
     """Body of `/v1/completions`."""
 
+    endpoint, openai = "/v1/completions", OpenAICompletion
+    unsupported = {
+        "best_of": ((None, 1), "ask for n choices with logprobs, and choose"),
+        "echo": ((None, False), "prepend the prompt to the text"),
+        "suffix": ((None, ""), "put it into the prompt, as the model was trained to read it"),
+    }
     prompt: str | Texts | TokenIds | TokenIdLists
     max_tokens: int | None = 16  # OpenAI's default
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     def check(self) -> None:
-        self._check("/v1/completions", OpenAICompletion, _UNSUPPORTED_COMPLETION)
+        super().check()
         if len(self.prompts()) * (self.n or 1) > MOST_CHOICES:
             raise ConfigError(
                 f"{len(self.prompts())} prompts with n={self.n or 1}; valid: at most {MOST_CHOICES} choices"
@@ -202,6 +192,15 @@ class CompletionBody(GenerationBody):
 class ChatBody(TemplateFields, GenerationBody):
     """Body of `/v1/chat/completions`."""
 
+    endpoint, openai = "/v1/chat/completions", OpenAIChat
+    unsupported = {
+        "functions": ((None, []), "use tools"),
+        "function_call": ((None, "none", "auto"), "use tool_choice"),
+        "audio": ((None,), "the model reads and writes text"),
+        "modalities": ((None, ["text"]), "the model reads and writes text"),
+        "moderation": ((None,), "omit it"),
+        "web_search_options": ((None,), "put search results into a message"),
+    }
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -210,7 +209,7 @@ class ChatBody(TemplateFields, GenerationBody):
     parallel_tool_calls: bool | None = None
 
     def check(self) -> None:
-        self._check("/v1/chat/completions", OpenAIChat, _UNSUPPORTED_CHAT)
+        super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise ConfigError("top_logprobs goes with logprobs=true")
         names = [tool.function.name for tool in self.tools or ()]

@@ -26,13 +26,7 @@ _Result = TypeVar("_Result")
 
 
 class Reading:
-    """Reads the outputs of the streams of one HTTP request.
-
-    Args:
-        streams: one per prompt, added before the first is read.
-        seconds: time that the request has from now on; None = any.
-        ended: called with the place of a stream and its last output.
-    """
+    """Reads the outputs of streams, one per prompt, for `seconds`, and calls `ended` with the place and last output."""
 
     def __init__(
         self, streams: Sequence[RequestStream], seconds: float | None, ended: Callable[[int, RequestOutput], None]

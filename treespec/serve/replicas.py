@@ -15,10 +15,7 @@ ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 
 
 def serve_replicas(build: Callable[[], FastAPI], replicas: int, host: str, port: int) -> None:
-    """Serve until the process is interrupted. Ray restarts a replica whose process ends.
-
-    `build` builds an engine and its application, in the process of each replica.
-    """
+    """Serve applications, which `build` makes in the process of each replica, until the process is interrupted."""
     serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port))
     deployment = serve.deployment(
         serve.ingress(build)(),

@@ -52,15 +52,11 @@ ADAPTER_ROWS = 32  # rows of every pass of an adapter if no weaker padding is ex
 
 @dataclass(frozen=True)
 class Built:
-    """An engine and the settings it was built with.
-
-    It keeps no model in memory that the engine does not keep itself.
-    """
+    """An engine and the settings it was built with. It keeps no model that the engine does not keep itself."""
 
     engine: Engine
     config: EngineConfig
     target: ModelConfig | AdapterConfig
-    backend: str  # of the target: "native" or "transformers"
     exactness: str  # guarantee about the output tokens
     memory: dict[str, int]  # bytes in use, by purpose
     kernels: KernelConfigs | None  # None without Triton
@@ -68,10 +64,26 @@ class Built:
 
     def stats(self) -> dict[str, Any]:
         """Return the document of `LLM.stats`."""
-        config, sources = self.config, self.engine.sources
+        config, sources, kernels = self.config, self.engine.sources, self.kernels
         drafts, curve = sources.ssms.names if sources.ssms else (), self.engine.host.planner.costs.curve
         return self.engine.stats.as_dict() | {
-            "frozen": self._frozen(),
+            "frozen": {  # the settings that bits depend on
+                "dtype": str(config.dtype).removeprefix("torch."),
+                "device": str(config.device),
+                "threads": config.num_threads,
+                "exact": config.exact,
+                "exactness": self.exactness,
+                "backend": self.engine.runner.target.backend,
+                "attention": config.attention,
+                "linear": config.linear,
+                "compile": config.compile,
+                "quantization": config.quantization,
+                "attention_tile": PAGE_SIZE,
+                "fixed_rows": self.engine.runner.max_rows,
+                "rounds": "on the device" if self.engine.captured is not None else "step by step",
+                "tuned_file": None if kernels is None else kernels.file,
+                "default_kernels": [] if kernels is None else list(kernels.fallbacks),
+            },
             "suffix_tokens": 0 if sources.lookup is None else sources.lookup.remembered,
             "drafts": [*drafts, *(drafter.name for drafter in sources.others)],
             "draft_vocabularies": dict(self.connections),
@@ -86,40 +98,12 @@ class Built:
             },
         }
 
-    def _frozen(self) -> dict[str, Any]:
-        """Return the settings that bits depend on. They do not change during the engine's lifetime."""
-        config, kernels = self.config, self.kernels
-        return {
-            "dtype": str(config.dtype).removeprefix("torch."),
-            "device": str(config.device),
-            "threads": config.num_threads,
-            "exact": config.exact,
-            "exactness": self.exactness,
-            "backend": self.backend,
-            "attention": config.attention,
-            "linear": config.linear,
-            "compile": config.compile,
-            "quantization": config.quantization,
-            "attention_tile": PAGE_SIZE,
-            "fixed_rows": self.engine.runner.max_rows,
-            "rounds": "on the device" if self.engine.captured is not None else "step by step",
-            "tuned_file": None if kernels is None else kernels.file,
-            "default_kernels": [] if kernels is None else list(kernels.fallbacks),
-        }
 
+def load_target(resolved: Resolved, plan: MemoryPlan) -> tuple[Decoder, KVCache, int | None, str]:
+    """Load the target, allocate the KV cache, and run the self-test, which leaves it zeroed, unless exact=False.
 
-@dataclass(frozen=True)
-class Target:
-    """A loaded target."""
-
-    decoder: Decoder
-    cache: KVCache  # KV cache of the engine; the self-test leaves it zeroed
-    fixed_rows: int | None  # rows of every pass if exactness needs padding, else None
-    exactness: str  # guarantee about the output tokens, for `stats` and the log
-
-
-def load_target(resolved: Resolved, plan: MemoryPlan) -> Target:
-    """Load the target, allocate the KV cache, and run the self-test unless exact=False."""
+    Returns also the rows of every pass if exactness needs padding, else None, and the guarantee about output tokens.
+    """
     loader, config, fixed_rows = resolved.loader, resolved.target, resolved.fixed_rows
     min_rows = fixed_rows or 2
     decoder = loader.load(config, config.shape.vocab_size, plan.positions, min_rows, resolved.quantization)
@@ -130,12 +114,16 @@ def load_target(resolved: Resolved, plan: MemoryPlan) -> Target:
         decoder, fixed_rows = _exact_adapter(resolved, plan, config, cache)
     elif resolved.options.exact:
         check_exact(decoder, cache, resolved.options.attention, plan.largest_pass)
-    exactness = _describe_exactness(decoder, fixed_rows) if resolved.options.exact else "not guaranteed"
+    exactness = "bit-identical" if resolved.options.exact else "not guaranteed"
+    if resolved.options.exact and fixed_rows is not None:
+        exactness += f" at {fixed_rows} fixed rows"
+    elif resolved.options.exact and isinstance(decoder, AdapterDecoder) and decoder.multiple > 1:
+        exactness += f" at multiples of {decoder.multiple} rows"
     if isinstance(config, AdapterConfig):
         logger.info(
             "%s runs through transformers' own code, linear=%s, exactness: %s", config.folder, decoder.linear, exactness
         )
-    return Target(decoder, cache, fixed_rows, exactness)
+    return decoder, cache, fixed_rows, exactness
 
 
 def check_exact(decoder: Decoder, cache: KVCache, attention: str, largest_pass: int) -> None:
@@ -163,10 +151,7 @@ def check_exact(decoder: Decoder, cache: KVCache, attention: str, largest_pass: 
 
 
 def fallback_options(resolved: Resolved, error: ExactnessError) -> EngineOptions:
-    """Return options that replace an "auto" choice rejected by the self-test.
-
-    Raises `error` if there is no other choice.
-    """
+    """Return options that replace an "auto" choice rejected by the self-test. Raises `error` if there is none."""
     options = resolved.options
     if isinstance(resolved.target, AdapterConfig):  # `_exact_adapter` has tried all alternatives
         raise error
@@ -182,10 +167,7 @@ def fallback_options(resolved: Resolved, error: ExactnessError) -> EngineOptions
 def _exact_adapter(
     resolved: Resolved, plan: MemoryPlan, config: AdapterConfig, cache: KVCache
 ) -> tuple[AdapterDecoder, int | None]:
-    """Find the cheapest attention and padding with which an adapter passes the self-test.
-
-    Returns the decoder, and the fixed number of rows, or None if none is needed.
-    """
+    """Return the adapter with the cheapest attention and padding that are exact, and its fixed rows, or None."""
     loader, rows = resolved.loader, max(ADAPTER_ROWS, resolved.spec.max_nodes)
     adapt = partial(loader.adapt, config, config.shape.vocab_size, plan.positions)
     attentions = [loader.attention]
@@ -216,14 +198,6 @@ def _exact_adapter(
     )
 
 
-def _describe_exactness(decoder: Decoder, fixed_rows: int | None) -> str:
-    if fixed_rows is not None:
-        return f"bit-identical at {fixed_rows} fixed rows"
-    if isinstance(decoder, AdapterDecoder) and decoder.multiple > 1:
-        return f"bit-identical at multiples of {decoder.multiple} rows"
-    return "bit-identical"
-
-
 def build(options: EngineOptions) -> Built:
     """Build an engine. Raises the errors of `LLM`."""
     resolved = resolve(options)
@@ -240,26 +214,24 @@ def build(options: EngineOptions) -> Built:
 def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
     """Load and test the models, measure their costs, and create the engine."""
     options, loader, length = resolved.options, resolved.loader, plan.max_model_len
-    target = load_target(resolved, plan)
-    decoder, chunk = target.decoder, min(plan.prefill_chunk, target.fixed_rows or plan.prefill_chunk)
-    runner = Runner(decoder, target.cache, target.fixed_rows)
-    ssms = _load_ssms(resolved, plan, target)
+    decoder, cache, fixed_rows, exactness = load_target(resolved, plan)
+    chunk = min(plan.prefill_chunk, fixed_rows or plan.prefill_chunk)
+    runner = Runner(decoder, cache, fixed_rows)
+    ssms = _load_ssms(resolved, plan, decoder, cache)
     without_gpu = loader.attention == "triton" and loader.device.type == "cpu"
     planner = Planner(load_costs(runner, ssms, torch.get_num_threads(), without_gpu))
     if loader.configs is not None:
         logger.info("%s", loader.configs.describe())
         if issue := known_issue(loader.device):
             logger.warning("%s", issue)
-    scheduler = Scheduler(target.cache, options.max_num_seqs, chunk, plan.scratch, resolved.target.short_context)
+    scheduler = Scheduler(cache, options.max_num_seqs, chunk, plan.scratch, resolved.target.short_context)
 
     def load_foreign(draft: Draft, positions: int) -> tuple[Decoder, KVCache]:
         model, pages = loader.load_draft(draft, positions), options.max_num_seqs * pages_for(positions)
         return model, KVCache([draft.config.shape], pages, plan.cache_dtype, model.device)
 
-    lengths = length, plan.scratch
-    foreign = foreign_drafters(
-        resolved.foreign, load_foreign, resolved.target, *lengths, planner, ssms, has_others=bool(resolved.drafters)
-    )
+    sizes, others = (length, plan.scratch), bool(resolved.drafters)
+    foreign = foreign_drafters(resolved.foreign, load_foreign, resolved.target, *sizes, planner, ssms, others)
     lookup = None
     if options.suffix_tokens or resolved.spec.allows("lookup", "lookup"):
         lookup = LookupDrafter(_lookup_library(options.compile), options.suffix_tokens)
@@ -267,16 +239,16 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
     host = HostExecutor(runner, planner, sources, length)
     captured = None
     if rounds := _capture_rounds(resolved, plan, host, scheduler):
-        runner = Runner(decoder, target.cache, target.fixed_rows, rounds.target_pass)
+        runner = Runner(decoder, cache, fixed_rows, rounds.target_pass)
         host = HostExecutor(runner, planner, sources, length)
         captured = GraphExecutor(runner, sources, rounds, length)
     if options.enable_prefix_caching:  # from now on, so that measurements and proofs compute their prompts
-        target.cache.prefixes = PrefixCache(plan.num_pages + 1, 0 if ssms is None else len(ssms.models))
+        cache.prefixes = PrefixCache(plan.num_pages + 1, 0 if ssms is None else len(ssms.models))
     drafts = [*(ssms.models if ssms else ()), *(drafter.model for drafter in foreign)]
     return Built(
         engine=Engine(runner, scheduler, sources, host, captured),
         config=EngineConfig(
-            device=resolved.device,
+            device=loader.device,
             dtype=loader.dtype,
             exact=options.exact,
             max_num_seqs=options.max_num_seqs,
@@ -291,12 +263,11 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
             quantization=decoder.quantization,
         ),
         target=resolved.target,
-        backend=decoder.backend,
-        exactness=target.exactness,
+        exactness=exactness,
         memory={
             "target_weights": decoder.nbytes,
             "draft_weights": sum(model.nbytes for model in drafts),
-            "kv_cache": target.cache.nbytes + sum(drafter.cache.nbytes for drafter in foreign),
+            "kv_cache": cache.nbytes + sum(drafter.cache.nbytes for drafter in foreign),
             "captured_rounds": 0 if rounds is None else rounds.nbytes,
             "suffix": 0 if lookup is None else lookup.nbytes,
         },
@@ -306,13 +277,13 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
     )
 
 
-def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Target) -> SsmDrafter | None:
+def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Decoder, cache: KVCache) -> SsmDrafter | None:
     """Load the drafts that share the target's token ids, and the draft heads."""
     drafts, loader, features = resolved.ssms, resolved.loader, plan.features
     models: list[GroupModel] = [loader.load_draft(draft, plan.positions) for draft in drafts]
-    models += [loader.load_head(head, target.decoder, features, plan.positions) for _, head in resolved.heads]
+    models += [loader.load_head(head, target, features, plan.positions) for _, head in resolved.heads]
     names = [*(draft.name for draft in drafts), *(name for name, _ in resolved.heads)]
-    return SsmDrafter(models, names, target.cache) if models else None
+    return SsmDrafter(models, names, cache) if models else None
 
 
 def _lookup_library(compile: bool | str) -> CDLL | None:
@@ -337,6 +308,6 @@ def _capture_rounds(resolved: Resolved, plan: MemoryPlan, host: HostExecutor, sc
         return None
     sizes = plan.max_model_len, plan.scratch, options.max_num_seqs
     capture = partial(captured_rounds, host.runner, ssms, configs, resolved.spec, *sizes, options.cuda_graphs)
-    if resolved.device.type == "cuda" and not is_interpreted():
+    if resolved.loader.device.type == "cuda" and not is_interpreted():
         return proven_rounds(host, scheduler, capture, options.exact)
     return capture()  # proving them takes minutes in the interpreter

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from treespec.planning.draft_plan import DraftPlan
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
-from treespec.utils.torch_state import threads_of_passes
+from treespec.utils.torch_state import one_thread
 from treespec.version import __version__
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.file_lock import shared_work
@@ -57,10 +57,7 @@ _MAX_STORED = 1000  # curves in a file; the oldest are dropped
 
 
 def cache_folder() -> Path:
-    """Return the folder for measurements: $XDG_CACHE_HOME/treespec or ~/.cache/treespec.
-
-    Raises OSError without a home folder, for example in a container whose user id has no passwd entry.
-    """
+    """Return $XDG_CACHE_HOME/treespec or ~/.cache/treespec. Raises OSError if there is no home folder."""
     named = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(named or Path.home() / ".cache") / "treespec"
@@ -245,10 +242,7 @@ def least_seconds(
     # Progress callback, called with the completed fraction after each turn
     advance: Callable[[float], None] = lambda fraction: None,
 ) -> list[float]:
-    """Return the minimum seconds of each callable over several interleaved runs.
-
-    Interleaving spreads interference from other processes over all of them.
-    """
+    """Return the minimum seconds of each callable over interleaved runs, over which interference spreads."""
     best, start, count, share = [(float("inf"), float("inf"))] * len(runs), time.perf_counter(), 0, 0.0
     turn = list(range(len(runs)))
     while count < least_runs or share < PATIENCE:
@@ -275,11 +269,7 @@ def costs_file(folder: Path | str = "") -> Path:
 
 @contextmanager
 def measuring_alone(patience: float = _MEASURE_LOCK_TIMEOUT) -> Iterator[None]:
-    """Hold a lock that keeps other processes and threads of this user from measuring at the same time.
-
-    Concurrent measurements would slow each other down. Continues without the lock if locking is impossible or the
-    holder takes longer than `patience` seconds.
-    """
+    """Keep other processes and threads of this user from measuring, for `patience` seconds and if locks work."""
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -336,28 +326,22 @@ def load(key: dict[str, Any], folder: Path | str = "") -> CostCurve | None:
 
 
 def round_seconds(curve: CostCurve) -> float:
-    """Return the modelled seconds of a reference round: `ROUND_ROWS` target rows and `DRAFT_LEVELS` levels of one SSM.
-
-    Numbers of threads are compared by it.
-    """
+    """Return the modelled seconds of a round of `ROUND_ROWS` rows and `DRAFT_LEVELS` levels of one SSM."""
     return float(curve.verify(ROUND_ROWS)) + curve.draft(DRAFT_LEVELS, DRAFT_LEVELS, DRAFT_LEVELS)
 
 
-def by_threads(key: dict[str, Any], folder: Path | str = "") -> dict[int, float]:
+def by_threads(key: dict[str, Any]) -> dict[int, float]:
     """Return `round_seconds` by number of threads, ascending, of the stored curves that equal `key` in all else."""
     seconds_by_threads = {
         entry["key"]["threads"]: round_seconds(curve_of(entry))
-        for entry in load_all(folder)
+        for entry in load_all()
         if entry["key"] | {"threads": 0} == key | {"threads": 0}
     }
     return dict(sorted(seconds_by_threads.items()))
 
 
 def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interpreted: bool) -> CostCurve:
-    """Return the stored costs of these models on this machine, by `treespec autotune` or an earlier start.
-
-    Otherwise measure and store them. Starts of other models are waited for as long as a measurement may take.
-    """
+    """Return the stored costs of these models by `treespec autotune` or an earlier start, or measure and store them."""
     if interpreted:
         return CostCurve((1,), (1.0,), 0.1)  # times in Triton's interpreter are slow and meaningless
     key = cost_key(runner, ssms, threads)
@@ -368,7 +352,8 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
     key_of_start = start_key(runner, key)
     if (curve := load(key_of_start, _STARTS)) is not None:
         return curve
-    with measuring_alone(START_SECONDS * PATIENCE), threads_of_passes(runner.target.linear == "compiled"):
+    threads_of_passes = one_thread() if runner.target.linear == "compiled" else nullcontext()
+    with measuring_alone(START_SECONDS * PATIENCE), threads_of_passes:
         if (curve := load(key) or load(key_of_start, _STARTS)) is None:
             curve = measure(runner, ssms, START_SECONDS)
             try:
@@ -379,10 +364,7 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
 
 
 def warn_of_threads(seconds: dict[int, float], threads: int) -> None:
-    """Recommend another number of threads if its rounds were clearly faster.
-
-    The number is not changed here, because bits may depend on it.
-    """
+    """Recommend another number of threads if its rounds were clearly faster. Bits may depend on it, so it stays."""
     if threads not in seconds:
         return
     best = min(seconds, key=lambda number: seconds[number])

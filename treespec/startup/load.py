@@ -1,7 +1,6 @@
 """Loads the decoders of an engine: native models, draft heads, and adapters around transformers models."""
 
 import logging
-from collections.abc import Iterable
 from ctypes import CDLL
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -67,10 +66,6 @@ class HeadConfig:
     target_hidden: int  # the target's hidden size
 
     @property
-    def folder(self) -> Path:
-        return self.form.folder
-
-    @property
     def num_parameters(self) -> int:
         """Number of values of its layers and its projections, without embeddings; at most."""
         shape = self.decoder.shape
@@ -107,11 +102,6 @@ class HeadConfig:
     def __str__(self) -> str:
         article = "an" if self.form.name.startswith(("EAGLE", "MLP", "MTP")) else "a"
         return f"{article} {self.form.name} that {self.form.describe(self.layers)}"
-
-
-def all_layers(heads: Iterable[HeadConfig]) -> tuple[int, ...]:
-    """Return all layers of the target that any head reads, ascending."""
-    return tuple(sorted({layer for head in heads for layer in head.layers}))
 
 
 def libraries_folder() -> Path:
@@ -175,15 +165,7 @@ class Loader:
         tokens, target_ids = None, None if draft is None else draft.target_ids
         if vocab_size != size or target_ids is not None:
             tokens = fit_weights(weights, size, target_ids)
-        if draft is not None and self.int8_drafts:
-            try:
-                quantize_matrices(weights)
-            except ValueError as error:
-                raise ModelError(f"{config.folder}: {error}; draft_quantization=None loads it as it is") from error
-        integer = self.integer if draft is None else self.int8_drafts
-        decoder = self._make_decoder(config, weights, positions, integer, min_rows, library)
-        if tokens is not None:
-            decoder.head_vocabulary = HeadVocabulary(tokens, size, self.device)
+        decoder = self._make_decoder(config, weights, tokens, positions, draft is not None, min_rows, library)
         if draft is None and self.integer:
             decoder.quantization = f"{decoder.quantization}, int8 activations"
         return decoder
@@ -195,10 +177,7 @@ class Loader:
     def load_head(
         self, config: HeadConfig, target: Decoder, features: FeatureShape | None, positions: int
     ) -> FeatureHead | BlockDraft:
-        """Load a draft head or a block draft. The target's embeddings serve a head without its own.
-
-        `features` are the states of the target that are stored, the head's among them; None if no head reads any.
-        """
+        """Load a draft head or a block draft; `features` are the states of the target that are stored for all heads."""
         columns = [] if features is None else [features.layers.index(layer) for layer in config.layers]
         if isinstance(config.form, BlockForm):
             return self._load_block(config, config.form, target, columns)
@@ -212,7 +191,8 @@ class Loader:
         sizes = len(config.layers), config.target_hidden
         weights, tokens = load_head(config.form, shape, *sizes, self.dtype, self.device)
         embed = (target.embed if weights.embed is None else weights.embed).to(self.dtype)
-        decoder = self._make_draft_layers(config, weights.decoder, tokens, positions)
+        assert isinstance(config.decoder, ModelConfig)
+        decoder = self._make_decoder(config.decoder, weights.decoder, tokens, positions)
         fc = self._linear(decoder, *weights.fc)
         if config.form.kind == "eagle":
             return EagleHead(decoder, target, columns, embed, fc, self._linear(decoder, *weights.qkv))
@@ -233,7 +213,8 @@ class Loader:
     def _load_block(self, config: HeadConfig, form: BlockForm, target: Decoder, columns: list[int]) -> BlockDraft:
         weights, tokens = load_block(form, config.decoder.shape, config.target_hidden, self.dtype, self.device)
         owns_head, embed = "lm_head" in weights.decoder, weights.embed
-        decoder = self._make_draft_layers(config, weights.decoder, tokens)
+        assert isinstance(config.decoder, ModelConfig)
+        decoder = self._make_decoder(config.decoder, weights.decoder, tokens, None)
         if weights.mask is not None:
             return ParallelDraft(decoder, form.block, weights.mask * decoder.embed_scale)
         assert weights.fc is not None and weights.state_norm is not None
@@ -274,21 +255,6 @@ class Loader:
         ]
         return MlpSpeculator(heads, steps, form.scale_input)
 
-    def _make_draft_layers(
-        self, config: HeadConfig, weights: dict[str, Tensor], tokens: np.ndarray | None, positions: int | None = None
-    ) -> Decoder:
-        """Return the decoder of a draft head's layers, for captured rounds if `positions` is the context's length.
-
-        `tokens` are those of its reduced head, if any.
-        """
-        assert isinstance(config.decoder, ModelConfig)
-        if self.int8_drafts:
-            quantize_matrices(weights)
-        decoder = self._make_decoder(config.decoder, weights, positions, self.int8_drafts)
-        if tokens is not None:
-            decoder.head_vocabulary = HeadVocabulary(tokens, config.decoder.shape.vocab_size, self.device)
-        return decoder
-
     def _fitted(self, weight: Tensor) -> Tensor | QuantizedWeight:
         """Return a draft head's projection as its layers' matrices are kept."""
         return QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts else weight
@@ -309,18 +275,31 @@ class Loader:
         self,
         config: ModelConfig,
         weights: dict[str, Tensor],
+        tokens: np.ndarray | None,  # of the rows of a reduced head; None for a whole one
         positions: int | None,  # longest context of a decoder that captured rounds may use; None for an eager one
-        integer: bool,
+        is_draft: bool = True,
         min_rows: int = 2,
         library: CDLL | None = None,
     ) -> Decoder:
+        if is_draft and self.int8_drafts:
+            try:
+                quantize_matrices(weights)
+            except ValueError as error:
+                raise ModelError(f"{config.folder}: {error}; draft_quantization=None loads it as it is") from error
+        decoder: Decoder
         if self.linear == "compiled":
-            return CompiledDecoder(config, weights, libraries_folder(), integer)
-        op = make_attention(self.attention, config.shape, self.dtype, self.device, self.configs)
-        if self.configs is None or positions is None:
-            return Decoder(config, weights, op, self._impl, min_rows, library)
-        assert isinstance(op, TritonAttention)
-        return TritonDecoder(config, weights, op, self.configs, self.exact, positions)
+            integer = self.int8_drafts if is_draft else self.integer
+            decoder = CompiledDecoder(config, weights, libraries_folder(), integer)
+        else:
+            op = make_attention(self.attention, config.shape, self.dtype, self.device, self.configs)
+            if self.configs is None or positions is None:
+                decoder = Decoder(config, weights, op, self._impl, min_rows, library)
+            else:
+                assert isinstance(op, TritonAttention)
+                decoder = TritonDecoder(config, weights, op, self.configs, self.exact, positions)
+        if tokens is not None:
+            decoder.head_vocabulary = HeadVocabulary(tokens, config.shape.vocab_size, self.device)
+        return decoder
 
     def _library(self, config: ModelConfig, quantization: str | None) -> CDLL | None:
         """Return the library of an eager decoder's quantised layers, or None if it has none or cannot be built."""
@@ -346,10 +325,7 @@ class Loader:
 
 
 def quantize_matrices(weights: dict[str, Tensor]) -> None:
-    """Quantise a draft's matrices, the head's too, to int8 with a scale per row, in place; quantised ones stay.
-
-    The draft's distributions change slightly. Outputs do not: they are those of the target.
-    """
+    """Quantise a draft's matrices, the head's too, to int8 with a scale per row, in place; quantised ones stay."""
     weights.setdefault("lm_head", weights["embed"])
     names = [name for name in weights if name == "lm_head" or name.startswith("layers.")]
     for name in names:

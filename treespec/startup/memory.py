@@ -14,7 +14,6 @@ from treespec.errors import CacheMemoryError, ConfigError
 from treespec.graphs.capture import SLOTS, planned_bytes, round_limits, stack_sizes
 from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig
-from treespec.startup.load import all_layers
 from treespec.startup.options import Resolved
 from treespec.utils.memory import free_memory
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
@@ -58,8 +57,8 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     triton = loader.configs is not None
     shapes = [target.shape, *(config.shape for config in resolved.group)]
     features = None
-    if layers := all_layers(head for _, head in resolved.heads):
-        features = FeatureShape(layers, target.shape.hidden_size)
+    if layers := sorted({layer for _, head in resolved.heads for layer in head.layers}):
+        features = FeatureShape(tuple(layers), target.shape.hidden_size)
     scratch = max(spec.max_nodes, MAX_EXPANDED, SLOTS if triton else 0)
     cache_dtype = loader.dtype
     if not resolved.compile:
@@ -75,8 +74,10 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         reserved = _weight_bytes(resolved) + _round_bytes(resolved, scratch, chunk)
     max_num_seqs, cache_bytes = options.max_num_seqs, options.kv_cache_memory_bytes
     ssms = _natives(draft.config for draft in resolved.ssms)
-    arguments = options.max_model_len, target, page + (0 if cache_bytes else foreign_page), max_num_seqs, scratch
-    length = resolve_max_model_len(*arguments, loader.device, reserved, cache_bytes)
+    bytes_per_page = page + (0 if cache_bytes else foreign_page)
+    length = resolve_max_model_len(
+        options.max_model_len, target, bytes_per_page, max_num_seqs, scratch, loader.device, reserved, cache_bytes
+    )
     num_pages = max_num_seqs * pages_for(length + scratch)
     if cache_bytes is not None:
         num_pages = min(num_pages, cache_bytes // page)
@@ -101,8 +102,8 @@ def resolve_max_model_len(
     seqs: int,
     scratch: int,  # slots after each request
     device: torch.device,
-    reserved: int = 0,  # bytes reserved for weights and captured rounds
-    cache_bytes: int | None = None,  # of a cache that must hold one request; None = of one that must hold all of them
+    reserved: int,  # bytes reserved for weights and captured rounds
+    cache_bytes: int | None,  # of a cache that must hold one request; None = of one that must hold all of them
 ) -> int:
     """Return the maximum number of positions of a request."""
     free = free_memory(device) - reserved
@@ -150,7 +151,7 @@ def _weight_bytes(resolved: Resolved) -> int:
 
 def _prefill_chunk(resolved: Resolved, scratch: int) -> int:
     """Return the rows of a prefill pass on a GPU: the most whose buffers leave enough memory."""
-    spare = (free_memory(resolved.device) - _weight_bytes(resolved)) // CHUNK_SHARE
+    spare = (free_memory(resolved.loader.device) - _weight_bytes(resolved)) // CHUNK_SHARE
     least = _round_bytes(resolved, scratch, PREFILL_CHUNK)
     fits = (rows for rows in GPU_PREFILL_CHUNKS if _round_bytes(resolved, scratch, rows) - least <= spare)
     return next(fits, PREFILL_CHUNK)

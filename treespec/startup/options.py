@@ -107,10 +107,7 @@ def resolve_model(model: str | os.PathLike[str] | None) -> Path:
 def resolve_drafts(
     target: object, drafts: Sequence[Any] | None
 ) -> tuple[list[tuple[str, Path | tuple[nn.Module, Any] | str]], list[Drafter]]:
-    """Split `drafts` into draft models with unique names, the name `MTP` among them, and `Drafter` objects.
-
-    Models in memory are paired with their tokenizer, or None.
-    """
+    """Split `drafts` into draft models (in memory, with their tokenizer or None) with unique names, and drafters."""
     if drafts is not None and (isinstance(drafts, str) or not isinstance(drafts, Sequence)):
         raise ConfigError(f"drafts={drafts!r}; valid: a list of folders, hub ids, models or Drafter objects, or None")
     group = _GROUPS.get(target)
@@ -168,11 +165,7 @@ def resolve_folders(model: object, drafts: Sequence[Any] | None) -> list[tuple[s
 def resolve_compile(
     options: EngineOptions, models: Sequence[ModelConfig | Source], dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Return whether passes run in compiled libraries, and build missing libraries.
-
-    Where the models are not supported, the build fails, or the cache folder cannot be written, compile=True raises
-    KernelError or OSError, and "auto" logs the reason and returns False.
-    """
+    """Return whether passes run in compiled libraries, and build those. If that fails, True raises, "auto" logs why."""
     if options.compile is False or (options.compile == "auto" and device.type != "cpu"):
         return False
     try:
@@ -212,10 +205,7 @@ def resolve_linear(
 
 
 def resolve_quantization(quantization: str | None, target: ModelConfig | Source, dtype: torch.dtype) -> str | None:
-    """Resolve the quantisation to apply at load time. None keeps the checkpoint's weights.
-
-    Validates before anything is loaded. Logs a warning if fp8 weights of the checkpoint are converted to `dtype`.
-    """
+    """Return the quantisation to apply at load time, or None to keep the checkpoint's weights. Raises ConfigError."""
     stored = None if isinstance(target, Source) else target.quantization
     method = str(quantization).removesuffix("_marlin")
     if (
@@ -260,10 +250,6 @@ class Resolved:
     drafts: list[Draft]  # draft models, connected to the target's vocabulary
     heads: list[tuple[str, HeadConfig]]
     drafters: list[Drafter]  # the user's own `Drafter` objects
-
-    @property
-    def device(self) -> torch.device:
-        return self.loader.device
 
     @property
     def ssms(self) -> list[Draft]:
@@ -319,18 +305,14 @@ def resolve(options: EngineOptions) -> Resolved:
             for name, form in forms
         ]
     for name, head in heads:
-        logger.info("draft %s (%s): %s", name, head.folder, head)
+        logger.info("draft %s (%s): %s", name, head.form.folder, head)
     return Resolved(options, spec, loader, compiles, quantization, fixed_rows, config, connected, heads, drafters)
 
 
 def _resolve_passes(
     options: EngineOptions, models: Sequence[ModelConfig | Source], stored: torch.dtype, device: torch.device
 ) -> tuple[torch.dtype, bool]:
-    """Return the dtype of passes, and whether they are compiled.
-
-    Compiled passes are fast in bfloat16 on every CPU. Without them, "auto" is float32 where torch is slow otherwise. A
-    model in memory keeps its dtype.
-    """
+    """Return the dtype of passes, and whether they are compiled: then bfloat16, too, is fast on every CPU."""
     dtype = resolve_dtype(options.dtype, stored)
     if options.dtype != "auto" or isinstance(options.model, nn.Module) or not is_slow(dtype, device):
         return dtype, resolve_compile(options, models, dtype, device)

@@ -49,13 +49,9 @@ _NODES = 16  # tree size, unless the largest of the rounds is smaller
 _TEMPERATURES = (0.0, 0.8)
 
 
-def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: int = 0) -> list[str]:
-    """Compare plain decoding with trees, batches and prompt chunks, on one layer of each kind.
-
-    The pages of the target's empty KV pool that are used are zeroed afterwards. `largest_pass` is the rows of the
-    engine's largest pass. Returns one line for each difference.
-    """
-    rng = np.random.default_rng(seed)
+def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512) -> list[str]:
+    """Compare passes on one layer of each kind; returns a line for each difference. Zeroes the pages that it uses."""
+    rng = np.random.default_rng(0)
     whole, (model, num_layers) = pool, model.layer_subset(_WINDOW)
     pool = pool[:num_layers]
     available = pool.shape[2] - 1
@@ -83,10 +79,7 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512, seed: 
 
 
 def _hidden(model: Decoder, pool: Tensor, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
-    """Return hidden states after all layers of `pool`, [num tokens, hidden_size].
-
-    NaN, which never compares equal, becomes 0.
-    """
+    """Return hidden states after all layers of `pool`, [num tokens, hidden_size]; NaN, never equal, becomes 0."""
     ids = torch.from_numpy(tokens).to(model.device)
     return model.forward(ids, model.plan(rows, pool), pool, len(pool))[: len(tokens)].nan_to_num()
 
@@ -153,33 +146,26 @@ def proven_rounds(
     return None
 
 
-def differing_rounds(
-    host: HostExecutor, scheduler: Scheduler, rounds: Rounds, max_tokens: int = 12, seed: int = 0
-) -> list[str]:
-    """Compare captured rounds with plain decoding, greedy and sampled, for one request and for two.
-
-    Uses the models and the cache of an idle engine, whose learned state does not change; custom drafters are not asked.
-    Each request emits `max_tokens`. Returns one line for each difference.
-    """
+def differing_rounds(host: HostExecutor, scheduler: Scheduler, rounds: Rounds, max_tokens: int = 12) -> list[str]:
+    """Compare captured rounds with plain decoding on an idle engine; returns a line for each difference."""
     runner, length = host.runner, host.max_model_len
     sources = DraftSources(host.sources.ssms, None if host.sources.lookup is None else LookupDrafter())
     trial = HostExecutor(runner, copy.deepcopy(host.planner), sources, length)
     captured = GraphExecutor(runner, sources, rounds._replace(planners=copy.deepcopy(rounds.planners)), length)
     plainly, by_rounds = (Engine(runner, scheduler, sources, trial, executor) for executor in (None, captured))
     try:
-        return _differing(plainly, by_rounds, min(_NODES, rounds.limits.nodes[-1]), max_tokens, seed)
+        return _differing(plainly, by_rounds, min(_NODES, rounds.limits.nodes[-1]), max_tokens)
     finally:
         for request in [*scheduler.running, *scheduler.waiting]:
             plainly.finish(request, "abort")
 
 
-def _differing(host: Engine, captured: Engine, nodes: int, max_tokens: int, seed: int) -> list[str]:
+def _differing(host: Engine, captured: Engine, nodes: int, max_tokens: int) -> list[str]:
     """Return the differences between an engine without and one with captured rounds of `nodes` nodes."""
-    rng = np.random.default_rng(seed)
     longest = host.host.max_model_len
     max_tokens = min(max_tokens, longest - 1)
     lengths = [min(length, longest - max_tokens) for length in _PROMPTS]
-    period = rng.integers(host.runner.target.vocab_size, size=_PERIOD)
+    period = np.random.default_rng(0).integers(host.runner.target.vocab_size, size=_PERIOD)
     prompts = [np.resize(period, length).tolist() for length in lengths]
     plain = SpecConfig.resolve("off", SpecConfig())
     specs = {"plain decoding": plain}
@@ -188,7 +174,7 @@ def _differing(host: Engine, captured: Engine, nodes: int, max_tokens: int, seed
     differences = []
     counts = range(1, 1 + min(len(prompts), host.scheduler.max_num_seqs))
     for count, temperature in itertools.product(counts, _TEMPERATURES):
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0, ignore_eos=True)
         expected = _decode(host, prompts[:count], params, plain)
         for name, spec in specs.items():
             if _decode(captured, prompts[:count], params, spec) != expected:

@@ -52,15 +52,7 @@ class Draft(NamedTuple):
 def connect_drafts(
     target: ModelConfig | AdapterConfig, drafts: Sequence[tuple[str, ModelConfig | AdapterConfig]]
 ) -> list[Draft]:
-    """Determine how each draft proposes tokens of the target, and log it.
-
-    A draft with the target's token ids joins the SSM group, whose models have equal vocabulary sizes: its config is
-    returned with the target's size.
-
-    Raises:
-        DraftError: a draft's vocabulary cannot be connected to the target's.
-        CheckpointError: a tokenizer cannot be read.
-    """
+    """Return how each draft proposes tokens of the target: in the SSM group, at its vocabulary size, or translated."""
     connected = []
     size = target.shape.vocab_size
     for name, config in drafts:
@@ -94,13 +86,10 @@ def _connect(target: ModelConfig | AdapterConfig, draft: ModelConfig | AdapterCo
 
 
 def fit_weights(weights: dict[str, Tensor], size: int, target_ids: np.ndarray | None) -> np.ndarray | None:
-    """Resize a draft's embedding and head to the target's vocabulary, in place.
+    """Resize a draft's embedding and head to the target's vocabulary of `size`, in place.
 
-    The embedding gets a row for every token, so that the draft can process any text. The head keeps only the rows of
-    tokens that the draft has. Rows beyond the target's vocabulary are dropped.
-
-    `weights` are decoder parameters by name, `size` is the target's vocabulary size, and `target_ids` as of `Draft`.
-    Returns the tokens of the head's rows, int64, ascending; None if it covers the vocabulary.
+    The embedding gets a row for every token, so that the draft can process any text; the head keeps the rows of tokens
+    that the draft has. Returns those, int64, ascending; None if they are all.
     """
     embed = weights["embed"]
     if target_ids is None and len(embed) >= size:
@@ -133,17 +122,12 @@ def foreign_drafters(
     drafters: list[ForeignDrafter] = []
 
     def draws_for(name: str, request: Request) -> bool:
-        """Return whether a translated draft draws at random for a request.
-
-        Only one source may, because random draws cannot be cut to a node budget: the SSMs if they may draft, otherwise
-        the first translated draft that the request allows. Depends on the request only.
-        """
+        """Return whether a translated draft draws at random for a request, which depends on the request only."""
+        # Only one source may, because random draws cannot be cut to a node budget: the SSMs, or the first draft.
         if has_others or (ssms is not None and ssms.may_draft(request)):
             return False
-        translated = [
-            drafter for drafter in drafters if isinstance(drafter, TranslatedDrafter) and drafter.allows(request)
-        ]
-        return bool(translated) and translated[0].name == name
+        translated = (d for d in drafters if isinstance(d, TranslatedDrafter) and d.allows(request))
+        return (first := next(translated, None)) is not None and first.name == name
 
     for draft in sorted(drafts, key=lambda draft: draft.connection.kind == "text"):
         codecs = draft.connection.codecs

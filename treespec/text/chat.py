@@ -33,10 +33,7 @@ class Conversation(NamedTuple):
     options: ChatOptions = ChatOptions()
 
     def render(self, tokenizer: Any) -> str:
-        """Render the prompt text, including the template's special tokens.
-
-        Raises RequestError if the messages are malformed, or the template raises.
-        """
+        """Render the prompt text, with the template's special tokens. Raises RequestError."""
         for message in self.messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise RequestError(f"message {short_repr(message)}; valid: {{'role': 'user', 'content': '...'}}")
@@ -77,11 +74,7 @@ class Conversation(NamedTuple):
                 _warn_unread_tools(str(self.options.chat_template or tokenizer.chat_template))
 
     def turn_end(self, tokenizer: UserTokenizer, end_tokens: Collection[int]) -> tuple[int, ...]:
-        """Return the token with which the template ends an assistant's turn, or () if it is one of `end_tokens`.
-
-        It is in the first word with added tokens after the answer of a rendered conversation. Some templates write the
-        end of a text after the end of the turn, in another line.
-        """
+        """Return the first added token behind an answer, which ends the turn, unless it is one of `end_tokens`."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         options = self.options._replace(add_generation_prompt=False, continue_final_message=False)
         try:
@@ -89,7 +82,7 @@ class Conversation(NamedTuple):
         except RequestError:  # the template takes only other conversations
             return ()
         added = getattr(tokenizer.base, "added_tokens_decoder", {})
-        for word in text.partition(_ANSWER)[2].split():
+        for word in text.partition(_ANSWER)[2].split():  # a further one may end the text, in another line
             if ends := [token for token in tokenizer.encode(word, special=False) if token in added]:
                 return () if not {*ends}.isdisjoint(end_tokens) else (ends[0],)
         return ()
@@ -106,10 +99,7 @@ def _warn_unread_tools(template: str) -> None:
 
 
 def _to_template_format(message: Message) -> Message:
-    """Convert an OpenAI-style message to the format that templates expect.
-
-    Content parts become objects of type "text". Tool-call arguments are parsed from JSON.
-    """
+    """Convert an OpenAI-style message: content parts to objects of type "text", arguments of calls from JSON."""
     changed, content = dict(message), message.get("content")
     if isinstance(content, list | tuple):
         changed["content"] = [{"type": "text", "text": _text_of(content_part)} for content_part in content] or ""

@@ -18,10 +18,7 @@ _CHARACTER = 4  # maximum bytes of a UTF-8 character: of 4 consecutive cuts, one
 
 
 class Detokenizer:
-    """Detokenizes one request's output.
-
-    `decode` converts token ids to text, and handles special tokens; the strings `stop` end the text.
-    """
+    """Detokenizes one request's output. `decode` handles special tokens; the strings `stop` end the text."""
 
     def __init__(
         self, decode: Callable[[list[int]], str], prompt: Sequence[int], stop: Sequence[str], include_stop: bool
@@ -40,10 +37,7 @@ class Detokenizer:
         self._may_stop = True
 
     def push(self, token: int, may_stop: bool = True) -> bool:
-        """Append a token. Returns True if it completes a stop string and `may_stop`; `text` then ends there.
-
-        An incomplete character at the end is held back until its remaining bytes arrive.
-        """
+        """Append a token. Returns True if it completes a stop string and `may_stop`; `text` then ends there."""
         self._may_stop = may_stop
         self._add(self._append(token))
         return self.stopped_by is not None

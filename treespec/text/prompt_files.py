@@ -24,11 +24,7 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(path: Path, chat: bool = False) -> list[Prompt]:
-    """Read prompts from JSON lines or from a JSON list of objects, such as those of Spec-Bench and HumanEval.
-
-    With `chat`, for a model with a chat template, "prompt" and "turns" are user messages; "text" is raw. Raises
-    ConfigError for an invalid entry, with its line or number and the valid forms.
-    """
+    """Read prompts, user messages with `chat`, from JSON lines or a JSON list. Raises ConfigError with the place."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

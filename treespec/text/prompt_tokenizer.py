@@ -21,10 +21,7 @@ logger = logging.getLogger("treespec")
 
 
 def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
-    """Load a tokenizer from a folder or GGUF file; None means that of the model, if it has one.
-
-    Objects are returned unchanged. Raises ConfigError for missing or unusable files.
-    """
+    """Load a tokenizer, that of the model for None, from a folder or GGUF file; objects stay. Raises ConfigError."""
     if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
     source = os.fspath(tokenizer if tokenizer is not None else folder)
@@ -98,27 +95,18 @@ class UserTokenizer:
             self._decode = partial(base.decode, clean_up_tokenization_spaces=False)
         eos = as_int(getattr(base, "eos_token_id", None), 0)
         self.eos_token_ids = () if eos is None else (eos,)
-        self._try("a")
-
-    def _try(self, letter: str) -> None:
-        """Raise ConfigError if encode or decode do not work. A tokenizer may reject the letter itself."""
-        valid = "valid: an object with encode(text) and decode(token_ids)"
+        ids = None
         try:
-            ids = self.encode(letter, False)
-        except RequestError as error:
-            if error.__cause__ is not None and not isinstance(error.__cause__, TypeError):
-                return
-            raise ConfigError(f"tokenizer={short_repr(self.base)}: {error}; {valid}") from error
-        try:
+            ids = self.encode("a", False)
             self.decode(ids)
         except RequestError as error:
+            if ids is None and error.__cause__ is not None and not isinstance(error.__cause__, TypeError):
+                return  # it may reject the letter itself
+            valid = "valid: an object with encode(text) and decode(token_ids)"
             raise ConfigError(f"tokenizer={short_repr(self.base)}: {error}; {valid}") from error
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Encode a text, with or without special tokens.
-
-        Raises RequestError for invalid Unicode, or if the tokenizer fails.
-        """
+        """Encode a text. Raises RequestError for invalid Unicode, or if the tokenizer fails."""
         check_text(text)
         try:
             encoding = self._encode(text, **({"add_special_tokens": special} if self._adds else {}))
@@ -186,9 +174,6 @@ class Tokenization:
             return tokens[-self.truncate :]
         start, end = starts[0], starts[0] + len(bare)
         return [*tokens[:start], *tokens[end - (self.truncate - added) : end], *tokens[end:]]
-
-    def cut(self, tokens: list[int]) -> list[int]:
-        return tokens if self.truncate is None else tokens[-self.truncate :]
 
 
 def check_text(text: str) -> None:

@@ -34,24 +34,16 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
 
 
 def exit_interrupted() -> NoReturn:
-    """Exit after a reported Ctrl-C.
-
-    Threads, such as those waiting for a compiler, get two seconds to clean up. Another Ctrl-C exits immediately.
-    """
+    """Exit after a reported Ctrl-C, or two seconds later, if threads (of a compiler) clean up until then."""
     if signal.getsignal(signal.SIGINT) in (_exit_now, signal.default_int_handler):
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
-    end = time.monotonic() + 2
-    while _other_threads():  # polled: a thread that is still being started cannot be joined
+    current, end = threading.current_thread(), time.monotonic() + 2
+    # Polled: a thread that is still being started cannot be joined.
+    while any(thread is not current and not thread.daemon for thread in threading.enumerate()):
         if time.monotonic() > end:  # sys.exit would wait for them
             os._exit(INTERRUPTED)
         time.sleep(0.01)
     sys.exit(INTERRUPTED)
-
-
-def _other_threads() -> list[threading.Thread]:
-    """Return the other threads that keep the process from exiting."""
-    current = threading.current_thread()
-    return [thread for thread in threading.enumerate() if thread is not current and not thread.daemon]
 
 
 def print_interrupted() -> None:

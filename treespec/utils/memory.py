@@ -67,10 +67,7 @@ def _left_in_group(group: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros. On a CPU, the system allocates them page by page on first write.
-
-    Zeroing 8 GiB takes half a minute and commits memory that requests may never use.
-    """
+    """Return zeros, on a CPU of pages that are allocated on first write: zeroing 8 GiB takes half a minute."""
     count = math.prod(size)
     if device.type != "cpu" or not count or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(size, dtype=dtype, device=device)

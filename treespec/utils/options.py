@@ -79,19 +79,22 @@ def help_texts(options: type) -> dict[str, str]:
 def takes_options(
     options: Callable[_Fields, _Options],
 ) -> Callable[[Callable[[_Options], _Result]], Callable[_Fields, _Result]]:
-    """Let a function of one argument, an instance of the dataclass `options`, take the fields as keywords instead.
+    """Let a function whose last argument is an instance of the dataclass `options` take the fields as keywords instead.
 
     Type checkers and `inspect.signature` see the fields. An unknown keyword raises ConfigError.
     """
 
-    def decorate(function: Callable[[_Options], _Result]) -> Callable[_Fields, _Result]:
-        @functools.wraps(function)
-        def call(*values: _Fields.args, **keywords: _Fields.kwargs) -> _Result:
-            _reject_unknown(function.__name__, keywords, options)
-            return function(options(*values, **keywords))
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+        first = [*signature.parameters.values()][:-1]
 
-        result = inspect.signature(function).return_annotation
-        call.__signature__ = _signature(options).replace(return_annotation=result)  # type: ignore[attr-defined]
+        @functools.wraps(function)
+        def call(*values: Any, **keywords: Any) -> Any:
+            _reject_unknown(function.__qualname__.partition(".")[0], keywords, options)
+            return function(*values[: len(first)], options(*values[len(first) :], **keywords))
+
+        shown = _signature(options, first).replace(return_annotation=signature.return_annotation)
+        call.__signature__ = shown  # type: ignore[attr-defined]
         return call
 
     return decorate
@@ -100,18 +103,8 @@ def takes_options(
 def built_from(
     options: Callable[_Fields, _Options],
 ) -> Callable[[Callable[[_Self, _Options], None]], Callable[Concatenate[_Self, _Fields], None]]:
-    """Let a constructor take the fields of its argument, as `takes_options`."""
-
-    def decorate(construct: Callable[[_Self, _Options], None]) -> Callable[Concatenate[_Self, _Fields], None]:
-        @functools.wraps(construct)
-        def __init__(self: _Self, /, *values: _Fields.args, **keywords: _Fields.kwargs) -> None:
-            _reject_unknown(construct.__qualname__.partition(".")[0], keywords, options)
-            construct(self, options(*values, **keywords))
-
-        __init__.__signature__ = _signature(options, [Parameter("self", Parameter.POSITIONAL_ONLY)])  # type: ignore[attr-defined]
-        return __init__
-
-    return decorate
+    """As `takes_options`, for a constructor."""
+    return takes_options(options)  # type: ignore[arg-type, return-value]
 
 
 def rejects_unknown(options: _Class) -> _Class:

@@ -4,10 +4,7 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as aligned columns.
-
-    The first column is left-aligned, others right-aligned; the first row is the header.
-    """
+    """Format rows, the first of which is the header, as columns; the first column is left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]

@@ -66,11 +66,6 @@ def one_thread() -> Iterator[None]:
         _caller.threads = before
 
 
-def threads_of_passes(compiled: bool) -> AbstractContextManager[None]:
-    """Run passes with torch's threads or, beside the threads of compiled passes, on this thread alone."""
-    return one_thread() if compiled else nullcontext()
-
-
 _caller = threading.local()  # .threads: the number outside `one_thread`, None if there is none
 
 

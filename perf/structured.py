@@ -62,7 +62,7 @@ def unaware() -> Iterator[None]:
         restriction = "treespec.sampling.restriction.Restriction"
         stack.enter_context(mock.patch(f"{restriction}.narrow", lambda self, logits, tokens, paths: None))
         stack.enter_context(mock.patch(f"{restriction}.prune", lambda self, tree, tokens: tree))
-        root = lambda request, depth: TokenTree.root(request.tokens[-1])  # noqa: E731
+        root = lambda request, *limits: TokenTree.root(request.tokens[-1])  # noqa: E731
         stack.enter_context(mock.patch("treespec.engine.host_executor.forced_tree", root))
         yield
 

@@ -109,7 +109,10 @@ class TokenTree:
     @cached_property
     def values(self) -> np.ndarray:
         """float64 [num_nodes]: estimated acceptance probabilities, the products of `probs` along each node's path."""
-        return path_values(self.probs, self.parents)
+        value, above = self.probs.tolist(), self.parents.tolist()
+        for node in range(1, len(value)):
+            value[node] *= value[above[node]]
+        return np.array(value)
 
     def with_values(self, values: np.ndarray) -> "TokenTree":
         """Set precomputed `values` and return self."""
@@ -225,14 +228,6 @@ class TokenTree:
         assert problem is None, problem
 
 
-def path_values(probs: np.ndarray, parents: np.ndarray) -> np.ndarray:
-    """Return the products of `probs`, 1 for the root, along each node's path: float64 [num_nodes]."""
-    value, above = probs.tolist(), parents.tolist()
-    for node in range(1, len(value)):
-        value[node] *= value[above[node]]
-    return np.array(value)
-
-
 def merge(trees: Sequence[TokenTree]) -> TokenTree:
     """Merge trees over the same root into a trie: nodes with equal paths are one node (SpecInfer, section 3).
 
@@ -281,15 +276,10 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
 
 
 def join_seed_tree(tree: TokenTree, seed_tree: TokenTree, seed_of_node: np.ndarray, complete: bool) -> TokenTree:
-    """Append the draws of a seed tree to a tree that was grown over it, and its missing nodes if `complete`.
+    """Append the draws of a seed tree to a tree that was grown over it, and the seeds that it lacks if `complete`.
 
-    Parents precede their children in the result, but nodes are not sorted by depth.
-
-    Args:
-        tree: without random draws.
-        seed_tree: nodes proposed by other sources, the seeds.
-        seed_of_node: int64 [num_nodes], the seed that each node of `tree` is, negative for none.
-        complete: whether to append seeds that the tree lacks.
+    `seed_of_node`, int64 [num_nodes], is the seed that each node is, negative for none. The tree has no random draws.
+    In the result parents precede their children, but nodes are not sorted by depth.
     """
     node_of_seed = np.full(len(seed_tree), -1)
     shared = np.flatnonzero(seed_of_node >= 0)

@@ -7,7 +7,6 @@ tokens, because the best SSM may change within a text. They affect what is draft
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,35 +19,21 @@ MIN_LOGPROB = -6.0  # lower scores are clipped, so that a single outlier token d
 MIN_WEIGHT = 0.02  # floor of every mixture weight, so that an SSM recovers quickly once its predictions improve
 
 
-@dataclass
 class Trust:
-    """Log-probability scores of the SSMs on one request's verified tokens.
+    """Log-probability scores of the SSMs on one request's verified tokens."""
 
-    Args:
-        num_ssms: number of SSMs.
-    """
-
-    num_ssms: int
-    known: np.ndarray = field(init=False)  # int64 [num_ssms]: 1 + position of the last scored token
-
-    def __post_init__(self) -> None:
-        self.known = np.zeros(self.num_ssms, dtype=np.int64)
-        self._begin = np.zeros(self.num_ssms, dtype=np.int64)  # start of the gapless range of scored positions
-        self._scores = np.zeros((self.num_ssms, 2 * WINDOW))  # ring buffers, indexed by position modulo their width
+    def __init__(self, num_ssms: int) -> None:
+        self.known = np.zeros(num_ssms, dtype=np.int64)  # 1 + position of the last scored token
+        self._begin = np.zeros(num_ssms, dtype=np.int64)  # start of the gapless range of scored positions
+        self._scores = np.zeros((num_ssms, 2 * WINDOW))  # ring buffers, indexed by position modulo their width
 
     def copy(self) -> "Trust":
-        """Return a deep copy."""
         return copy.deepcopy(self)
 
     def observe(self, ssm: int, first: int, probs: np.ndarray) -> None:
-        """Score an SSM on verified tokens.
+        """Score an SSM by its probabilities of the verified tokens from position `first` on, float [num_tokens].
 
         A token that is already scored keeps its score. If `first` leaves a gap, earlier scores are discarded.
-
-        Args:
-            ssm: index of the SSM.
-            first: position of the first token.
-            probs: float [num_tokens], the SSM's probabilities of the tokens at `first`, `first` + 1, ...
         """
         width, known = self._scores.shape[1], int(self.known[ssm])
         skipped = max(known - first, len(probs) - width, 0)
@@ -65,10 +50,7 @@ class Trust:
         self.known[ssm] = end
 
     def advantage(self, ssm: int, other: int) -> float | None:
-        """Return by how many nats per token an SSM predicts better than another one, at least.
-
-        A lower bound, by one standard error; None if too few tokens are scored.
-        """
+        """Return how many nats per token an SSM predicts better than another, less one standard error, if known."""
         scores, other_scores = self._recent([ssm, other])
         if len(scores) < MIN_COMPARED:
             return None
@@ -76,10 +58,7 @@ class Trust:
         return float(gains.mean() - gains.std() / np.sqrt(len(gains)))
 
     def weights(self, ssms: Sequence[int]) -> np.ndarray:
-        """Return the mixture weights of some SSMs: float64 [len(ssms)], sum 1.
-
-        They are computed from the latest positions that all of these SSMs are scored on; equal if there are none.
-        """
+        """Return mixture weights, float64 [len(ssms)], sum 1, from the latest positions that all are scored on."""
         if len(ssms) == 1:
             return np.ones(1)
         recent = self._recent(ssms)

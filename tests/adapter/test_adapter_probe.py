@@ -15,7 +15,7 @@ from torch import nn
 from tests.helpers.architectures import VOCAB, continuations, logits_after, make_model, open_adapter_llm
 from tests.helpers.faults import FAULTS, WINDOW_FAULTS, open_with
 from tests.helpers.models import greedy, random_prompts, tokens_of
-from treespec.adapter.packed import PackedLinear
+from treespec.adapter.decoder import PackedLinear
 from treespec.adapter.probe import BOUNDS
 from treespec.adapter.row_attention import attend_rows
 from treespec.adapter.upcast import UpcastMode

@@ -28,7 +28,7 @@ from tests.models.test_compile_families import fitting
 from treespec import RoundRecord, SamplingParams, SpecConfig
 from treespec.drafters.ssm import ssm_drafter as ssm
 from treespec.drafters.ssm.forest import CompiledForest
-from treespec.drafters.ssm.levels import DraftModelCache, PlannedLevels
+from treespec.drafters.ssm.levels import PlannedLevels
 from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.drawing.recording import watch
 
@@ -98,7 +98,7 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
     with (
         mock.patch.object(ssm, "CompiledForest", NumpyForest),
         mock.patch.object(ssm, "levels_for", planned),
-        mock.patch.object(DraftModelCache, "get", lambda *_: None),
+        mock.patch.object(ssm.SsmDrafter, "_models_for_call", lambda *_: None),
     ):
         theirs, general = run()
     assert ours == theirs

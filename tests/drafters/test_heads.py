@@ -49,7 +49,7 @@ from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.state_heads_made import reference_medusa, reference_speculator, write_medusa, write_speculator
 from treespec import LLM, RoundRecord, SpecConfig
 from treespec.drafters.ssm.forest import CompiledForest
-from treespec.drafters.ssm.levels import DraftModelCache
+from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 
 SHAPE = TargetShape(num_hidden_layers=8)
 EAGLE3 = {"layout": "eagle", "draft_vocab": 96, "own_embedding": False}
@@ -256,7 +256,7 @@ def test_one_compiled_call_grows_the_trees_of_levels() -> None:
         trees.append([])
         with ExitStack() as context:
             if not calls:
-                context.enter_context(mock.patch.object(DraftModelCache, "get", lambda *_: None))
+                context.enter_context(mock.patch.object(SsmDrafter, "_models_for_call", lambda *_: None))
             draft = context.enter_context(mock.patch.object(CompiledForest, "draft", autospec=True))
             draft.side_effect = draft_levels
             context.enter_context(llm.add_round_observer(lambda record: trees[-1].append(record.tree)))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.models import greedy, open_llm, random_prompts, tiny, tokens_of
+from tests.helpers.models import at_fixed_costs, greedy, open_llm, random_prompts, tiny, tokens_of
 from treespec import LLM, LLMEngine, SamplingParams, SpecConfig
 from treespec.drafters.ssm.captured_ssms import CapturedSsms
 from treespec.graphs.graph_executor import GraphExecutor
@@ -40,7 +40,7 @@ class ScriptedRounds:
         self.truths, self.accepts = truths, accepts  # prompts, and these with what follows
         self._texts: dict[int, list[int]] = {}
         curve = CostCurve(NODES, (1.0, 1.1), 0.1)
-        self.planners = {2: Planner(curve, learns_seconds=False, shapes=self.limits.shapes)}
+        self.planners = {2: at_fixed_costs(Planner(curve, self.limits))}
         self.seen: list[tuple[list[RoundInput], int, int]] = []
         self.proposals: list[list[TokenTree | None]] = []  # by round
         self.followed: list[int] = []  # numbers of the rounds behind which the next one was launched

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from treespec import LLM, RequestOutput, SamplingParams
 from treespec.models.decoder import Decoder
+from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
 from treespec.startup import selftest
@@ -159,7 +160,7 @@ def open_llm(model: Path, drafts: Iterable[Any] = (), prove: bool | None = False
         mock.patch("treespec.startup.build.differing_rows", proof),
     ):
         llm = LLM(model, drafts=list(drafts), **({"device": "cpu", "max_model_len": 256, "compile": False} | options))
-    llm.engine.host.planner.costs.learns = False  # what times of this machine would teach is luck
+    at_fixed_costs(llm.engine.host.planner)  # what times of this machine would teach is luck
     return llm
 
 
@@ -215,6 +216,16 @@ def greedy(max_tokens: int, **options: Any) -> SamplingParams:
 def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[int]]:
     """What every completion of every output says."""
     return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+def _learn_nothing(*args: object) -> None:
+    """Stand for `RoundCosts.learn`; a function of the module, because a test pickles planners."""
+
+
+def at_fixed_costs(planner: Planner) -> Planner:
+    """A planner that learns nothing from measured times."""
+    planner.costs.learn = _learn_nothing  # type: ignore[method-assign]
+    return planner
 
 
 def tree_of(root: int, paths: dict[tuple[int, ...], float], name: str = "oracle") -> TokenTree:

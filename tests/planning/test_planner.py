@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.helpers.models import greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tree_of
+from tests.helpers.models import at_fixed_costs, greedy, make_draft, new_folder, open_llm, random_prompts, tiny, tree_of
 from treespec import LLM, SpecConfig
 from treespec.drawing.recording import watch
 from treespec.planning.draft_plan import Drafted
@@ -158,16 +158,12 @@ def test_measured_seconds_correct_the_curve() -> None:
         rules, masses = (planner.level_rule(), modelled.level_rule()), np.linspace(0.05, 1, 20)
         first = [rule.worth_a_level(np.zeros(20, dtype=np.int64), masses, np.ones(20)).sum() for rule in rules]
         assert first[0] <= first[1]
-    ignorant = Planner(COST, learns_seconds=False)
-    ignorant.draft_plans([request], 256)
-    ignorant.observe([request], [tree], [2], RoundSeconds(*seconds), Drafted(1, 1, 1))
-    assert ignorant.costs.draft_scale == 1
 
 
 @pytest.mark.parametrize("drafts", [True, False])
 def test_what_loses_rests_for_longer_and_longer(drafts: bool) -> None:
     """Trees whose guesses never hold: what is lost before each rest is bounded, and rests double."""
-    planner, request = Planner(COST, learns_seconds=False), request_of()
+    planner, request = at_fixed_costs(Planner(COST)), request_of()
     asked = []
     for _ in range(600):
         plan = planner.draft_plans([request], 256)[0]
@@ -234,7 +230,7 @@ def drafts() -> dict[str, LLM]:
     bad = make_draft(new_folder("bad") / "bad", target, 10, 3.0)
     llms = {"good": open_llm(target, [good[0]], max_num_seqs=4), "bad": open_llm(target, [bad], max_num_seqs=4)}
     for llm in llms.values():
-        llm.engine.host.planner = Planner(COST, learns_seconds=False)
+        llm.engine.host.planner = at_fixed_costs(Planner(COST))
     return llms
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.helpers.models import at_fixed_costs
 from treespec import SamplingParams, SpecConfig
 from treespec.planning.draft_plan import Drafted
 from treespec.planning.learning import RoundShapes, TreeYield
@@ -41,7 +42,7 @@ def request_of(spec: SpecConfig | None = None, left: int = 10**6) -> Request:
 
 
 def planner_of(curve: CostCurve = CHEAP, shapes: RoundShapes = SHAPES) -> Planner:
-    return Planner(curve, learns_seconds=False, shapes=shapes)
+    return at_fixed_costs(Planner(curve, shapes))
 
 
 def simulate(planner: Planner, chance: float, rounds: int, promised: float | None = None) -> list[tuple[int, int]]:

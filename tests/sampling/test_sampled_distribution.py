@@ -15,7 +15,16 @@ import pytest
 import torch
 
 from tests.helpers.exactness import recorded
-from tests.helpers.models import make_draft, make_llama, new_folder, open_llm, random_prompts, tiny, tiny_llm
+from tests.helpers.models import (
+    at_fixed_costs,
+    make_draft,
+    make_llama,
+    new_folder,
+    open_llm,
+    random_prompts,
+    tiny,
+    tiny_llm,
+)
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.config.configs import DRAWS
 from treespec.drawing.recording import watch
@@ -56,7 +65,7 @@ def sampling_llm(compile: bool | str = False) -> LLM:
 
 
 def timeless(llm: LLM) -> LLM:
-    llm.engine.host.planner = Planner(FREE, learns_seconds=False)
+    llm.engine.host.planner = at_fixed_costs(Planner(FREE))
     return llm
 
 

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from treespec.adapter.packed import PackedLinear, pack
 from treespec.adapter.probe import Probe
 from treespec.adapter.route import AttentionCall, configs_of, routed, window_below
 from treespec.adapter.row_attention import RowPlan, attend_rows
@@ -27,7 +26,7 @@ from treespec.errors import KernelError, ModelError
 from treespec.models.attention import make_attention
 from treespec.models.decoder import Attention, Decoder, HiddenStates, StreamInput, cache_slots, padded
 from treespec_kernels.attention.tree_batch import RequestRows
-from treespec_kernels.linear.linear import LinearImpl, onednn_available
+from treespec_kernels.linear.linear import Linear, LinearImpl, onednn_available
 
 logger = logging.getLogger("treespec")
 
@@ -57,15 +56,13 @@ class AdapterDecoder(Decoder):
         self,
         config: AdapterConfig,  # from `trace`
         model: nn.Module,  # in eval mode; unmodified except by `pack`
-        # For causal layers with or without a window and without sinks; other layers attend row by row
-        attention: Attention,
+        attention: Attention,  # for causal layers without sinks; others attend row by row
         longest: int,  # positions of the longest request, scratch included
         min_rows: int = 2,  # minimum rows of a pass, by padding
         # Pads the number of rows to a multiple. ATen's activations compute the SIMD tail of a tensor with other code;
         # 16 rows of a width divisible by 4 have no tail
         multiple: int = 1,
-        # The model's own vocabulary size, if the config was extended to a larger one; None = equal
-        model_vocab: int | None = None,
+        model_vocab: int | None = None,  # the model's own, if the config has a larger one; None = equal
         exact: bool = True,  # whether experts are row-invariant
     ):
         shape, parameter = config.shape, next(model.parameters())
@@ -106,7 +103,6 @@ class AdapterDecoder(Decoder):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights in memory."""
         packed = sum(module.nbytes for module in self.model.modules() if isinstance(module, PackedLinear))
         return packed + sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
@@ -140,7 +136,6 @@ class AdapterDecoder(Decoder):
         super().check_states(of)
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> AdapterPass:  # type: ignore[override]
-        """Plan a pass over the rows of `requests`, in order, over the KV pool `kv`."""
         short_context, counts = self.config.short_context, [rows.num_rows for rows in requests]
         wanted = self._padded(sum(counts))
         # The self-test and cost measurements may exceed a model's learned positions; requests do not.
@@ -159,15 +154,12 @@ class AdapterDecoder(Decoder):
         return max(self.min_rows, -(-num_rows // self.multiple) * self.multiple)
 
     def forward(self, tokens: Tensor, layout: AdapterPass, kv: Tensor, num_layers: int | None = None) -> Tensor:  # type: ignore[override]
-        """Run a pass and return the hidden states that enter the head.
-
-        Arguments as in `Decoder.forward`, but any `num_layers` runs the layers of `layer_subset`.
-        """
+        """Run a pass and return the head's inputs; any `num_layers` runs the layers of `layer_subset`."""
         base = self.model.get_submodule(self.config.base)
         return self._run_base(base if num_layers is None else self._truncated(base), tokens, layout, kv)
 
-    def _forward_with_states(  # type: ignore[override]
-        self, tokens: Tensor, layout: AdapterPass, kv: Tensor, of: Sequence[int], stream: StreamInput | None
+    def forward_with_states(  # type: ignore[override]
+        self, tokens: Tensor, layout: AdapterPass, kv: Tensor, of: Sequence[int], stream: StreamInput | None = None
     ) -> HiddenStates:
         assert stream is None
         states, last = dict[int, Tensor](), self.config.shape.num_layers
@@ -189,10 +181,7 @@ class AdapterDecoder(Decoder):
             return run(base, tokens, layout.positions).last_hidden_state[0]
 
     def _truncated(self, base: nn.Module) -> nn.Module:
-        """Return a copy of the base model with its leading layers only, for the self-test.
-
-        The copy shares all parameters with the model, which other threads may be running.
-        """
+        """Return a copy of the base model's leading layers, which shares its parameters, for the self-test."""
         if self._stack is None:
             return base
         short, stack = _copy(base, self._stack)
@@ -248,12 +237,8 @@ class AdapterDecoder(Decoder):
         return base
 
     def _find_layer_list(self, base: nn.Module) -> tuple[str | None, int, int]:
-        """Find the module list of the layers.
-
-        Returns:
-            Its name, the number of leading layers that cover every kind, and their number of attention calls; (None, 0,
-            number of all calls) if there is no such list.
-        """
+        """Find the module list of the layers: its name, and how many leading layers, with how many attention calls,
+        cover every kind. Return (None, 0, number of all calls) if there is no such list."""
         calls = self.config.shape.num_layers
         for name, stack in base.named_modules():
             if isinstance(stack, nn.ModuleList) and len(stack) > 1 and calls % len(stack) == 0:
@@ -293,7 +278,6 @@ class AdapterDecoder(Decoder):
         return out[..., : call.value.shape[2]]
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Return the logits [n, vocab] of the selected rows of `hidden`, by default all."""
         if rows is not None:
             hidden = hidden[rows]
         n = len(hidden)
@@ -352,6 +336,36 @@ def shapes_of(layer: nn.Module) -> tuple[object, ...]:
     """Return the weight shapes of a layer, packed or not, to distinguish layers of one class."""
     packed = tuple((m.out_features, m.in_features) for m in layer.modules() if isinstance(m, PackedLinear))
     return packed, tuple(tuple(parameter.shape) for parameter in layer.parameters())
+
+
+class PackedLinear(nn.Module):
+    """Linear layer with weights reordered for oneDNN."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.linear = Linear(weight.detach(), None if bias is None else bias.detach(), "onednn")
+        self.nbytes = self.linear.nbytes
+        self.weight = torch.empty_like(weight, device="meta")  # model code may read its dtype or shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        if len(rows) == 1:  # oneDNN uses another kernel for a single row of some shapes
+            return self.linear(rows.expand(2, -1).contiguous())[:1].view(*x.shape[:-1], self.out_features)
+        return self.linear(rows.contiguous()).view(*x.shape[:-1], self.out_features)
+
+
+def pack(model: nn.Module) -> None:
+    """Replace all plain linear layers by packed ones, one at a time to bound peak memory."""
+    from transformers.pytorch_utils import Conv1D
+
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear or type(child) is Conv1D:
+                weight, bias = child.get_parameter("weight"), getattr(child, "bias", None)
+                if onednn_available(weight.dtype):
+                    with torch.inference_mode(False), torch.no_grad():
+                        setattr(module, name, PackedLinear(weight if type(child) is nn.Linear else weight.t(), bias))
 
 
 def open_adapter(

@@ -15,11 +15,8 @@ GATHERED_BYTES = 64 << 20  # of the matrices that one batched product reads
 def run_experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sums of each row's experts, [num_rows, hidden_size].
 
-    Args:
-        module: an experts module that transformers' `use_experts_implementation` decorates.
-        hidden: [num_rows, hidden_size].
-        experts: int64 [num_rows, k], the experts of each row.
-        weights: [num_rows, k].
+    transformers' `use_experts_implementation` decorates the module's class. `hidden` is [num_rows, hidden_size],
+    `experts`, int64, and `weights` are [num_rows, k].
     """
     row_experts = experts.reshape(-1)
     rows = hidden.repeat_interleave(experts.shape[1], 0)

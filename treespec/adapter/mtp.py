@@ -56,7 +56,6 @@ class MtpForm:
         return cls(target.folder)
 
     def describe(self, layers: Sequence[int]) -> str:
-        """Describe what the layer does."""
         return "reads the target's output states"
 
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -65,10 +64,7 @@ class MtpForm:
 
 
 def open_mtp(target: AdapterConfig, model: nn.Module) -> tuple[AdapterConfig, nn.Module]:
-    """Load and trace the MTP layer of a target.
-
-    Returns the config of a decoder of one layer, and transformers' module, which shares the target's embeddings.
-    """
+    """Load and trace a target's MTP layer; return the config of a decoder of one layer, and transformers' module."""
     who = f"the MTP layer of {target.source.name}"
     try:
         from transformers.modeling_layers import MtpModel
@@ -158,10 +154,7 @@ class MtpDecoder(AdapterDecoder):
 
 
 class MtpHead(FeatureHead):
-    """An MTP layer as a draft head, whose state is the output of the target's final norm.
-
-    It drafts any number of tokens from its own outputs.
-    """
+    """An MTP layer as a draft head: reads the output of the target's final norm, and then its own outputs."""
 
     kind = "mtp"
     decoder: MtpDecoder

@@ -85,7 +85,6 @@ _guard = threading.Lock()
 
 
 def is_routed() -> bool:
-    """Return whether this thread has an active route."""
     return _route.get() is not None
 
 
@@ -109,7 +108,6 @@ def _eager(module: nn.Module) -> Callable[..., Any]:
 
 
 def _transformers_attention(name: str | None, module: nn.Module, *tensors: Tensor | None, **options: Any) -> Any:
-    """Call the transformers attention function with this name."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     function = ALL_ATTENTION_FUNCTIONS.get(name) if name is not None and name != "eager" else None
@@ -117,7 +115,6 @@ def _transformers_attention(name: str | None, module: nn.Module, *tensors: Tenso
 
 
 def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Mask function of causal attention."""
     return key <= query
 
 
@@ -132,10 +129,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention function, with transformers' signature.
-
-    Returns [1, num_rows, num_heads, value width], and None for the attention weights.
-    """
+    """The registered attention function, with transformers' signature; returns no attention weights."""
     route, kind = _route.get(), type(module).__name__
     if route is None or route.handler is None:
         name = _own_name(module.config) if route is None else route.attention
@@ -182,10 +176,7 @@ def _make_mask_placeholder(
     config: Any = None,
     **options: Any,
 ) -> Tensor | None:
-    """The registered mask function: returns a placeholder whose address identifies the mask rule.
-
-    The placeholder is a 4-byte zero, expanded to the mask's shape.
-    """
+    """The registered mask function: returns a 4-byte zero, expanded, whose address identifies the mask rule."""
     route = _route.get()
     if route is None or route.handler is None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -275,10 +266,7 @@ def implementation(configs: list[Any], name: str) -> AbstractContextManager[_Rou
 
 
 def routed(configs: list[Any], handler: Handler, exact: bool = True) -> AbstractContextManager[_Route]:
-    """Send attention calls of the models of these configs to `handler`, in this thread.
-
-    Their experts are row-invariant if `exact`, and otherwise computed as outside of routes.
-    """
+    """Send attention calls of models of these configs to `handler`, in this thread; if `exact`, experts too."""
     return _activate(configs, _Route(handler, exact=exact))
 
 

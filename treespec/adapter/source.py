@@ -190,7 +190,6 @@ def check_inputs(model: nn.Module) -> None:
 
 @contextmanager
 def progress_bars_on_terminals() -> Iterator[None]:
-    """Show transformers' progress bars on terminals only."""
     from transformers.utils import logging as bars
 
     silent = bars.is_progress_bar_enabled() and not sys.stderr.isatty()

@@ -27,7 +27,6 @@ class UpcastMode(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspend upcasting within the context."""
         before, self._paused = self._paused, True
         try:
             yield

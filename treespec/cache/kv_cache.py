@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from treespec.cache.prefix_cache import PrefixCache
 from treespec.utils.memory import lazy_zeros
@@ -29,14 +30,10 @@ class FeatureShape:
     """Shape of the pool of features: hidden states of the target that draft heads read.
 
     A token's features have its slot, and the layout of K and V: they are compacted, shared and zeroed like these.
-
-    Attributes:
-        layers: of the target, as in `Decoder.forward_with_states`.
-        hidden_size: of the target, even.
     """
 
-    layers: tuple[int, ...]
-    hidden_size: int
+    layers: tuple[int, ...]  # of the target, as in `Decoder.forward_with_states`
+    hidden_size: int  # of the target, even
 
     @property
     def num_layers(self) -> int:
@@ -52,10 +49,7 @@ class FeatureShape:
 
 
 def store_features(pool: Tensor, page: Tensor, offset: Tensor, states: Tensor) -> None:
-    """Write hidden states [num_rows, number of layers, hidden_size] to slots of a pool of features.
-
-    `page` and `offset` of the slots are int64 [num_rows].
-    """
+    """Write hidden states [num_rows, number of layers, hidden_size] to a pool's slots, int64 [num_rows]."""
     halves = states.view(len(states), pool.shape[0], 2, pool.shape[3], pool.shape[5])
     pool[:, :, page, :, offset] = halves.to(pool.dtype)
 
@@ -67,41 +61,29 @@ def load_features(pool: Tensor, page: Tensor, offset: Tensor) -> Tensor:
 
 
 def pages_for(num_slots: int) -> int:
-    """Pages that hold `num_slots` slots."""
     return -(-num_slots // PAGE_SIZE)
 
 
 class KVCache:
-    """Page pools with reference counts.
+    """Page pools with reference counts."""
 
-    Args:
-        shapes: of the models, target first; one pool each.
-        num_pages: allocatable pages; the null page comes on top.
-        dtype, device: of the pools.
-        stacks: sizes of groups of consecutive models of equal shape that share one tensor, so that they can run as one;
-            None = every model has its own.
-        features: shape of the pool of the target's hidden states; None without draft heads.
-
-    Attributes:
-        pools: by model, [num_layers, 2, num_pages + 1, num_kv_heads, PAGE_SIZE, head_dim]; the features' pool is last.
-        stacked: by stack, the same with the pages of its models concatenated.
-        prefixes: contents of pages that later requests may share; None without prefix caching.
-    """
-
-    prefixes: PrefixCache | None = None
+    prefixes: PrefixCache | None = None  # contents of pages that later requests may share; None without prefix caching
 
     def __init__(
         self,
-        shapes: Sequence[ModelShape],
-        num_pages: int,
+        shapes: Sequence[ModelShape],  # of the models, target first; one pool each
+        num_pages: int,  # allocatable pages; the null page comes on top
         dtype: torch.dtype,
         device: torch.device | str,
+        # Sizes of groups of consecutive models of equal shape that share one tensor, so that they can run as one; None
+        # = every model has its own
         stacks: Sequence[int] | None = None,
-        features: FeatureShape | None = None,
+        features: FeatureShape | None = None,  # of the target's hidden states; None without draft heads
     ):
         self.num_pages, self.features = num_pages, features
+        # By model, [num_layers, 2, num_pages + 1, num_kv_heads, PAGE_SIZE, head_dim]; the features' pool is last.
         self.pools: list[Tensor] = []
-        self.stacked: list[Tensor] = []
+        self.stacked: list[Tensor] = []  # by stack, the same with the pages of its models concatenated
         for count in stacks if stacks is not None else [1] * len(shapes):
             shape = shapes[len(self.pools)]
             self.stacked.append(self.allocate(shape, count * (num_pages + 1), dtype, device))
@@ -124,7 +106,6 @@ class KVCache:
 
     @staticmethod
     def bytes_per_page(shapes: Sequence[ModelShape | FeatureShape], dtype: torch.dtype) -> int:
-        """Bytes of one page over all pools."""
         per_slot = sum(2 * shape.num_layers * shape.num_kv_heads * shape.head_dim for shape in shapes)
         return per_slot * PAGE_SIZE * dtype.itemsize
 
@@ -214,7 +195,6 @@ class KVCache:
 
     @torch.inference_mode()
     def scrub(self, pages: np.ndarray) -> None:
-        """Zero pages in every pool."""
         if self.prefixes is not None:
             self.prefixes.forget(pages)
         self._dirty[pages] = False
@@ -224,11 +204,15 @@ class KVCache:
     @torch.inference_mode()
     def scrub_slots(self, pool: int, pages: np.ndarray, first: int, count: int) -> None:
         """Zero `count` logical slots of one pool, starting at `first`."""
-        logical = np.arange(first, first + count)
-        assert (self._holders[pages[logical // PAGE_SIZE]] == 1).all(), "a shared page is never written"
-        page, offset = torch.from_numpy(pages[logical // PAGE_SIZE]), torch.from_numpy(logical % PAGE_SIZE)
-        device = self.pools[pool].device
-        self.pools[pool][:, :, page.to(device), :, offset.to(device)] = 0
+        held = pages[first // PAGE_SIZE : pages_for(first + count)]
+        assert (self._holders[held] == 1).all(), "a shared page is never written"
+        page, offset = self._places(pages, first, first + count)
+        self.pools[pool][:, :, page, :, offset] = 0
+
+    def _places(self, pages: np.ndarray, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return the pages and offsets of the logical slots first .. last - 1, int64 on the pools' device."""
+        slots, device = np.arange(first, last), self.pools[0].device
+        return torch.from_numpy(pages[slots // PAGE_SIZE]).to(device), torch.from_numpy(slots % PAGE_SIZE).to(device)
 
     def write_features(self, rows: Sequence[RequestRows], states: Tensor) -> None:
         """Write hidden states [num_rows, number of layers, hidden_size] to the slots of the rows of a target pass."""
@@ -237,13 +221,8 @@ class KVCache:
         store_features(self.pools[-1], page, offset, states)
 
     def read_features(self, pages: np.ndarray, first: int, last: int) -> Tensor:
-        """Return the features of the committed positions first .. last - 1: [positions, number of layers, hidden_size].
-
-        `pages` are the request's; the positions are below the root's.
-        """
-        logical, device = np.arange(first, last), self.pools[-1].device
-        page, offset = torch.from_numpy(pages[logical // PAGE_SIZE]), torch.from_numpy(logical % PAGE_SIZE)
-        return load_features(self.pools[-1], page.to(device), offset.to(device))
+        """Return features of a request's positions first .. last - 1: [positions, number of layers, hidden_size]."""
+        return load_features(self.pools[-1], *self._places(pages, first, last))
 
     def commit_target(
         self, pages: Sequence[np.ndarray], context_lens: Sequence[int], paths: Sequence[np.ndarray]
@@ -256,12 +235,10 @@ class KVCache:
     def commit(
         self, pool: int, pages: Sequence[np.ndarray], context_lens: Sequence[int], paths: Sequence[np.ndarray]
     ) -> None:
-        """Compact accepted slots in place, in all layers of one pool, for all requests.
+        """Compact accepted slots in place, in all layers of one model's pool, for all requests.
 
-        Args:
-            pool: index of the model.
-            pages, context_lens, paths: by request; path[j] is the tree slot to move to slot context_len + j, strictly
-                increasing. A path already in place (0, 1, 2 ...) costs nothing.
+        The tree slot path[j] moves to slot context_len + j; paths are strictly increasing. A path already in place
+        (0, 1, 2 ...) costs nothing.
         """
         moving = [i for i, path in enumerate(paths) if len(path) and path[-1] != len(path) - 1]
         if not moving:
@@ -273,11 +250,7 @@ class KVCache:
             return
 
         def table(rows: list[np.ndarray]) -> Tensor:
-            width = max(len(row) for row in rows)
-            padded = np.zeros((len(rows), width), dtype=np.int32)
-            for i, row in enumerate(rows):
-                padded[i, : len(row)] = row
-            return torch.from_numpy(padded).to(device)
+            return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True).to(device, torch.int32)
 
         kv_commit_triton(
             self.pools[pool],

@@ -10,15 +10,10 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
 
 class Prefix(NamedTuple):
-    """Cached pages of a prompt's first positions.
+    """Cached pages of a prompt's first positions."""
 
-    Attributes:
-        pages: int64 [num_pages].
-        draft_lengths: int64 [num_drafts], leading positions with K/V in each draft's pool too.
-    """
-
-    pages: np.ndarray
-    draft_lengths: np.ndarray
+    pages: np.ndarray  # int64 [num_pages]
+    draft_lengths: np.ndarray  # int64 [num_drafts], leading positions with K/V in each draft's pool too
 
 
 def page_keys(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
@@ -76,7 +71,6 @@ class PrefixCache:
         self._has_draft[:, pages] = False
 
     def clear(self) -> None:
-        """Remove all pages."""
         self.forget(np.array(list(self._key_of), dtype=np.int64))
 
     def num_empty(self, pages: np.ndarray) -> int:

@@ -57,11 +57,7 @@ class Drafter(Protocol):
 
 
 def check_drafter(draft: Any) -> None:
-    """Validate an object in `LLM(drafts=[...])` that is not a model.
-
-    Raises:
-        ConfigError: the object is a class, lacks a part of the interface, or has an unusable name.
-    """
+    """Raise ConfigError if an object in `LLM(drafts=[...])` that is not a model is no drafter, or its name unusable."""
     if isinstance(draft, type):
         raise ConfigError(f"drafts: {draft.__name__} is a class; give an object of it, such as {draft.__name__}()")
     kind = type(draft).__name__
@@ -86,11 +82,7 @@ def check_drafter(draft: Any) -> None:
 
 
 def check_names(drafters: Sequence[Drafter], models: Collection[str]) -> None:
-    """Check that custom drafters and `models`, the names of the other drafts, all have different names.
-
-    Raises:
-        ConfigError: two drafts have the same name.
-    """
+    """Raise ConfigError unless custom drafters and `models`, the names of the other drafts, have different names."""
     taken = set(models)
     for drafter in drafters:
         if drafter.name in taken:
@@ -101,11 +93,9 @@ def check_names(drafters: Sequence[Drafter], models: Collection[str]) -> None:
 
 
 def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -> TokenTree:
-    """Validate what a drafter proposed for a request, any object, and return it with canonical dtypes.
+    """Return what a drafter proposed for a request, any object, with canonical dtypes.
 
-    Raises:
-        DraftError: the proposal is not a well-formed tree rooted at the request's last token. The KV cache is
-            unchanged.
+    Raises DraftError unless it is a well-formed tree rooted at the request's last token.
     """
 
     def error(proposal: str) -> DraftError:

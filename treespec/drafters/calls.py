@@ -34,7 +34,6 @@ def is_custom(drafter: Committing) -> bool:
 
 
 def may_draft(drafter: Drafter, request: Request) -> bool:
-    """Return whether the request's `sources` allow the drafter."""
     if isinstance(drafter, ForeignDrafter):
         return drafter.allows(request)
     return request.spec.allows(drafter.name, drafter.name)
@@ -43,11 +42,7 @@ def may_draft(drafter: Drafter, request: Request) -> bool:
 def call_propose(
     drafter: Drafter, requests: Sequence[Request], max_depths: Sequence[int], vocab_size: int
 ) -> tuple[dict[str, TokenTree], Failures]:
-    """Call a drafter's `propose` and validate its trees. Custom drafters are called only for depths above 0.
-
-    Returns:
-        The valid trees by request id, and the error of each request for which the drafter failed.
-    """
+    """Return a drafter's valid trees by request id, and its errors; custom ones are asked for depths above 0 only."""
     indices = list(range(len(requests)))
     if is_custom(drafter):
         indices = [i for i in indices if max_depths[i] > 0 and may_draft(drafter, requests[i])]

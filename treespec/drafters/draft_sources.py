@@ -12,17 +12,11 @@ from treespec.request import Request
 
 @dataclass
 class DraftSources:
-    """The draft sources of an engine: the SSM group, lookup and further drafters. Iteration skips absent ones.
-
-    Attributes:
-        ssms: the SSM group, or None.
-        lookup: prompt lookup and suffix decoding, or None.
-        others: custom drafters, and drafts with other tokenizers.
-    """
+    """The draft sources of an engine: the SSM group, lookup and further drafters. Iteration skips absent ones."""
 
     ssms: SsmDrafter | None = None
-    lookup: LookupDrafter | None = None
-    others: list[Drafter] = field(default_factory=list)
+    lookup: LookupDrafter | None = None  # prompt lookup and suffix decoding, or None
+    others: list[Drafter] = field(default_factory=list)  # custom drafters, and drafts with other tokenizers
 
     def __iter__(self) -> Iterator[Drafter | SsmDrafter]:
         sources: Sequence[Drafter | SsmDrafter | None] = (self.ssms, self.lookup, *self.others)

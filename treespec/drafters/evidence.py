@@ -39,14 +39,7 @@ class SeedEvidence:
         return np.exp(self.bias + self.slope * np.log(clipped / (1 - clipped))).astype(np.float32)
 
     def observe(self, tree: TokenTree, seed_tree: TokenTree, path: np.ndarray, bonus: int) -> None:
-        """Update bias and slope from one verified tree.
-
-        Args:
-            tree: the verified tree.
-            seed_tree: the seeds that it was grown over, with the same root.
-            path: accepted nodes of `tree`, root first.
-            bonus: the target's token after the path.
-        """
+        """Update from a verified tree that was grown over `seed_tree`: its accepted path, and the token after it."""
         seed_node, verified = 0, [*tree.tokens[path[1:]].tolist(), bonus]
         for node, token in zip(path.tolist(), verified, strict=True):
             below, accepted_child = np.flatnonzero(tree.parents == node), -1

@@ -30,34 +30,22 @@ logger = logging.getLogger("treespec")
 
 
 class Engine:
-    """Decodes batches of requests: one target, its draft sources, a KV cache, a scheduler and executors.
-
-    Args:
-        runner: runs the target model.
-        scheduler: admits requests.
-        sources: draft sources.
-        host: executes requests that no other executor serves.
-        captured: executes whole rounds on the device, from CUDA graphs; None without them.
-
-    Attributes:
-        observers: called after every round, once per request.
-        clock: seconds by stage.
-    """
+    """Decodes batches of requests: one target, its draft sources, a KV cache, a scheduler and executors."""
 
     def __init__(
         self,
         runner: Runner,
         scheduler: Scheduler,
         sources: DraftSources,
-        host: HostExecutor,
-        captured: Executor[Any] | None = None,
+        host: HostExecutor,  # executes requests that no other executor serves
+        captured: Executor[Any] | None = None,  # runs whole rounds on the device; None without CUDA graphs
     ):
         self.runner, self.scheduler, self.sources = runner, scheduler, sources
         self.host, self.captured = host, captured
         self.executors: list[Executor[Any]] = [host] if captured is None else [captured, host]
         self.cache: KVCache = runner.cache
         self.stats = Stats()
-        self.observers = RoundObservers()
+        self.observers = RoundObservers()  # called after every round, once per request
         self.clock = StageClock()
         self._failures: Failures = {}  # drafter failures of this round, by request
         self._lessons = deque[Callable[[], None]]()  # what `learn` learns, from committed rounds
@@ -138,7 +126,7 @@ class Engine:
                 if request.spec.is_adaptive and request.group is not None and request.group.trust is None:
                     request.group.without_ssms = not self._expects_ssms(request)
             ssms.fork(batch.forked)
-            ssms.prefill([r for r in computed if not r.spec.is_adaptive or _shares_ssms(r)])
+            ssms.prefill([r for r in computed if not r.spec.is_adaptive or (r.group and not r.group.without_ssms)])
         if batch.prefill:
             self.runner.wait()  # keeps asynchronous prefill time out of the round that the planner learns from
 
@@ -150,10 +138,7 @@ class Engine:
         return executor.expects_ssms(together[: scheduler.max_num_seqs])
 
     def commit(self, execution: Execution, began: tuple[float, ...]) -> None:
-        """Append verified tokens to their requests, up to a stop, and learn from the round, at once or in the next.
-
-        `began` is `clock.mark()` before the executor ran.
-        """
+        """Append verified tokens to their requests, up to a stop, and learn from the round, at once or in the next."""
         self._failures |= execution.failures
         for request, error in execution.failed:
             self.finish(request, "error", error)
@@ -188,10 +173,7 @@ class Engine:
             self._lessons.popleft()()
 
     def _learn_from(self, execution: Execution, emitted: Sequence[list[int]], seconds: RoundSeconds) -> None:
-        """Update log-probabilities, counters, evidence, the SSMs' weights and the planner from a round.
-
-        `seconds` are without foreign drafts.
-        """
+        """Update log-probabilities, counters, evidence, the SSMs' weights and the planner from a round."""
         if any(result.path_logits is not None or result.logprobs is not None for result in execution.verified):
             _add_logprobs(execution.verified, emitted)
         for result, tokens in zip(execution.verified, emitted, strict=True):
@@ -213,7 +195,6 @@ class Engine:
             execution.planner.observe(requests, trees, counts, seconds, drafted, rows, planned)
 
     def _notify_sources(self, execution: Execution, emitted: Sequence[list[int]]) -> None:
-        """Tell the sources which of their proposals were accepted."""
         for source, trees in execution.proposals:
             asked = [
                 (result.request, trees[result.request.request_id].match(tokens))
@@ -284,8 +265,3 @@ def _add_logprobs(verified: Sequence[VerifiedRequest], emitted: Sequence[list[in
         logprobs = iter(logprobs_of(torch.cat([rows for _, rows, _ in entries]), tokens_of_entries, count))
         for request, _, tokens in entries:
             request.logprobs += itertools.islice(logprobs, len(tokens))
-
-
-def _shares_ssms(request: Request) -> bool:
-    """Return whether the samples of this request's prompt share the SSMs' prefill."""
-    return request.group is not None and not request.group.without_ssms

@@ -25,26 +25,17 @@ STAGES = ("idle", "host", "prefill", "draft", "foreign", "search", "merge", "for
 
 @dataclass(eq=False)
 class VerifiedRequest:
-    """One request of a round, after verification and before commit.
+    """One request of a round, after verification and before commit."""
 
-    Attributes:
-        request: until commit, `tokens` and `context_len` are those before the round.
-        path: int64 [1 + accepted], the accepted nodes, root first. The target's K/V are already compacted to it.
-        tokens: the accepted drafted tokens, then the target's own.
-        tree_source: the verified tree, or what builds it, in a captured round.
-        path_logits: target logits at the path's nodes, [1 + accepted, vocab]; None if the request asks for no
-            log-probabilities, or if they are computed already.
-        logprobs: log-probabilities at the path's nodes, as `LogprobRows.packed` returns them; None as above.
-        score_ssms: scores the SSMs on tokens that they read in a captured round; None if they read none.
-    """
-
-    request: Request
-    path: np.ndarray
-    tokens: list[int]
-    tree_source: TokenTree | Callable[[], TokenTree]
+    request: Request  # until commit, `tokens` and `context_len` are those before the round
+    path: np.ndarray  # int64 [1 + accepted], the accepted nodes, root first; the target's K/V are compacted to it
+    tokens: list[int]  # the accepted drafted tokens, then the target's own
+    tree_source: TokenTree | Callable[[], TokenTree]  # the verified tree, or what builds it, in a captured round
+    # Target logits at the path's nodes, [1 + accepted, vocab]; None if the request asks for no log-probabilities, or if
+    # they are computed already
     path_logits: Tensor | None = None
-    logprobs: np.ndarray | None = None
-    score_ssms: Callable[[], None] | None = None
+    logprobs: np.ndarray | None = None  # those of the path's nodes, as of `LogprobRows.packed`; None as above
+    score_ssms: Callable[[], None] | None = None  # scores SSMs on what they read in a captured round, if anything
 
     @cached_property
     def tree(self) -> TokenTree:
@@ -53,7 +44,6 @@ class VerifiedRequest:
 
     @property
     def bonus(self) -> int:
-        """The target's own token after the path."""
         return self.tokens[-1]
 
 
@@ -87,13 +77,9 @@ class StageClock:
         return self._since, seconds["draft"], seconds["forward"], seconds["foreign"]
 
     def since(self, mark: tuple[float, ...], read: float) -> tuple[RoundSeconds, float]:
-        """Return the seconds from a mark to the start of the current stage.
+        """Return the seconds from a mark to the start of the current stage, `read` of them for prefilling the SSMs.
 
-        `read` seconds of `draft` were spent on prefilling the SSMs.
-
-        Returns:
-            The seconds by the parts that the planner models, and those of foreign drafts, which have their own cost
-            model.
+        First by the parts that the planner models, then those of foreign drafts, which have their own cost model.
         """
         whole, draft, forward, foreign = (now - then for now, then in zip(self.mark(), mark, strict=True))
         return RoundSeconds(draft - read, read, forward, whole - draft - forward - foreign), foreign
@@ -101,36 +87,22 @@ class StageClock:
 
 @dataclass
 class Execution:
-    """A round of a batch: what its steps have decided so far, for those that follow and for the engine.
-
-    Attributes:
-        requests, plans: requests with the limits of their trees.
-        verified: verified requests.
-        failed: requests that end in this round, with the error text.
-        undecided: requests that the next executor must run; nothing of them was committed.
-        proposals: trees by request id for each source, which is notified of the accepted nodes.
-        failures: requests whose drafter failed; they end after this round.
-        planner: the planner of the round, which learns from it; None for a round that captured graphs.
-        planned: the planner's round, which it learns from after it may have planned the next one; None = its last one.
-        overlaps: whether learning from this round may wait until the device computes the next one.
-        drafted: the SSMs' work.
-        rows: rows of the target pass as the planner counts them; None = all nodes of all trees.
-        seconds: of the round, where the executor measures it itself, because rounds overlap; None = the clock's.
-    """
+    """A round of a batch: what its steps have decided so far, for those that follow and for the engine."""
 
     requests: Sequence[Request]
-    plans: Sequence[DraftPlan]
+    plans: Sequence[DraftPlan]  # by request
     verified: list[VerifiedRequest] = field(default_factory=list)
-    failed: list[tuple[Request, str]] = field(default_factory=list)
-    undecided: list[Request] = field(default_factory=list)
+    failed: list[tuple[Request, str]] = field(default_factory=list)  # they end in this round, with these errors
+    undecided: list[Request] = field(default_factory=list)  # the next executor must run them; not committed
+    # Trees by request id for each source, which is notified of the accepted nodes
     proposals: list[tuple[Committing, dict[str, TokenTree]]] = field(default_factory=list)
-    failures: Failures = field(default_factory=dict)
-    planner: Planner | None = None
-    planned: PlannedRound | None = None
-    overlaps: bool = False
+    failures: Failures = field(default_factory=dict)  # requests whose drafter failed; they end after this round
+    planner: Planner | None = None  # learns from the round; None for a round that captured graphs
+    planned: PlannedRound | None = None  # the planner's round, if it may have planned the next one since
+    overlaps: bool = False  # whether learning from this round may wait until the device computes the next one
     drafted: Drafted = field(default_factory=Drafted)
-    rows: int | None = None
-    seconds: RoundSeconds | None = None
+    rows: int | None = None  # rows of the target pass as the planner counts them; None = all nodes of all trees
+    seconds: RoundSeconds | None = None  # measured by the executor, where rounds overlap; None = the clock's
 
 
 ExecutionT = TypeVar("ExecutionT", bound=Execution)

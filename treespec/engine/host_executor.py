@@ -11,7 +11,6 @@ from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
 from treespec.engine.executor import Execution, Executor, StageClock, VerifiedRequest
 from treespec.engine.runner import Choices, Runner
 from treespec.errors import DraftError, RequestError
-from treespec.planning.draft_plan import DraftPlan
 from treespec.planning.planner import Planner
 from treespec.request import Request
 from treespec.tree import TokenTree, merge
@@ -19,15 +18,10 @@ from treespec.tree import TokenTree, merge
 
 @dataclass
 class HostExecution(Execution):
-    """A round on the host.
+    """A round on the host."""
 
-    Attributes:
-        trees: by request, the merged and cut proposals.
-        choices: by request, the target's outputs for its tree.
-    """
-
-    trees: list[TokenTree] = field(default_factory=list)
-    choices: list[Choices] = field(default_factory=list)
+    trees: list[TokenTree] = field(default_factory=list)  # by request, the merged and cut proposals
+    choices: list[Choices] = field(default_factory=list)  # by request, the target's outputs for its tree
 
 
 class HostExecutor(Executor[HostExecution]):
@@ -55,7 +49,7 @@ class HostExecutor(Executor[HostExecution]):
         """
         ssms, lookup, planner = self.sources.ssms, self.sources.lookup, self.planner
         requests, plans = execution.requests, execution.plans
-        forced = [self._forced(request, plan) for request, plan in zip(requests, plans, strict=True)]
+        forced = [forced_tree(r, plan.max_depth, self.max_model_len) for r, plan in zip(requests, plans, strict=True)]
         if not any(plan.max_depth or plan.levels for plan in plans) and all(len(tree) == 1 for tree in forced):
             execution.trees = forced
             return
@@ -89,12 +83,6 @@ class HostExecutor(Executor[HostExecution]):
         cut = [tree.best(size) for tree, size in zip(merged, planner.sizes(requests, merged), strict=True)]
         # Fixed trees may be filled up with nodes of probability 0, which a restriction may forbid.
         execution.trees = [_pruned(request, tree) for request, tree in zip(requests, cut, strict=True)]
-
-    def _forced(self, request: Request, plan: DraftPlan) -> TokenTree:
-        """Return the grammar-forced tokens, which cost nothing and are kept even while drafting is paused."""
-        adaptive = request.spec.is_adaptive
-        depth = min(request.spec.max_depth, request.room(self.max_model_len)) if adaptive else plan.max_depth
-        return forced_tree(request, depth)
 
     def forward(self, execution: HostExecution, clock: StageClock) -> None:
         """Run one target pass over all nodes of all requests. A request with non-finite logits fails alone.
@@ -183,14 +171,17 @@ def _pruned(request: Request, tree: TokenTree) -> TokenTree:
     return tree if request.restriction is None else request.restriction.prune(tree, request.tokens)
 
 
-def forced_tree(request: Request, max_depth: int) -> TokenTree:
-    """Return a chain of the tokens that the request's grammar forces next, at most `max_depth` of them.
+def forced_tree(request: Request, max_depth: int, max_model_len: int) -> TokenTree:
+    """Return a chain of the tokens that the request's grammar forces next, at most `max_depth` of them if fixed.
 
-    Return only the root if the request has no grammar, or its grammar allows several next tokens.
+    Forced tokens cost nothing, so adaptive trees keep them even while drafting is paused. Return only the root if the
+    request has no grammar, or its grammar allows several next tokens.
     """
     root = request.tokens[-1]
     grammar = request.restriction.grammar if request.restriction is not None else None
-    if grammar is None or max_depth < 1 or not request.spec.allows("grammar", "grammar"):
+    if grammar is None or not request.spec.allows("grammar", "grammar"):
         return TokenTree.root(root)
-    forced = grammar.forced(request.tokens)[:max_depth]
+    if request.spec.is_adaptive:
+        max_depth = min(request.spec.max_depth, request.room(max_model_len))
+    forced = grammar.forced(request.tokens)[:max_depth] if max_depth > 0 else []
     return TokenTree.from_parents([root, *forced], range(-1, len(forced)), 1.0, "grammar")

@@ -13,20 +13,13 @@ WHOLE_TREE = "tree"
 
 @dataclass
 class SourceCounts:
-    """What a source drafted in all rounds.
+    """What a source drafted in all rounds."""
 
-    Attributes:
-        num_drafts: trees with a node of it.
-        num_tokens: these nodes.
-        accepted: entry i is the number of accepted nodes at depth i + 1.
-    """
-
-    num_drafts: int = 0
-    num_tokens: int = 0
-    accepted: list[int] = field(default_factory=list)
+    num_drafts: int = 0  # trees with a node of it
+    num_tokens: int = 0  # these nodes
+    accepted: list[int] = field(default_factory=list)  # entry i is the number of accepted nodes at depth i + 1
 
     def accept(self, depth: int) -> None:
-        """Count an accepted node."""
         self.accepted += [0] * (depth - len(self.accepted))
         self.accepted[depth - 1] += 1
 
@@ -73,7 +66,6 @@ class Stats:
                 self.drafts[source].accept(depth)
 
     def add_finished(self, request: Request) -> None:
-        """Add a finished request's counters."""
         self.requests += 1
         self.failed_requests += request.finish_reason == "error"
         self.target_passes += request.target_passes

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,10 +84,7 @@ class RoundRecord:
     def of(
         cls, verified: "VerifiedRequest", emitted: int, seconds: RoundSeconds, other_seconds: float
     ) -> "RoundRecord":
-        """Record a round whose `emitted` tokens were just added to the request.
-
-        A stop may have cut the verified path and bonus token.
-        """
+        """Record a round whose `emitted` tokens were just added; a stop may have cut the path and the bonus token."""
         request, path = verified.request, verified.path
         complete = emitted == len(path)  # the accepted nodes and the bonus token
         return cls(
@@ -120,9 +116,7 @@ class ObserverHandle:
     def __enter__(self) -> "ObserverHandle":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
 
@@ -136,11 +130,6 @@ class RoundObservers:
         return bool(self._handles)
 
     def add(self, observer: RoundObserver) -> ObserverHandle:
-        """Register an observer.
-
-        Raises:
-            ConfigError: it is not callable.
-        """
         if not callable(observer):
             raise ConfigError(f"observer={observer!r}; valid: a function that takes a RoundRecord")
         return ObserverHandle(observer, self._handles)

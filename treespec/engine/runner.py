@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,15 +20,11 @@ _SCORED_ROWS = 64  # prompt rows whose logits are computed at once: 20 MB in bfl
 
 
 class Choices(NamedTuple):
-    """Target outputs for one request's tree.
+    """Target outputs for one request's tree."""
 
-    `tokens`: int64 [num_nodes], the argmax; None if the request has a sampler. `finite`: no NaN or infinity. `logits`:
-    [num_nodes, vocab].
-    """
-
-    tokens: np.ndarray | None
-    finite: bool
-    logits: Tensor
+    tokens: np.ndarray | None  # int64 [num_nodes], the argmax; None if the request has a sampler
+    finite: bool  # no NaN or infinity
+    logits: Tensor  # [num_nodes, vocab]
 
 
 def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
@@ -43,29 +38,23 @@ def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
 
 
 class CapturedPasses(Protocol):
-    """Tree passes that are replayed from CUDA graphs.
+    """Tree passes that are replayed from CUDA graphs."""
 
-    Attributes:
-        has_captured: whether the last pass captured its graph, so that its time says nothing about later ones.
-    """
-
-    has_captured: bool
+    has_captured: bool  # whether the last pass captured its graph, so that its time says nothing about later ones
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree], run: Callable[[], Tensor]) -> Tensor:
         """Return the logits of a tree pass, [total nodes, vocab]; `run` runs it without a graph."""
 
 
 class Runner:
-    """Runs the target model over its KV pool.
-
-    Args:
-        target, cache: the model, and the cache whose pool 0 belongs to it.
-        max_rows: row limit of a pass, if every pass is padded to a fixed size; None = no limit.
-        captured: captured tree passes; None to launch all kernels one by one.
-    """
+    """Runs the target model over its KV pool."""
 
     def __init__(
-        self, target: Decoder, cache: KVCache, max_rows: int | None = None, captured: CapturedPasses | None = None
+        self,
+        target: Decoder,
+        cache: KVCache,  # whose pool 0 belongs to the target
+        max_rows: int | None = None,  # row limit of a pass, if every pass is padded to a fixed size; None = no limit
+        captured: CapturedPasses | None = None,  # captured tree passes; None to launch all kernels one by one
     ):
         self.target, self.cache, self.max_rows, self.captured = target, cache, max_rows, captured
 
@@ -96,12 +85,7 @@ class Runner:
     def score_prompt(self, request: Request, hidden: Tensor, count: int) -> None:
         """Append log-probabilities of the prompt tokens that follow these rows, from logits with the bits of decoding.
 
-        Args:
-            hidden: [num_rows, hidden_size], final hidden states from `context_len` on.
-            count: number of most likely tokens.
-
-        Raises:
-            RequestError: the logits are not finite.
+        `hidden`, [num_rows, hidden_size], are the final states from `context_len` on. RequestError: non-finite logits.
         """
         position = request.context_len
         for rows in hidden.split(min(_SCORED_ROWS, self.max_rows or _SCORED_ROWS)):
@@ -142,25 +126,19 @@ class Runner:
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
         """[total nodes, vocab] logits of a tree pass, in the model's dtype."""
-        if self.captured is not None:
-            return self.captured.logits(requests, trees, partial(self._launch_logits, requests, trees))
-        return self._launch_logits(requests, trees)
 
-    def _launch_logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
-        """Return `logits` from kernels that are launched one by one."""
-        rows = [tree_rows(request, tree) for request, tree in zip(requests, trees, strict=True)]
-        return self.target.logits(self.run_pass(rows, np.concatenate([tree.tokens for tree in trees])))
+        def launch() -> Tensor:  # all kernels one by one
+            rows = [tree_rows(request, tree) for request, tree in zip(requests, trees, strict=True)]
+            return self.target.logits(self.run_pass(rows, np.concatenate([tree.tokens for tree in trees])))
+
+        return launch() if self.captured is None else self.captured.logits(requests, trees, launch)
 
     def wait(self) -> None:
-        """Synchronize with the device."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
 
     def run_pass(self, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
-        """[num tokens, hidden_size] final hidden states of the tokens. Writes the features that draft heads read.
-
-        Exact only up to `max_rows` rows.
-        """
+        """Return final hidden states, [num tokens, hidden_size], and write what heads read; exact to `max_rows`."""
         ids = torch.from_numpy(tokens).to(self.target.device)
         pool, features = self.cache.pools[0], self.cache.features
         layout = self.target.plan(rows, pool)

@@ -20,18 +20,12 @@ MOST_PASSED = 16  # later requests that may be admitted before one whose pages a
 
 
 class Batch(NamedTuple):
-    """Work of one step.
-
-    Attributes:
-        prefill, counts: requests to prefill, `counts[i]` rows each.
-        forked: samples admitted with a prompt that another sample prefilled. Preempted ones are in `prefill`, too.
-        decode: requests to decode, including `forked`.
-    """
+    """Work of one step."""
 
     prefill: list[Request]
-    counts: list[int]
-    forked: list[Request]
-    decode: list[Request]
+    counts: list[int]  # rows of each to prefill
+    forked: list[Request]  # admitted with a prompt that another sample prefilled; preempted ones are in `prefill`, too
+    decode: list[Request]  # including `forked`
 
 
 def rank(request: Request) -> tuple[int, int]:
@@ -45,16 +39,16 @@ class Scheduler:
     A request reserves all pages that it can need if as many are there for each of `max_num_seqs` requests. Another one
     reserves those of its next round, and grows by pages. Where none is free, the running request of the last rank is
     preempted: it frees its pages, keeps its tokens, and computes them again once it is readmitted.
-
-    Args:
-        cache: whose pages to reserve.
-        max_num_seqs: maximum number of running requests.
-        prefill_chunk: prompt rows per step.
-        scratch: slots per request for the token tree.
-        short_context: of the target, as in `ModelConfig`.
     """
 
-    def __init__(self, cache: KVCache, max_num_seqs: int, prefill_chunk: int, scratch: int, short_context: int = 0):
+    def __init__(
+        self,
+        cache: KVCache,
+        max_num_seqs: int,
+        prefill_chunk: int,  # prompt rows per step
+        scratch: int,  # slots per request for the token tree
+        short_context: int = 0,  # of the target, as in `ModelConfig`
+    ):
         self._short_context, self._has_noted_factors = short_context, False
         self.cache, self.max_num_seqs, self.prefill_chunk, self.scratch = cache, max_num_seqs, prefill_chunk, scratch
         self.waiting: list[Request] = []  # by rank
@@ -192,7 +186,6 @@ class Scheduler:
         return None
 
     def preempt(self, request: Request) -> None:
-        """Free the pages of a running request, which returns to its place in the queue."""
         unchecked = request.poisoned or request.runs_ahead or not request.has_verified_prompt
         if not unchecked:
             self.cache_prefix(request)
@@ -212,10 +205,7 @@ class Scheduler:
         request.pages, request.reserved_len = pages, len(pages) * PAGE_SIZE - self.scratch
 
     def _shared(self, request: Request) -> Prefix:
-        """Return the pages that a waiting request would share: of its group, or else of a cached prefix.
-
-        Of a group, the full prompt pages of its leader, or all pages that it keeps.
-        """
+        """Return the pages that a waiting request would share: its leader's full ones, its group's, or a prefix's."""
         group, prefixes = request.group, self.cache.prefixes
         if group is not None and group.kept is not None:
             return Prefix(group.kept, NO_LENGTHS)
@@ -263,7 +253,6 @@ class Scheduler:
         self.cache.prefixes.insert(keys, request.pages[:count], request.draft_lengths)
 
     def _drop(self, group: PromptGroup) -> None:
-        """Release the prompt pages that a group keeps."""
         if group.kept is not None:
             self.cache.release(group.group_id)
             group.kept = None

@@ -28,11 +28,10 @@ from typing import Any, NamedTuple
 import torch
 
 from treespec.drafters.evidence import SeedEvidence
-from treespec.graphs.draft_passes import FeaturePool
 from treespec.graphs.draft_stage import DraftStage
 from treespec.graphs.round_inputs import RoundInput, RoundInputs, RoundLimits
 from treespec.graphs.sampling_state import SamplingState
-from treespec.graphs.stack_passes import ModelStack
+from treespec.graphs.stack_passes import FeaturePool, ModelStack
 from treespec.graphs.verify_stage import GREEDY, RoundKind, RoundResult, VerifyStage
 from treespec.tree import TokenTree
 from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
@@ -43,53 +42,31 @@ _LASTING = "temperature", "draft_temperature", "rng_seed", "sample", "max_len"  
 
 
 class _Round(NamedTuple):
-    """A round in flight.
+    """A round in flight."""
 
-    Attributes:
-        requests, levels, nodes, kind: of the round; the requests as of the round before, if it was launched as
-            `following`.
-        side: index of its events and of the host's buffer of its results.
-        captured: whether it captured graphs.
-    """
-
-    requests: Sequence[RoundInput]
+    requests: Sequence[RoundInput]  # as of the round before, if it was launched as `following`
     levels: int
     nodes: int
     kind: RoundKind
-    side: int = 0
-    captured: bool = False
+    side: int = 0  # index of its events and of the host's buffer of its results
+    captured: bool = False  # whether it captured graphs
 
 
 class BatchRound:
-    """Buffers and graphs for batches of up to B requests.
-
-    Args:
-        num_requests: B.
-        limits: depth, nodes and context of the round.
-        target: the target, a stack of one model.
-        stacks: the SSMs and draft heads.
-        graph_memory: memory pool shared by all graphs of an engine. Sharing is safe because no two graphs run at once
-            and results live in buffers outside. None = launch every kernel by itself.
-        features: hidden states of the target that heads read; None without heads.
-        sampling: what the logit transforms of running requests depend on; None for a state of its own.
-        evidence: evidence ratios of what sources without a model propose; None for 1.
-
-    Attributes:
-        has_captured: whether the last round ran launches for the first time and captured them, so that its time says
-            nothing about later ones.
-        has_followed: whether the last round was launched by `launch_following`, so that the device did not wait for it.
-    """
+    """Buffers and graphs for batches of up to B requests."""
 
     def __init__(
         self,
-        num_requests: int,
-        limits: RoundLimits,
-        target: ModelStack,
-        stacks: Sequence[ModelStack],
+        num_requests: int,  # B
+        limits: RoundLimits,  # depth, nodes and context of the round
+        target: ModelStack,  # a stack of one model
+        stacks: Sequence[ModelStack],  # the SSMs and draft heads
+        # Memory pool shared by all graphs of an engine. Sharing is safe because no two graphs run at once and results
+        # live in buffers outside. None = launch every kernel by itself
         graph_memory: GraphMemory | None = None,
-        features: FeaturePool | None = None,
-        sampling: SamplingState | None = None,
-        evidence: SeedEvidence | None = None,
+        features: FeaturePool | None = None,  # hidden states of the target that heads read; None without heads
+        sampling: SamplingState | None = None,  # of the logit transforms of running requests; None = its own
+        evidence: SeedEvidence | None = None,  # evidence ratios of what sources without a model propose; None for 1
     ):
         self.num_requests, self.limits, self._memory = num_requests, limits, graph_memory
         self._evidence = evidence
@@ -99,10 +76,11 @@ class BatchRound:
         self._drafts = DraftStage(self._inputs, stacks, vocab_size, features)
         sampling = sampling or SamplingState(num_requests, vocab_size, device, limits.width)
         self._verify = VerifyStage(self._inputs, target, self._drafts, features, sampling)
-        self.has_captured = self.has_followed = self._warms_up = False
+        self.has_captured = False  # whether the last round captured graphs, so that its time says nothing
+        self.has_followed = False  # whether `launch_following` launched the last round, without a wait of the device
+        self._warms_up = False
         self._graphs: dict[tuple[object, ...], Callable[[], None]] = {}
-        # By side: before drafting, after it, after verification.
-        self._events = [[_timing_event(device) for _ in range(3)] for _ in range(2)]
+        self._events = [[_timing_event(device) for _ in range(3)] for _ in range(2)]  # before, between, after stages
         self._side = 0  # of the events of the last round whose results were read
         self._round: _Round | None = None  # the last one
         self._following: _Round | None = None
@@ -113,35 +91,24 @@ class BatchRound:
 
         All other graphs are captured at their first use, in a round that runs their launches one by one. Should that
         fail, later rounds do the same.
-
-        Raises:
-            Exception: as of `captured`.
         """
         self._inputs.fill([])
         self._warms_up = True
         for num_nodes in nodes:
-            self._launch(min(2, self.limits.max_depth), num_nodes, GREEDY)
+            self.replay(min(2, self.limits.max_depth), num_nodes)
         self._warms_up = False
-        self._synchronize()
 
     def draft(
         self,
-        requests: Sequence[RoundInput],
-        levels: int,
-        nodes: int,
+        requests: Sequence[RoundInput],  # at most B requests
+        levels: int,  # draft levels; 0 = plain decoding
+        nodes: int,  # rows per request of the target pass, one of `limits.nodes`; a request may use fewer
         logprobs: bool = False,
+        # Returns what sources without a model propose, by request, as `RoundInputs.propose` takes it; called after the
+        # launch of the first level, which does not need it. None if that is nothing
         search: Callable[[], Sequence[TokenTree | None]] | None = None,
     ) -> None:
-        """Launch the draft levels of a round.
-
-        Args:
-            requests: at most B requests.
-            levels: draft levels; 0 = plain decoding.
-            nodes: rows per request of the target pass, one of `limits.nodes`; a request may use fewer.
-            logprobs: whether the results have log-probabilities.
-            search: returns what sources without a model propose, by request, as `RoundInputs.propose` takes it; called
-                after the launch of the first level, which does not need it. None if that is nothing.
-        """
+        """Launch the draft levels of a round."""
         assert len(requests) <= self.num_requests and nodes in self.limits.nodes, (len(requests), nodes)
         assert 0 <= levels <= self.limits.max_depth and (levels > 0) == (nodes > 1), (levels, nodes)
         transforms = [request.transforms for request in requests if request.transforms is not None]
@@ -227,15 +194,11 @@ class BatchRound:
 
     def replay(self, levels: int, nodes: int) -> None:
         """Run the kernels of a round on the current contents of the buffers, for time measurements."""
-        self._launch(levels, nodes, GREEDY)
-        self._synchronize()
-
-    def _launch(self, levels: int, nodes: int, kind: RoundKind) -> None:
-        """Launch all graphs of a round."""
         self._side = 0
-        self._launch_first(levels, kind)
-        self._launch_levels(levels, kind)
-        self._launch_verify(nodes, kind)
+        self._launch_first(levels, GREEDY)
+        self._launch_levels(levels, GREEDY)
+        self._launch_verify(nodes, GREEDY)
+        self._synchronize()
 
     def _launch_first(self, levels: int, kind: RoundKind, side: int = 0, follows: bool = False) -> None:
         """Launch the first draft level, if there is one."""
@@ -251,14 +214,12 @@ class BatchRound:
         self._run_graph(("first level", kind.sampled, follows), launches)
 
     def _launch_levels(self, levels: int, kind: RoundKind, side: int = 0) -> None:
-        """Launch the further draft levels."""
         sampled = kind.sampled
         for _ in range(levels - 1):
             self._run_graph(("next level", sampled), lambda: self._drafts.next_level(sampled))
         self._events[side][1].record()
 
     def _launch_verify(self, nodes: int, kind: RoundKind, side: int = 0, follows: bool = False) -> None:
-        """Launch verification and commit."""
         buffer = self._buffer(nodes, side)
 
         def launches() -> None:

@@ -14,10 +14,10 @@ from treespec.config.configs import SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.engine.runner import Runner
 from treespec.graphs.batch_round import BatchRound
-from treespec.graphs.draft_passes import FeaturePool, num_tree_slots
+from treespec.graphs.draft_stage import num_tree_slots
 from treespec.graphs.round_inputs import RoundLimits
 from treespec.graphs.sampling_state import SamplingState
-from treespec.graphs.stack_passes import HeadStack, ModelStack
+from treespec.graphs.stack_passes import FeaturePool, HeadStack, ModelStack
 from treespec.graphs.target_pass import MAX_ROWS, TargetPass
 from treespec.graphs.verify_stage import LOGPROB_ROWS
 from treespec.models.feature_head import FeatureHead
@@ -51,23 +51,14 @@ def stack_sizes(drafts: Sequence[ModelConfig]) -> list[int]:
 
 
 class Rounds(NamedTuple):
-    """Captured rounds of an engine.
+    """Captured rounds of an engine."""
 
-    Attributes:
-        limits: limits of the rounds for the longest context.
-        by_size: by maximum batch size, ascending: rounds for ascending context lengths.
-        planners: by maximum batch size.
-        nbytes: GPU memory of the buffers, and of the graphs that were captured at start.
-        sampling: what the logit transforms of running requests depend on.
-        target_pass: captured passes for requests that go step by step; None without graphs.
-    """
-
-    limits: RoundLimits
-    by_size: dict[int, list[BatchRound]]
-    planners: dict[int, Planner]
-    nbytes: int
-    sampling: SamplingState
-    target_pass: TargetPass | None = None
+    limits: RoundLimits  # limits of the rounds for the longest context
+    by_size: dict[int, list[BatchRound]]  # by maximum batch size, ascending: rounds for ascending context lengths
+    planners: dict[int, Planner]  # by maximum batch size
+    nbytes: int  # GPU memory of the buffers, and of the graphs that were captured at start
+    sampling: SamplingState  # what the logit transforms of running requests depend on
+    target_pass: TargetPass | None = None  # captured passes for requests that go step by step; None without graphs
 
     def size_for(self, num_requests: int) -> int:
         """Return the smallest batch size with room for `num_requests` requests."""
@@ -81,26 +72,14 @@ class Rounds(NamedTuple):
 def captured_rounds(
     runner: Runner,
     ssms: SsmDrafter | None,
-    configs: KernelConfigs,
-    spec: SpecConfig,
+    configs: KernelConfigs,  # tuned for the device
+    spec: SpecConfig,  # the engine's default options, which limit depth and nodes
     max_model_len: int,
-    scratch: int,
+    scratch: int,  # slots behind a request for tree nodes
     max_num_seqs: int,
-    cuda_graphs: bool,
+    cuda_graphs: bool,  # whether to capture CUDA graphs; otherwise kernels are launched one by one
 ) -> Rounds:
-    """Prepare the captured rounds of an engine and measure their costs.
-
-    Graphs that the measurement does not need are captured at their first use.
-
-    Args:
-        runner, ssms: target, and SSMs if there are any.
-        configs: tuned kernel configurations.
-        spec: the engine's default options, which limit depth and nodes.
-        max_model_len: maximum positions of a request.
-        scratch: slots behind a request for tree nodes.
-        max_num_seqs: maximum batch size.
-        cuda_graphs: whether to capture CUDA graphs; otherwise kernels are launched one by one.
-    """
+    """Prepare captured rounds and measure their costs; graphs that this does not need are captured at first use."""
     limits = round_limits(spec, max_model_len, scratch, len(ssms.models) if ssms is not None else 0)
     target, cache = runner.target, runner.cache
     assert isinstance(target, TritonDecoder)
@@ -124,9 +103,7 @@ def captured_rounds(
         rounds[sizes[-1]][-1].warm_up(limits.nodes[-1:])  # the largest first: other graphs fit into its memory
     one = _measure_costs(rounds[1][0])
     most = one if len(sizes) == 1 else _measure_costs(rounds[sizes[-1]][0])
-    planners = {
-        size: Planner(_between(one, most, (size - 1) / max(sizes[-1] - 1, 1)), shapes=limits.shapes) for size in sizes
-    }
+    planners = {size: Planner(_between(one, most, (size - 1) / max(sizes[-1] - 1, 1)), limits) for size in sizes}
     passes = None
     if graph_memory is not None:
         passes = TargetPass(model, limits, sizes, contexts, graph_memory, features, target.kernels.exact)
@@ -139,19 +116,13 @@ def _reserved(device: torch.device) -> int:
 
 
 def planned_bytes(
-    models: Sequence[ModelConfig], limits: RoundLimits, max_num_seqs: int, prefill_chunk: int, dtype: torch.dtype
+    models: Sequence[ModelConfig],  # the target and the SSMs
+    limits: RoundLimits,  # of the longest context
+    max_num_seqs: int,
+    prefill_chunk: int,  # rows of a prefill pass
+    dtype: torch.dtype,  # of activations
 ) -> int:
-    """Return the bytes that passes need in addition to weights and cache.
-
-    Counts the largest captured round, because all graphs share their memory, and a prefill pass.
-
-    Args:
-        models: the target and the SSMs.
-        limits: limits of the longest context.
-        max_num_seqs: maximum batch size.
-        prefill_chunk: rows of a prefill pass.
-        dtype: activation dtype of the passes.
-    """
+    """Return bytes beside weights and cache: of the largest round (all share memory) and of a prefill pass."""
     longest = limits.max_context + limits.nodes[-1]
     needed = MARGIN
     for i, model in enumerate(models):
@@ -191,10 +162,7 @@ def round_limits(spec: SpecConfig, max_model_len: int, scratch: int, num_ssms: i
 
 
 def runs_on_device(model: GroupModel) -> bool:
-    """Return whether a draft's levels can be part of a captured round.
-
-    One graph serves all levels, so heads with weights for each depth cannot.
-    """
+    """Return whether levels can be captured: one graph serves all, so not with weights for each depth."""
     if isinstance(model, FeatureHead):
         return not isinstance(model, StateHead) and isinstance(model.decoder, TritonDecoder)
     return isinstance(model, TritonDecoder)
@@ -252,7 +220,6 @@ def _between(first: CostCurve, last: CostCurve, share: float) -> CostCurve:
 
 
 def _median_seconds(batch: BatchRound, levels: int, nodes: int) -> tuple[float, float]:
-    """Return the median seconds of drafting and of verification."""
     times = []
     for _ in range(_REPEATS):
         batch.replay(levels, nodes)

@@ -1,4 +1,4 @@
-"""The draft stage of a captured round."""
+"""The draft stage of a captured round: passes over the tokens that the last round emitted and over frontiers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treespec.graphs.draft_passes import DraftPasses, FeaturePool, HeadPasses, SsmPasses
 from treespec.graphs.round_inputs import RoundInputs
-from treespec.graphs.stack_passes import HeadStack, ModelStack
+from treespec.graphs.stack_passes import FeaturePool, HeadStack, ModelStack, StackPasses
+from treespec.models.triton_decoder import TritonPass
 from treespec_kernels.linear.lm_head import BlockStats
 from treespec_kernels.sampling.row_topk import row_topk_triton
 from treespec_kernels.tree.device_trees import DeviceForest
@@ -17,13 +17,75 @@ from treespec_kernels.tree.tree_merge import tree_merge_triton
 from treespec_kernels.tree.tree_root import tree_root_triton
 
 
-class DraftStage:
-    """Grows the trees of a batch, level by level.
+def num_tree_slots(max_depth: int) -> int:
+    """Return the number of slots of a tree of drafted tokens: the root's, and those of every frontier but the last."""
+    return 1 + (max_depth - 1) * FRONTIER
 
-    Attributes:
-        forest: the growing trees.
-        read_probs: float32 [num_ssms, B, D], probabilities that each SSM assigned to the tokens it read in this round.
+
+class SsmPasses:
+    """Passes of a stack of SSMs, which return hidden states for its `logits`."""
+
+    def __init__(self, stack: ModelStack, inputs: RoundInputs):
+        self._inputs = inputs
+        self._chain = StackPasses(stack, inputs, inputs.limits.width, chain=True)
+        self._level = StackPasses(stack, inputs, FRONTIER, chain=False)
+
+    def read(self, tokens: Tensor, first: Tensor, depths: Tensor) -> Tensor:
+        """Read the tokens emitted in the last round, up to the roots; returns [G * B * (D + 1), hidden_size].
+
+        `tokens` are int32 [B, D + 1], `first`, int32 [B], the position of the first one, and `depths`, int32
+        [B, D + 1], the index of each; -1 for padding.
+        """
+        return self._chain.hidden(tokens, first, depths)
+
+    def score(self, forest: DeviceForest) -> Tensor:
+        """Score the frontier; returns [G * B * FRONTIER, hidden_size]."""
+        placed = forest.frontier_depths, forest.frontier_slots, forest.frontier_ancestors
+        return self._level.hidden(forest.frontier_tokens, self._inputs["context_lens"], *placed)
+
+
+class HeadPasses(SsmPasses):
+    """Passes of a draft head, whose rows also read the feature of the token before theirs (see `FeatureHead`).
+
+    The feature is the target's after a verified token, and the head's own output after a drafted one.
     """
+
+    def __init__(self, stack: HeadStack, inputs: RoundInputs, features: FeaturePool):
+        super().__init__(stack, inputs)
+        self._stack, self._features = stack, features
+        # Outputs at the nodes by their slot; those of an empty place in the frontier go to the last one.
+        size = inputs.num_requests, num_tree_slots(inputs.limits.max_depth) + 1, stack.head.config.shape.hidden_size
+        self._outputs = torch.zeros(size, dtype=stack.head.dtype, device=inputs.device)
+
+    def read(self, tokens: Tensor, first: Tensor, depths: Tensor) -> Tensor:
+        # A token's K/V have the slot of its feature, one before its position. A request without a committed token has
+        # no feature; its heads have no weight, and what they compute in its first slot is overwritten.
+        rows = self._chain.place((first - 1).clamp(min=0), depths)
+        features = self._stack.head.features_of(self._features.read(rows.slots))
+        hidden, outputs = self._forward(tokens, features, rows)
+        roots = (self._inputs["new_lens"] - 1).clamp(min=0).long()
+        outputs = outputs.view(*tokens.shape, -1)
+        self._outputs[:, 0] = outputs.gather(1, roots[:, None, None].expand(-1, 1, outputs.shape[2]))[:, 0]
+        return hidden
+
+    def score(self, forest: DeviceForest) -> Tensor:
+        slots, depths, ancestors = forest.frontier_slots, forest.frontier_depths, forest.frontier_ancestors
+        rows = self._level.place((self._inputs["context_lens"] - 1).clamp(min=0), depths, slots, ancestors)
+        parents = ancestors.gather(2, (depths - 1).clamp(min=0).long()[..., None])[..., 0].long()
+        width = self._outputs.shape[2]
+        features = self._outputs.gather(1, parents[..., None].expand(-1, -1, width))
+        hidden, outputs = self._forward(forest.frontier_tokens, features.flatten(0, 1), rows)
+        places = torch.where(depths < 0, self._outputs.shape[1] - 1, slots).long()
+        self._outputs.scatter_(1, places[..., None].expand(-1, -1, width), outputs.view(*slots.shape, width))
+        return hidden
+
+    def _forward(self, tokens: Tensor, features: Tensor, rows: TritonPass) -> tuple[Tensor, Tensor]:
+        ids = tokens.clamp(min=0).long().flatten()
+        return self._stack.head.forward_features(ids, features, rows, self._stack.pool)
+
+
+class DraftStage:
+    """Grows the trees of a batch, level by level."""
 
     def __init__(
         self, inputs: RoundInputs, stacks: Sequence[ModelStack], vocab_size: int, features: FeaturePool | None
@@ -36,18 +98,18 @@ class DraftStage:
         shape = (ssms, b, FRONTIER, self.children)
         self._tokens = torch.full(shape, -1, dtype=torch.int32, device=device)
         self._probs = torch.zeros(shape, dtype=torch.float32, device=device)
+        # Probabilities that each SSM assigned to the tokens it read in this round.
         self.read_probs = torch.zeros(inputs.num_ssms, b, limits.max_depth, dtype=torch.float32, device=device)
         self._steps = torch.arange(limits.width, dtype=torch.int32, device=device)
-        self._passes = [self._passes_of(stack, features) for stack in self.stacks]
-
-    def _passes_of(self, stack: ModelStack, features: FeaturePool | None) -> DraftPasses:
-        if not isinstance(stack, HeadStack):
-            return SsmPasses(stack, self.inputs)
-        assert features is not None
-        return HeadPasses(stack, self.inputs, features)
+        self._passes: list[SsmPasses] = []
+        for stack in self.stacks:
+            if isinstance(stack, HeadStack):
+                assert features is not None
+                self._passes.append(HeadPasses(stack, inputs, features))
+            else:
+                self._passes.append(SsmPasses(stack, inputs))
 
     def root(self) -> None:
-        """Start the trees with their roots."""
         tree_root_triton(self.forest, self.inputs["roots"])
 
     def first_level(self, sampled: bool) -> None:
@@ -87,10 +149,7 @@ class DraftStage:
         tree_merge_triton(self.forest, self._tokens, self._probs, *arguments)
 
     def _propose(self, ssms: slice, logits: Tensor, stats: BlockStats | None, rows: int, sampled: bool) -> None:
-        """Store what these SSMs propose at the first `rows` nodes of each request's frontier.
-
-        The logits are [G * B * rows, vocab], with their block statistics if available.
-        """
+        """Store what these SSMs propose at each request's first `rows` nodes; logits are [G * B * rows, vocab]."""
         inputs, groups = self.inputs, ssms.stop - ssms.start
         b = inputs.num_requests
 

@@ -21,7 +21,7 @@ from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.planning.planner import PLAIN
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
-from treespec.sampling.row_transforms import runs_by_kernels
+from treespec.sampling.transforms import runs_by_kernels
 from treespec.tree import TokenTree
 from treespec_kernels.tree.growth_limits import SEEDS
 
@@ -31,23 +31,14 @@ STEADY_ROUNDS = 4  # of the same requests, before rounds are launched ahead
 
 @dataclass
 class GraphExecution(Execution):
-    """A round that the device computes.
+    """A round that the device computes."""
 
-    Attributes:
-        began: time at which planning began.
-        seed_trees: by request, what sources without a model proposed, None for nothing.
-        batch: the captured round.
-        results: waits for the device and returns the results, by request.
-        host_seconds: seconds that the device waited for the launch.
-        decided: these results.
-    """
-
-    began: float = 0.0
-    seed_trees: list[TokenTree | None] = field(default_factory=list)
+    began: float = 0.0  # time at which planning began
+    seed_trees: list[TokenTree | None] = field(default_factory=list)  # what sources without a model proposed
     batch: BatchRound = field(init=False)
-    results: Callable[[], list[RoundResult]] = field(init=False)
-    host_seconds: float = 0.0
-    decided: list[RoundResult] = field(default_factory=list)
+    results: Callable[[], list[RoundResult]] = field(init=False)  # waits for the device; by request
+    host_seconds: float = 0.0  # seconds that the device waited for the launch
+    decided: list[RoundResult] = field(default_factory=list)  # these results
 
 
 class GraphExecutor(Executor[GraphExecution]):
@@ -110,7 +101,7 @@ class GraphExecutor(Executor[GraphExecution]):
                     execution.plans, drafting = [PLAIN] * len(requests), []
             clock.enter("merge")
         levels, nodes = (max(getattr(plan, limit) for plan in execution.plans) for limit in ("levels", "nodes"))
-        execution.rows = self.rounds.limits.shapes.fitting(nodes)
+        execution.rows = self.rounds.limits.fitting(nodes)
         execution.drafted = Drafted(levels, levels, levels, read_seconds=read)
         rows = zip(requests, execution.plans, self.rounds.sampling.rows_of(requests), strict=True)
         inputs = [self._input(*row) for row in rows]
@@ -138,7 +129,6 @@ class GraphExecutor(Executor[GraphExecution]):
         self._launch_following(execution, others_wait)
 
     def verify(self, execution: GraphExecution, clock: StageClock) -> None:
-        """Wait for what the device decided."""
         began = time.perf_counter()
         execution.decided = execution.results()
         self._waited = time.perf_counter()
@@ -149,10 +139,7 @@ class GraphExecutor(Executor[GraphExecution]):
         clock.move("merge", draft=waited * draft, forward=waited * forward)
 
     def commit(self, execution: GraphExecution, clock: StageClock) -> None:
-        """Record what the device has committed.
-
-        If the target computed NaN or infinity for a request, zero its slots and leave it undecided.
-        """
+        """Record what the device has committed. A request with NaN or infinity stays undecided, its slots zeroed."""
         rows = zip(execution.requests, execution.plans, execution.seed_trees, execution.decided, strict=True)
         for request, plan, seed_tree, result in rows:
             if request.finished:  # while the device computed it; the planner knows no such rounds
@@ -207,11 +194,7 @@ class GraphExecutor(Executor[GraphExecution]):
             self.runner.wait()
 
     def _catch_up(self, requests: Sequence[Request]) -> float:
-        """Prefill the SSMs with tokens they have not read: prompts, or the output of rounds without drafting.
-
-        Returns:
-            Seconds spent; 0 if there was nothing to read.
-        """
+        """Prefill the SSMs with prompts, or the output of rounds without drafting; return the seconds, 0 if none."""
         ssms, began = self.ssms, time.perf_counter()
         if ssms is None or not requests or not ssms.catch_up(requests, self.rounds.limits.width):
             return 0.0

@@ -21,90 +21,50 @@ MAX_ENDS = 8  # maximum number of end tokens of a request
 
 
 @dataclass(frozen=True)
-class RoundLimits:
-    """Limits of the captured rounds of one batch size.
+class RoundLimits(RoundShapes):
+    """Limits of the captured rounds of one batch size."""
 
-    Args:
-        max_depth: D, the maximum number of draft levels.
-        nodes: rows per request of the target pass, by graph, ascending; the first is 1 (plain decoding).
-        max_pages: maximum pages of one request.
-        max_context: maximum committed positions of a request.
-    """
-
-    max_depth: int
-    nodes: tuple[int, ...]
-    max_pages: int
-    max_context: int
+    max_pages: int  # of one request
+    max_context: int  # maximum committed positions of a request
 
     @property
     def width(self) -> int:
         """Maximum number of tokens emitted by a round: a path of D nodes below the root, and the bonus token."""
         return self.max_depth + 1
 
-    @property
-    def shapes(self) -> RoundShapes:
-        """Tree shapes that the planner may choose."""
-        return RoundShapes(self.max_depth, self.nodes)
-
 
 class RoundInput(NamedTuple):
-    """One request of a round.
+    """One request of a round."""
 
-    Attributes:
-        context_len: L, the number of committed positions of the target.
-        new_tokens: tokens that the SSMs have not read, the root last; at most D + 1.
-        pages: int64 [num_pages].
-        end_tokens: tokens below which nothing is drafted.
-        temperature: temperature of the target's choices; 0 = argmax.
-        draft_temperature: temperature of the SSMs' proposals.
-        rng_seed, sample: identify the request's noise.
-        weights: mixture weight of each SSM, NaN if it does not draft; sum 1. Empty if no SSM may draft.
-        max_depth, max_nodes: limits of the tree; 0 and 1 for plain decoding.
-        least_value: minimum value of a node.
-        max_len: maximum number of positions that the request may reach.
-        transforms: logit transforms of the target's choices; None for temperature alone.
-    """
-
-    context_len: int
-    new_tokens: Sequence[int]
-    pages: np.ndarray
-    end_tokens: Sequence[int]
-    temperature: float
-    draft_temperature: float
-    rng_seed: int
+    context_len: int  # L, the number of committed positions of the target
+    new_tokens: Sequence[int]  # tokens that the SSMs have not read, the root last; at most D + 1
+    pages: np.ndarray  # int64 [num_pages]
+    end_tokens: Sequence[int]  # tokens below which nothing is drafted
+    temperature: float  # temperature of the target's choices; 0 = argmax
+    draft_temperature: float  # temperature of the SSMs' proposals
+    rng_seed: int  # identifies the request's noise, with the next one
     sample: int
-    weights: np.ndarray
-    max_depth: int
-    max_nodes: int
-    least_value: float
-    max_len: int
-    transforms: RequestTransforms | None = None
+    weights: np.ndarray  # mixture weight of each SSM, NaN if it does not draft; sum 1. Empty if no SSM may draft
+    max_depth: int  # of the tree; 0 for plain decoding
+    max_nodes: int  # of the tree; 1 for plain decoding
+    least_value: float  # minimum value of a node
+    max_len: int  # maximum number of positions that the request may reach
+    transforms: RequestTransforms | None = None  # logit transforms of the target's choices; None for temperature alone
 
 
 _ALIGNMENT = 64  # bytes of every field's address; Triton would recompile kernels for less than 16
 
 
 class DeviceInputs:
-    """Inputs of captured passes: named fields at fixed device addresses, filled by one copy from pinned host memory.
-
-    Args:
-        num_requests: B, the maximum number of requests.
-        limits: limits of the passes.
-        fields: shapes of the fields of each dtype, by name.
-        device: device of the fields.
-        idle: contents of fields without a request, other than 0, by name.
-
-    Attributes:
-        host: the fields as numpy arrays in pinned memory, which `upload` copies to the device.
-    """
+    """Inputs of captured passes: named fields at fixed device addresses, filled by one copy from pinned host memory."""
 
     def __init__(
         self,
-        num_requests: int,
+        num_requests: int,  # B, the maximum number of requests
         limits: RoundLimits,
-        fields: Mapping[torch.dtype, Mapping[str, tuple[int, ...]]],
+        fields: Mapping[torch.dtype, Mapping[str, tuple[int, ...]]],  # shapes of the fields of each dtype, by name
         device: torch.device,
-        idle: Mapping[str, Any],
+        idle: Mapping[str, Any],  # contents of fields without a request, other than 0, by name
     ):
         self.num_requests, self.limits, self.device = num_requests, limits, device
         layout: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
@@ -117,6 +77,7 @@ class DeviceInputs:
                 self._places[name] = first, size
         host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
         self._host, self._device = host, torch.zeros(size, dtype=torch.uint8, device=device)
+        # The fields as numpy arrays in pinned memory, which `upload` copies to the device.
         self.host = {name: _field(host, *part).numpy() for name, part in layout.items()}
         self._fields = {name: _field(self._device, *part) for name, part in layout.items()}
         for name, values in idle.items():
@@ -125,11 +86,9 @@ class DeviceInputs:
         self._idle = self._bytes.copy()
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a field on the device."""
         return self._fields[name]
 
     def clear(self) -> None:
-        """Make all requests idle."""
         self._bytes[:] = self._idle
 
     def upload(self, first: str | None = None, last: str | None = None) -> None:
@@ -193,7 +152,6 @@ class RoundInputs(DeviceInputs):
 
     @property
     def proposed(self) -> ProposedTrees:
-        """The proposals of sources without a model."""
         return ProposedTrees(*(self[f"proposed_{name}"] for name in ProposedTrees._fields))
 
     def fill(self, requests: Sequence[RoundInput]) -> None:
@@ -221,23 +179,17 @@ class RoundInputs(DeviceInputs):
                 host["end_tokens"][i, : len(request.end_tokens)] = request.end_tokens
             if len(request.weights):
                 host["weights"][i] = request.weights
-            self._fill_transforms(i, request)
+            host["transform_numbers"][i, 0] = request.temperature
+            if (transforms := request.transforms) is not None:
+                host["transform_numbers"][i] = transforms.row.numbers
+                host["transform_options"][i] = (transforms.slot, *transforms.row.options)
+                host["counted_tokens"][i, : len(transforms.new_tokens)] = transforms.new_tokens
         self.upload()
 
-    def _fill_transforms(self, i: int, request: RoundInput) -> None:
-        """Write the transforms of request `i` into the host buffers."""
-        self.host["transform_numbers"][i, 0] = request.temperature
-        if (transforms := request.transforms) is not None:
-            self.host["transform_numbers"][i] = transforms.row.numbers
-            self.host["transform_options"][i] = (transforms.slot, *transforms.row.options)
-            self.host["counted_tokens"][i, : len(transforms.new_tokens)] = transforms.new_tokens
-
     def propose(self, seed_trees: Sequence[TokenTree | None], evidence: SeedEvidence | None) -> None:
-        """Upload what sources without a model proposed for the batch of the last `fill`.
+        """Upload what sources without a model proposed for the batch of the last `fill`, None for nothing.
 
-        Args:
-            seed_trees: by request, at most 1 + SEEDS nodes over its last token; None for nothing.
-            evidence: evidence ratios of the seeds; None for 1.
+        A seed tree has at most 1 + SEEDS nodes. Evidence ratios are 1 if `evidence` is None.
         """
         if not any(seed_trees):
             return

@@ -8,32 +8,22 @@ import torch
 from torch import Tensor
 
 from treespec.request import Request
-from treespec.sampling.row_transforms import TransformRow, bias_row, count_row, has_state
+from treespec.sampling.transforms import TransformRow, bias_row, count_row, has_state
 
 
 class RequestTransforms(NamedTuple):
-    """Transforms of a request in a round.
+    """Transforms of a request in a round."""
 
-    Attributes:
-        row: its parameters.
-        slot: its row of biases and counts, -1 for none.
-        new_tokens: output tokens that its counts do not include yet.
-        truncates: whether it has top-k, top-p or min-p.
-    """
-
-    row: TransformRow
-    slot: int
-    new_tokens: Sequence[int]
-    truncates: bool
+    row: TransformRow  # its parameters
+    slot: int  # its row of biases and counts, -1 for none
+    new_tokens: Sequence[int]  # output tokens that its counts do not include yet
+    truncates: bool  # whether it has top-k, top-p or min-p
 
 
 class SamplingState:
     """Biases and token counts of up to S requests, each allocated at its first use.
 
-    Args:
-        num_slots: S.
-        vocab_size, device: those of the target's logits.
-        max_new: maximum tokens that a round emits for a request.
+    `max_new` is the maximum number of tokens that a round emits for a request.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, max_new: int):
@@ -58,7 +48,6 @@ class SamplingState:
 
     @staticmethod
     def nbytes(num_slots: int, vocab_size: int) -> int:
-        """Return the bytes of both."""
         return num_slots * vocab_size * 8
 
     def count(self, slots: Tensor, tokens: Tensor) -> None:
@@ -68,10 +57,7 @@ class SamplingState:
         self._all_counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
 
     def rows_of(self, requests: Sequence[Request]) -> list[RequestTransforms | None]:
-        """Return the transforms of the requests of a round, None for a request without any.
-
-        Requests that are not among them lose their slots, and new ones get theirs.
-        """
+        """Return each request's transforms in a round, None without any. Requests that are absent lose their slots."""
         if self._slots:
             for gone in self._slots.keys() - set(requests):
                 del self._slots[gone], self._known[gone]

@@ -1,47 +1,54 @@
-"""Model passes of fixed shape for captured rounds."""
+"""Model passes of fixed shape for captured rounds: of stacked models, and of the target over token trees."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from treespec.cache.kv_cache import load_features, store_features
 from treespec.graphs.round_inputs import DeviceInputs
 from treespec.models.attention import TritonAttention
+from treespec.models.decoder import record_states
 from treespec.models.feature_head import FeatureHead
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.triton_decoder import PassKernels, TritonPass
 from treespec_kernels.attention.pass_layout import DeviceLayout
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
-from treespec_kernels.linear.lm_head import BlockStats
+from treespec_kernels.linear.lm_head import BlockStats, LmHead
+
+
+class FeaturePool(NamedTuple):
+    """Pool of the target's hidden states that draft heads read."""
+
+    layers: tuple[int, ...]  # of the target, as in `Decoder.forward_with_states`
+    pool: Tensor  # [num layers, 2, num_pages, heads, PAGE_SIZE, width], as in `KVCache`
+
+    def write(self, slots: Tensor, states: Tensor) -> None:
+        """Write states [num_rows, num layers, hidden_size] to physical slots, int64 [num_rows]."""
+        store_features(self.pool, slots // PAGE_SIZE, slots % PAGE_SIZE, states)
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Return the states at physical slots, [num_rows, num layers, hidden_size]."""
+        return load_features(self.pool, slots // PAGE_SIZE, slots % PAGE_SIZE)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelStack:
-    """G models of equal shape with stacked weights, and their K/V pool.
-
-    Args:
-        kernels: kernels of the stacked models.
-        table: RoPE table, fp32 [num_ropes, num_positions, 2, head_dim].
-        attention: attention of this shape.
-        pool: K/V, [num_layers, 2, G * num_pages, num_kv_heads, PAGE_SIZE, head_dim].
-        first: index of the first of these models among the SSMs.
-        heads: vocabularies of reduced heads, one per model; empty if the heads cover the vocabulary.
-        scorer: kernels of the model whose vocabulary head is used; None = their own.
-    """
+    """G models of equal shape with stacked weights, and their K/V pool."""
 
     kernels: PassKernels
-    table: Tensor
+    table: Tensor  # RoPE table, fp32 [num_ropes, num_positions, 2, head_dim]
     attention: TritonAttention
-    pool: Tensor
-    first: int = 0
-    heads: Sequence[HeadVocabulary] = ()
-    scorer: PassKernels | None = None
+    pool: Tensor  # K/V, [num_layers, 2, G * num_pages, num_kv_heads, PAGE_SIZE, head_dim]
+    first: int = 0  # index of the first of these models among the SSMs
+    heads: Sequence[HeadVocabulary] = ()  # of reduced heads, one per model; empty if they are not reduced
+    scorer: PassKernels | None = None  # kernels of the model whose vocabulary head is used; None = their own
 
     @property
     def groups(self) -> int:
-        """G, the number of models."""
         return self.kernels.weights.groups
 
     @cached_property
@@ -50,10 +57,7 @@ class ModelStack:
         return torch.stack([head.index for head in self.heads])[:, None]
 
     def logits(self, hidden: Tensor) -> tuple[Tensor, BlockStats | None]:
-        """Return logits [G * rows, vocab], -inf for tokens outside a reduced head, and their block statistics.
-
-        The statistics are None with reduced heads.
-        """
+        """Return logits [G * rows, vocab], -inf outside a reduced head, and block statistics if not reduced."""
         head = (self.scorer or self.kernels).logits(hidden)
         if not self.heads:
             return head
@@ -71,13 +75,9 @@ class HeadStack(ModelStack):
 
 
 class StackPasses:
-    """Passes over R rows of each of B requests in each of G models.
+    """Passes over R = `rows` rows of each of B requests in each of G models.
 
-    Args:
-        stack: the models.
-        inputs: context lengths, maximum lengths and pages of the requests.
-        rows: R.
-        chain: whether the rows are consecutive tokens, and not nodes of a tree.
+    The rows are consecutive tokens if `chain`, and nodes of a tree otherwise.
     """
 
     def __init__(self, stack: ModelStack, inputs: DeviceInputs, rows: int, chain: bool):
@@ -117,9 +117,8 @@ class StackPasses:
     ) -> TritonPass:
         """Plan a pass over the same rows in every model.
 
-        Args:
-            context_lens, depths, row_slots, ancestors: int32 [B], [B, R], [B, R], [B, R, D + 1], as in
-                `pass_layout_ref`; consecutive tokens need only the first two.
+        Arguments are int32 [B], [B, R], [B, R] and [B, R, D + 1], as in `pass_layout_ref`; consecutive tokens need only
+        the first two.
         """
         groups = self.stack.groups
 
@@ -139,20 +138,46 @@ class StackPasses:
 
     def hidden(
         self,
-        tokens: Tensor,
+        tokens: Tensor,  # int32 [B, R]; any value in padding rows
         context_lens: Tensor,
         depths: Tensor,
         row_slots: Tensor | None = None,
         ancestors: Tensor | None = None,
-        states: dict[int, Tensor | None] | None = None,
+        states: dict[int, Tensor | None] | None = None,  # receives residual streams, as in `PassKernels.hidden`
     ) -> Tensor:
-        """Return the hidden states after the final norm, [G * B * R, hidden_size], of the same rows in every model.
-
-        Args:
-            tokens: int32 [B, R]; any value in padding rows.
-            context_lens, depths, row_slots, ancestors: as in `place`.
-            states: receives the residual stream at its keys, as in `PassKernels.hidden`.
-        """
+        """Return the hidden states after the final norm, [G * B * R, hidden_size], of the same rows in every model."""
         rows = self.place(context_lens, depths, row_slots, ancestors)
         ids = (tokens.clamp(min=0).long() + self._first_tokens).flatten()
         return self.stack.kernels.hidden(ids, rows, self.stack.pool, states=states)
+
+
+class TreePass:
+    """Target pass over trees of at most N nodes in each of B requests; stores the hidden states that heads read."""
+
+    def __init__(self, target: ModelStack, inputs: DeviceInputs, nodes: int, features: FeaturePool | None):
+        self._target, self._inputs, self._features = target, inputs, features
+        self._passes = StackPasses(target, inputs, nodes, chain=nodes == 1)
+        self._slots = None
+        if nodes > 1:
+            slots = torch.arange(nodes, dtype=torch.int32, device=inputs.device)
+            self._slots = slots.expand(inputs.num_requests, nodes)
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the last pass's rows, int32 [B * N]."""
+        return self._passes.positions
+
+    def logits(self, tokens: Tensor, depths: Tensor, ancestors: Tensor) -> LmHead:
+        """Write the nodes' K/V to the slots behind the contexts and return their logits.
+
+        Tokens and depths, -1 for padding, are int32 [B, N]; `ancestors`, int32 [B, N, D + 1], are indices of a node's
+        ancestors by depth, its own last and then repeated.
+        """
+        of_trees = (self._slots, None if self._slots is None else ancestors)
+        run = partial(self._passes.hidden, tokens, self._inputs["context_lens"], depths, *of_trees)
+        kernels = self._target.kernels
+        if self._features is None:
+            return kernels.logits(run())
+        hidden, states = record_states(self._features.layers, len(kernels.weights.layers), run)
+        self._features.write(self._passes.slots, states)
+        return kernels.logits(hidden)

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from treespec.engine.runner import tree_rows
-from treespec.graphs.draft_passes import FeaturePool
 from treespec.graphs.round_inputs import DeviceInputs, RoundLimits
-from treespec.graphs.stack_passes import ModelStack
-from treespec.graphs.tree_pass import TreePass
+from treespec.graphs.stack_passes import FeaturePool, ModelStack, TreePass
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.launch.graph_capture import GraphMemory, run_then_capture
@@ -39,38 +37,25 @@ class TargetPass:
     Rounds that go step by step (drafters from outside, structured outputs, rules with random draws) launch one graph
     per target pass instead of several hundred kernels. A graph is captured at the first pass of its shape, which also
     runs without it: the graph is used from then on if both gave the same bits.
-
-    Args:
-        target: the target, a stack of one model.
-        limits: limits of captured rounds; larger trees are not captured.
-        sizes: numbers of requests to capture for, ascending.
-        contexts: maximum committed positions to capture for, ascending.
-        memory: memory pool of the engine's graphs.
-        features: hidden states of the target that heads read; None without heads.
-        exact: whether the graphs must have the bits of the runner's passes.
-
-    Attributes:
-        has_captured: whether the last pass was the first of its shape.
     """
 
     def __init__(
         self,
-        target: ModelStack,
-        limits: RoundLimits,
-        sizes: Sequence[int],
-        contexts: Sequence[int],
-        memory: GraphMemory,
-        features: FeaturePool | None,
-        exact: bool,
+        target: ModelStack,  # a stack of one model
+        limits: RoundLimits,  # limits of captured rounds; larger trees are not captured
+        sizes: Sequence[int],  # numbers of requests to capture for, ascending
+        contexts: Sequence[int],  # maximum committed positions to capture for, ascending
+        memory: GraphMemory,  # memory pool of the engine's graphs
+        features: FeaturePool | None,  # hidden states of the target that heads read; None without heads
+        exact: bool,  # whether the graphs must have the bits of the runner's passes
     ):
         self._target, self._limits, self._sizes, self._contexts = target, limits, sizes, contexts
         self._memory, self._features, self._exact = memory, features, exact
-        self.has_captured = False
+        self.has_captured = False  # whether the last pass was the first of its shape
         self._graphs: dict[_PassShape, _Graph] | None = {}  # None: graphs do not run here
 
     @property
     def num_graphs(self) -> int:
-        """Number of captured graphs."""
         return len(self._graphs or ())
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree], run: Callable[[], Tensor]) -> Tensor:
@@ -96,7 +81,7 @@ class TargetPass:
         longest = next((limit for limit in self._contexts if limit >= context), None)
         if size is None or longest is None:
             return None
-        shape = _PassShape(size, self._limits.shapes.fitting(nodes), longest)
+        shape = _PassShape(size, self._limits.fitting(nodes), longest)
         return shape if size * shape.nodes <= MAX_ROWS else None
 
     @cached_property

@@ -7,12 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.graphs.draft_passes import FeaturePool
 from treespec.graphs.draft_stage import DraftStage
 from treespec.graphs.round_inputs import RoundInput, RoundInputs
 from treespec.graphs.sampling_state import SamplingState
-from treespec.graphs.stack_passes import ModelStack
-from treespec.graphs.tree_pass import TreePass
+from treespec.graphs.stack_passes import FeaturePool, ModelStack, TreePass
 from treespec.sampling.logprobs import LogprobRows
 from treespec.tree import TokenTree, join_seed_tree
 from treespec_kernels.attention.kv_commit import kv_commit_triton
@@ -24,27 +22,20 @@ from treespec_kernels.tree.tree_walk import Walk, tree_walk_triton
 
 
 class RoundResult(NamedTuple):
-    """Result of a captured round for one request.
+    """Result of a captured round for one request."""
 
-    Attributes:
-        rows: int32 [5, num_rows], the verified tree: tokens; parents, -1 for the root; depths, -1 after the last node;
-            bit masks of the sources as in `DeviceTrees`; and the bits of the float32 values.
-        path: int64 [1 + accepted], the accepted nodes, root first. Empty if the target computed NaN or infinity, in
-            which case nothing is committed.
-        tokens: the accepted drafted tokens, then the target's own.
-        read_probs: float32 [num_ssms, len(new_tokens) - 1], probabilities that each SSM assigned to the tokens it read.
-        logprobs: log-probabilities at the path's nodes, as `LogprobRows.packed` returns them; None if not computed.
-    """
-
+    # int32 [5, num_rows], the verified tree: tokens; parents, -1 for the root; depths, -1 after the last node; bit
+    # masks of the sources as in `DeviceTrees`; and the bits of the float32 values
     rows: np.ndarray
+    # int64 [1 + accepted], the accepted nodes, root first. Empty if the target computed NaN or infinity, in which case
+    # nothing is committed
     path: np.ndarray
-    tokens: list[int]
-    read_probs: np.ndarray
-    logprobs: np.ndarray | None = None
+    tokens: list[int]  # the accepted drafted tokens, then the target's own
+    read_probs: np.ndarray  # float32 [num_ssms, len(new_tokens) - 1], of each SSM for the tokens that it read
+    logprobs: np.ndarray | None = None  # those of the path's nodes, as of `LogprobRows.packed`; None if not asked
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of the verified tree."""
         return int(np.count_nonzero(self.rows[2] >= 0))
 
     def tree(self, names: Sequence[str], seed_tree: TokenTree | None) -> TokenTree:
@@ -71,19 +62,12 @@ class RoundResult(NamedTuple):
 
 
 class RoundKind(NamedTuple):
-    """What a round computes for some of its requests; rounds of each kind have graphs of their own.
+    """What a round computes for some of its requests; rounds of each kind have graphs of their own."""
 
-    Attributes:
-        sampled: whether a request is sampled; otherwise no noise is computed.
-        transforms: whether a request transforms its logits beyond the temperature.
-        truncates: whether a request has top-k, top-p or min-p.
-        logprobs: whether a request asks for log-probabilities.
-    """
-
-    sampled: bool = False
-    transforms: bool = False
-    truncates: bool = False
-    logprobs: bool = False
+    sampled: bool = False  # whether a request is sampled; otherwise no noise is computed
+    transforms: bool = False  # whether a request transforms its logits beyond the temperature
+    truncates: bool = False  # whether a request has top-k, top-p or min-p
+    logprobs: bool = False  # whether a request asks for log-probabilities
 
 
 GREEDY = RoundKind()
@@ -214,10 +198,7 @@ class VerifyStage:
     def results(
         self, requests: Sequence[RoundInput], nodes: int, drafted: bool, logprobs: bool = False, side: int = 0
     ) -> list[RoundResult]:
-        """Return the results that the last round, of these requests and arguments, copied to the host.
-
-        `drafted`: whether the SSMs read tokens in that round.
-        """
+        """Return what the last round, of these arguments, copied to the host; `drafted`: SSMs read tokens."""
         width, count = self.inputs.limits.width, len(requests)
         rows = self._host_rows[nodes, side][:count].copy()  # the next round overwrites both buffers
         read_probs = self._host_read_probs[:, :count].copy()

@@ -33,7 +33,6 @@ class Unread(NamedTuple):
 
     @property
     def root(self) -> int:
-        """Position of the root."""
         return self.start + len(self.tokens) - 1
 
 
@@ -59,7 +58,6 @@ class BlockDraft(DecoderWrapper, ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights in memory, without the target's."""
         return self.decoder.nbytes
 
     @abstractmethod
@@ -70,8 +68,7 @@ class BlockDraft(DecoderWrapper, ABC):
     def forward_block(self, unread: Sequence[Unread], kv: Tensor) -> Tensor:
         """Read the committed tokens, and predict the depths below the roots.
 
-        Returns:
-            Hidden states for `logits`, [len(unread) * block, hidden_size]: row d of a request predicts depth d + 1.
+        Returns hidden states for `logits`, [len(unread) * block, hidden_size]: row d of a request is of depth d + 1.
         """
 
     def for_tokens(self, tokens: np.ndarray) -> Self:
@@ -105,15 +102,14 @@ def _with_masks(groups: Sequence[Tensor], mask: Tensor, count: int) -> Tensor:
 
 
 class MarkovBias:
-    """Low-rank bias of a DSpark draft (arXiv 2607.05147): added to the logits below a node, by the node's token.
+    """Low-rank bias of a DSpark draft (arXiv 2607.05147): added to the logits below a node, by the node's token."""
 
-    Args:
-        embed: of the target's tokens, [vocab_size, rank].
-        out: of [rank] to the rows of the vocabulary head.
-        gate: of hidden state and embedding, [hidden_size + rank] to [rank]; None for none.
-    """
-
-    def __init__(self, embed: Tensor, out: AnyLinear, gate: AnyLinear | None):
+    def __init__(
+        self,
+        embed: Tensor,  # of the target's tokens, [vocab_size, rank]
+        out: AnyLinear,  # of [rank] to the rows of the vocabulary head
+        gate: AnyLinear | None,  # of hidden state and embedding, [hidden_size + rank] to [rank]; None for none
+    ):
         self._embed, self._out, self._gate = embed, out, gate
         self.nbytes = embed.nbytes + out.nbytes + (0 if gate is None else gate.nbytes)
 
@@ -184,7 +180,6 @@ class DFlashDraft(BlockDraft):
         return torch.softmax(logits if head is None else logits[:, head.index], -1)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Return embeddings, [num tokens, hidden_size]."""
         embed, scale = self._embedding
         return F.embedding(tokens, embed) * scale
 
@@ -231,13 +226,9 @@ class ParallelDraft(BlockDraft):
 
 
 class ParallelEagle(BlockDraft):
-    """A parallel EAGLE head (P-EAGLE): an EAGLE-3 head that predicts several tokens after mask pairs.
+    """A parallel EAGLE head (P-EAGLE): an EAGLE-3 head that predicts several tokens after `block` - 1 mask pairs.
 
-    Args:
-        head: the head, whose rows are pairs of a token and a feature.
-        block: number of depths, one more than there are mask pairs.
-        mask_token: token of a mask pair.
-        mask_states: states of a mask pair, in place of the target's, [number of layers, hidden_size].
+    `mask_states` are a mask pair's, in place of the target's, [number of layers, hidden_size].
     """
 
     offset = 1

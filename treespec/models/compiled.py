@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,23 +28,6 @@ from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledLayerWeights,
 from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.cpu.lookup_cpu import lookup_library
-
-
-class CompiledAttention:
-    """Tree attention fused into the compiled pass. Only `plan` is supported."""
-
-    name = "compiled"
-
-    def __init__(self, dtype: torch.dtype):
-        self.cache_dtype = dtype
-
-    def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> Any:
-        return plan_compiled(requests)
-
-    def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, cap: float | None = None
-    ) -> Tensor:
-        raise AssertionError("attention is part of the compiled pass")
 
 
 def check_compiled(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device, folder: Path) -> None:
@@ -86,10 +70,11 @@ class CompiledDecoder(Decoder):
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], folder: Path, integer: bool = False):
         self._folder, self._integer, self._joined = folder, integer, torch.empty(0, dtype=torch.float32, device="cpu")
-        super().__init__(config, weights, CompiledAttention(weights["embed"].dtype), "compiled", min_rows=1)
+        attention: Any = SimpleNamespace(name="compiled", cache_dtype=weights["embed"].dtype)  # a part of the pass
+        super().__init__(config, weights, attention, "compiled", min_rows=1)
 
     def _take(self, weights: dict[str, Tensor]) -> None:
-        config, shape = self.config, self.config.shape
+        config = self.config
         architecture = Architecture(
             self.heads,
             self.kv_heads,
@@ -102,7 +87,11 @@ class CompiledDecoder(Decoder):
             self.embed_scale,
             config.score_cap,
         )
-        layers = [_take_layer(weights, i, config) for i in range(shape.num_layers)]
+        layers = []
+        for i, kind in enumerate(config.layers):
+            head_norm = take_head_norm(weights, f"layers.{i}.", self.heads, self.kv_heads)
+            parts = take_layer(weights, i)
+            layers.append(CompiledLayerWeights(head_norm=head_norm, rope=kind.rope, window=kind.window, **parts))
         self.library, self.growth = _libraries(self.head_dim, self.dtype, self._folder)
         self.model = CompiledModel(
             self.library,
@@ -134,10 +123,12 @@ class CompiledDecoder(Decoder):
         return self.layout(plan, int(plan.positions.numpy().max()) + 1)
 
     def layout(self, plan: CompiledPlan, num_positions: int) -> Pass:
+        """Return a pass over planned rows, all at positions below `num_positions`."""
         learned = None if self.positions is None else self._learned_at(plan.positions.numpy())
         return Pass(plan.num_rows, self.rotations_to(num_positions), plan.slots, plan, learned)
 
     def rotations_to(self, num_positions: int) -> Tensor:
+        """Return cos and signed sin of every rope by position, fp32 [>= num_positions, 2 * num_ropes, head_dim]."""
         tables = [rotation.table(num_positions) for rotation in self.rotations]
         if len(tables) == 1:
             return tables[0]
@@ -152,8 +143,8 @@ class CompiledDecoder(Decoder):
         layer_kv = kv[:num_layers]
         return self.model.forward(tokens, layout.attention, layout.rotation, layer_kv, len(layer_kv), layout.positions)
 
-    def _forward_with_states(
-        self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int], stream: StreamInput | None
+    def forward_with_states(
+        self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int], stream: StreamInput | None = None
     ) -> HiddenStates:
         streams = torch.empty(len(tokens), len(of), self.model.hidden_size, dtype=self.dtype, device="cpu")
         arguments = (*((None, None) if stream is None else stream), streams, of)
@@ -175,10 +166,3 @@ class CompiledDecoder(Decoder):
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
         logits = self.model.logits(hidden if rows is None else F.embedding(torch.as_tensor(rows, device="cpu"), hidden))
         return self._finish_logits(logits)
-
-
-def _take_layer(weights: dict[str, Tensor], i: int, config: ModelConfig) -> CompiledLayerWeights:
-    """Pop one layer's weights from the model's weights."""
-    kind, heads = config.layers[i], (config.shape.num_heads, config.shape.num_kv_heads)
-    head_norm = take_head_norm(weights, f"layers.{i}.", *heads)
-    return CompiledLayerWeights(head_norm=head_norm, rope=kind.rope, window=kind.window, **take_layer(weights, i))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -24,11 +24,13 @@ from treespec.models.layer_kinds import RotaryEmbedding
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
-from treespec_kernels.cpu.compiled_plan import CompiledPlan
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.linear.activations import soft_cap
 from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
+
+if TYPE_CHECKING:
+    from treespec.models.compiled import CompiledDecoder
 
 
 class Attention(Protocol):
@@ -63,23 +65,6 @@ class Pass:
     positions: Tensor | None = None  # int64 [num_rows], for learned positions
 
 
-class CompiledPasses(Protocol):
-    """A decoder whose passes are one call of C++, planned without `RequestRows`."""
-
-    config: ModelConfig
-    growth: CDLL
-
-    @property
-    def plan_key(self) -> tuple[object, ...]:
-        """As of `Decoder`."""
-
-    def layout(self, plan: CompiledPlan, num_positions: int) -> Pass:
-        """Return a pass over planned rows, all at positions below `num_positions`."""
-
-    def rotations_to(self, num_positions: int) -> Tensor:
-        """Return cos and signed sin of every rope by position, fp32 [>= num_positions, 2 * num_ropes, head_dim]."""
-
-
 class StreamInput(NamedTuple):
     """Residual stream that a draft's pass begins with, instead of embeddings; in the model's dtype."""
 
@@ -90,13 +75,10 @@ class StreamInput(NamedTuple):
 
 
 class HiddenStates(NamedTuple):
-    """Hidden states of a pass.
+    """Hidden states of a pass."""
 
-    `final`: after the final norm, [num_rows, hidden_size]. `streams`: [num_rows, num layers, hidden_size].
-    """
-
-    final: Tensor
-    streams: Tensor
+    final: Tensor  # after the final norm, [num_rows, hidden_size]
+    streams: Tensor  # [num_rows, num layers, hidden_size]
 
 
 def padded(arrays: Sequence[np.ndarray], size: int) -> np.ndarray:
@@ -146,8 +128,7 @@ class Decoder:
 
     backend = "native"
     offset = 0  # number of slots by which a token's K/V lie before the token's position; 1 for draft heads
-    # Number of drafted nodes, the root first, whose K/V stay valid if they are accepted; None for all.
-    kept_nodes: int | None = None
+    kept_nodes: int | None = None  # number of accepted nodes, root first, whose K/V stay valid; None for all
     max_depth: int | None = None  # number of levels that a draft predicts; None for any number
     block: int | None = None  # number of depths that a block draft predicts in one pass; None if it scores every level
     columns: Sequence[int] = ()  # indices of the target's states that a draft head reads among the features
@@ -166,8 +147,7 @@ class Decoder:
         # Number of rows to which smaller passes are padded: 2 if linear layers are row-invariant from two rows on,
         # otherwise the rows of the largest pass
         min_rows: int = 2,
-        # Library that computes quantised layers; None dequantises them to the model's dtype
-        library: CDLL | None = None,
+        library: CDLL | None = None,  # computes quantised layers; None dequantises them to the model's dtype
     ):
         shape = config.shape
         self._library = library
@@ -188,7 +168,6 @@ class Decoder:
         assert not weights, f"unused weights: {sorted(weights)}"
 
     def _take(self, weights: dict[str, Tensor]) -> None:
-        """Build layers, final norm and head."""
         shape = self.config.shape
         assert self.linear != "compiled" and self.linear != "triton"
         self.layers = [
@@ -216,7 +195,7 @@ class Decoder:
         )
 
     @property
-    def compiled(self) -> CompiledPasses | None:
+    def compiled(self) -> "CompiledDecoder | None":
         """The decoder whose passes are one call of C++, or None."""
         return None
 
@@ -229,7 +208,6 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights in memory."""
         positions = 0 if self.positions is None else self.positions.nbytes
         layers = sum(layer.nbytes for layer in self.layers)
         return self.embed.nbytes + positions + layers + self.final_norm.nbytes + self.head.nbytes
@@ -248,7 +226,6 @@ class Decoder:
         return model, len(kinds)
 
     def _select_layers(self, layers: Sequence[int]) -> None:
-        """Keep only these layers."""
         self.layers = [self.layers[i] for i in layers]
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
@@ -281,12 +258,8 @@ class Decoder:
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
         """Run a pass: write the rows' K/V to their slots and return hidden states after the final norm.
 
-        Args:
-            tokens: int64 [num tokens], in the order of the planned rows.
-            kv: this model's pool, [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim].
-            num_layers: number of layers to run; None = all.
-
-        Returns [layout.num_rows, hidden_size]; padding rows last.
+        Tokens, int64 [num tokens], are in the order of the planned rows; `kv` is this model's pool, [num_layers, 2,
+        num_pages, num_kv_heads, PAGE_SIZE, head_dim]. Returns [layout.num_rows, hidden_size]; padding rows last.
         """
         return self._forward(tokens, layout, kv, num_layers, {})
 
@@ -303,14 +276,20 @@ class Decoder:
         """Return the model that scores nodes of a depth."""
         return self
 
-    def forward_with_states(self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int]) -> HiddenStates:
-        """Run `forward` and also return the hidden states at the layers `of`, which `check_states` accepts."""
-        return self._forward_with_states(tokens, layout, kv, of, None)
+    def forward_with_states(
+        self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int], stream: StreamInput | None = None
+    ) -> HiddenStates:
+        """Run `forward`, from `stream` if there is one, and also return the hidden states at the layers `of`.
+
+        `check_states` accepts these layers.
+        """
+        forward = partial(self._forward, tokens, layout, kv, None, start=stream)
+        return record_states(of, self.config.shape.num_layers, lambda states: forward(states=states))
 
     def forward_stream(self, stream: StreamInput, layout: Pass, kv: Tensor) -> HiddenStates:
         """Run a pass that begins with a given residual stream; `streams` is the stream after the last layer."""
         tokens = torch.empty(len(stream.rows), dtype=torch.int64, device=self.device)
-        return self._forward_with_states(tokens, layout, kv, [self.config.shape.num_layers], stream)
+        return self.forward_with_states(tokens, layout, kv, [self.config.shape.num_layers], stream)
 
     def write_context(self, rows: Tensor, layout: Pass, kv: Tensor) -> None:
         """Write K/V to the slots of a pass: every layer projects the same given rows, [num_rows, hidden_size]."""
@@ -319,12 +298,6 @@ class Decoder:
         for layer, cache in zip(self.layers, kv, strict=True):
             assert layer.qkv is not None
             self._write(layer, layer.qkv(rows), rotation, layout, cache)
-
-    def _forward_with_states(
-        self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int], stream: StreamInput | None
-    ) -> HiddenStates:
-        forward = partial(self._forward, tokens, layout, kv, None, start=stream)
-        return record_states(of, self.config.shape.num_layers, lambda states: forward(states=states))
 
     def check_states(self, of: Sequence[int]) -> None:
         """Raise ConfigError for layers that do not exist, and KernelError if a pass cannot return hidden states.
@@ -363,7 +336,6 @@ class Decoder:
         return stream.norm(self.final_norm)
 
     def _embed(self, tokens: Tensor, layout: Pass) -> Tensor:
-        """Return the embeddings of a pass, [num_rows, hidden_size]."""
         x = F.embedding(tokens, self.embed)
         if self.embed_scale != 1.0:
             x.mul_(self.embed_scale)

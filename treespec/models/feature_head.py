@@ -23,10 +23,7 @@ AnyLinear = Linear | CompiledLinear
 
 
 class DecoderWrapper:
-    """Wraps the decoder of a draft's layers, with its interface but for `forward`.
-
-    The vocabulary head is that of `target`, or the decoder's if it is None.
-    """
+    """The interface of a draft's decoder, but for `forward`; with the vocabulary head of `target`, if given."""
 
     block: int | None = None
     max_depth: int | None = None  # number of levels that it predicts; None for any number
@@ -40,7 +37,6 @@ class DecoderWrapper:
         self.quantization, self.growth, self.compiled = decoder.quantization, decoder.growth, decoder.compiled
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
-        """Plan a pass, as `Decoder.plan`."""
         return self.decoder.plan(requests, kv)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -48,7 +44,6 @@ class DecoderWrapper:
         return self.vocabulary_head.logits(hidden)
 
     def probs(self, hidden: Tensor) -> Tensor:
-        """Return probabilities as `Decoder.probs`."""
         return self.vocabulary_head.probs(hidden)
 
 
@@ -89,12 +84,8 @@ class FeatureHead(DecoderWrapper, ABC):
     def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Run a pass: write the rows' K/V to their slots.
 
-        Args:
-            tokens: int64 [num_rows].
-            features: [num_rows, hidden_size], of the tokens before them.
-
-        Returns:
-            Hidden states for `logits`, and the features of these tokens, [num_rows, hidden_size] each.
+        Tokens are int64 [num_rows], the features those of the tokens before them. Returns hidden states for `logits`,
+        and the features of these tokens, [num_rows, hidden_size] each.
         """
 
 

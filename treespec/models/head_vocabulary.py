@@ -6,10 +6,7 @@ from torch import Tensor
 
 
 class HeadVocabulary:
-    """The tokens of a reduced head's columns. All other tokens have the logit -inf.
-
-    `tokens` are int64 [width], ascending; `size` is that of the whole vocabulary.
-    """
+    """The tokens of a reduced head's columns, int64 [width], ascending; others of all `size` have logit -inf."""
 
     def __init__(self, tokens: np.ndarray, size: int, device: torch.device):
         self.tokens, self.size = tokens, size

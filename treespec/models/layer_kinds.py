@@ -16,23 +16,18 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class Rope(NamedTuple):
     """Rotary embedding (RoFormer, arXiv 2104.09864) in the rotate-half layout.
 
-    `inv_freq`: fp32 [head_dim / 2]. `scale`: fp32 [head_dim / 2], factor on cos and sin (YaRN). With partial rotary
-    embedding (`rotary_dim` < head_dim) the remaining dimensions have frequency 0 and scale 1, and the dimensions of q
-    and k are permuted to `head_order`, which leaves the scores unchanged.
-
-    `short`: with longrope (arXiv 2402.13753), the rotary embedding of requests of at most `short_context` positions; it
-    is None, and `short_context` 0, if all requests have the same.
+    With partial rotary embedding (`rotary_dim` < head_dim) the remaining dimensions have frequency 0 and scale 1, and
+    the dimensions of q and k are permuted to `head_order`, which leaves the scores unchanged.
     """
 
-    inv_freq: Tensor
-    scale: Tensor
+    inv_freq: Tensor  # fp32 [head_dim / 2]
+    scale: Tensor  # fp32 [head_dim / 2], factor on cos and sin (YaRN)
     rotary_dim: int
-    short: "Rope | None" = None
-    short_context: int = 0
+    short: "Rope | None" = None  # longrope (arXiv 2402.13753): that of requests of at most `short_context` positions
+    short_context: int = 0  # 0 if all requests have the same
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Hashable key, equal for equal ropes."""
         key = tuple(self.inv_freq.tolist()), tuple(self.scale.tolist()), self.rotary_dim
         return key if self.short is None else (*key, self.short.key, self.short_context)
 
@@ -80,13 +75,10 @@ class RotaryEmbedding:
 
 
 class LayerKind(NamedTuple):
-    """Rotary embedding and attention window of a layer.
+    """Rotary embedding and attention window of a layer."""
 
-    `rope`: index into the model's ropes. `window`: visible positions, including the row's own; None = all.
-    """
-
-    rope: int
-    window: int | None
+    rope: int  # index into the model's ropes
+    window: int | None  # visible positions, including the row's own; None = all
 
 
 def read_layers(

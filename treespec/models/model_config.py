@@ -41,7 +41,6 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Distinct windows of the layers."""
         return tuple(dict.fromkeys(layer.window for layer in self.layers))
 
     @cached_property

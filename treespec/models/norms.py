@@ -39,7 +39,6 @@ class RmsStream:
         return Norm(torch.cat((weight, weight)), None)
 
     def norm(self, norm: Norm) -> Tensor:
-        """Return the normalised stream."""
         torch.neg(self.x, out=self._minus)
         mirrored = F.layer_norm(self._mirrored, (2 * self.size,), norm.weight, None, self.eps)
         return mirrored[:, : self.size].contiguous()  # the copy takes 1.3 us; strided rows would cost oneDNN 2 us
@@ -75,10 +74,7 @@ STREAMS: dict[NormKind, type[RmsStream] | type[LayerStream]] = {
 
 
 def take_head_norm(weights: dict[str, Tensor], prefix: str, num_heads: int, num_kv_heads: int) -> Tensor | None:
-    """Pop the weights of a layer's query and key norms, fp32 [num_heads + num_kv_heads, head_dim].
-
-    Returns None if the layer has none.
-    """
+    """Pop a layer's query and key norms, fp32 [num_heads + num_kv_heads, head_dim], if it has any."""
     q_norm, k_norm = weights.pop(f"{prefix}q_norm", None), weights.pop(f"{prefix}k_norm", None)
     if q_norm is None or k_norm is None:
         return None

@@ -39,22 +39,16 @@ from treespec_kernels.tuning.tuned import KernelConfigs
 
 @dataclass(frozen=True, eq=False)
 class TritonPass(Pass):
-    """Plan of a pass on the device.
+    """Plan of a pass on the device, with kernel arguments as `attention` plans.
 
-    `rotation`: the whole tables, fp32 [num_ropes, num_positions, 2, head_dim]. `slots`: int64 [num_rows]. `attention`:
-    kernel arguments for each window.
+    `rotation` are the whole tables, fp32 [num_ropes, num_positions, 2, head_dim], and `slots` int64 [num_rows].
     """
 
     positions: Tensor  # int32 [num_rows]
 
 
 class PassKernels:
-    """Kernels of a pass over stacked models, with fixed configurations.
-
-    Attributes:
-        pdl: whether to use programmatic dependent launch (PDL): where the device has it, unless tuning found it wrong
-            or slower, and never together with cuBLAS, which tuning does not cover.
-    """
+    """Kernels of a pass over stacked models, with fixed configurations."""
 
     def __init__(
         self,
@@ -93,6 +87,8 @@ class PassKernels:
         self._head = configs.get("lm_head", key, default)
         can_overlap = takes_pdl(weights.embed.device)
         launch = configs.get("programmatic_launch", self._key() | {"hidden_size": hidden}, LaunchConfig(can_overlap))
+        # Programmatic dependent launch: where the device has it, unless tuning found it wrong or slower, and never
+        # together with cuBLAS, which tuning does not cover.
         self.pdl = launch.pdl and exact and can_overlap
         if exact:
             self._prove_tiles()
@@ -171,8 +167,7 @@ class PassKernels:
         layout: TritonPass,  # plan of these rows
         kv: Tensor,  # pool of all G models, [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim]
         num_layers: int | None = None,  # number of layers to run; None = all
-        # Receives the residual stream at its keys, as in `Decoder.forward_with_states`
-        states: dict[int, Tensor | None] | None = None,
+        states: dict[int, Tensor | None] | None = None,  # receives residual streams, as of `record_states`
         start: StreamInput | None = None,  # residual stream that the pass begins with
     ) -> Tensor:
         """Write the rows' K/V to their slots and return hidden states after the final norm, [G * rows, hidden_size]."""
@@ -205,7 +200,6 @@ class PassKernels:
         return h
 
     def select_layers(self, layers: Sequence[int], windows: tuple[int | None, ...]) -> "PassKernels":
-        """Return the kernels of a subset of the layers, with other windows."""
         subset = copy.copy(self)
         subset.weights = replace(self.weights, layers=tuple(self.weights.layers[i] for i in layers))
         subset.windows, subset._kinds = windows, [self._kinds[i] for i in layers]
@@ -356,10 +350,7 @@ class TritonDecoder(Decoder):
 
 
 def stacked(models: Sequence[TritonDecoder], configs: KernelConfigs) -> PassKernels:
-    """Stack models of one shape into one set of kernels. The models keep views of the stack.
-
-    Their RoPE tables and configurations must be equal.
-    """
+    """Stack models of one shape, with equal RoPE tables and configurations; the models keep views of the stack."""
     assert len({(model.plan_key, model.config.compute_key) for model in models}) == 1, "stacked models differ in shape"
     first = models[0]
     if len(models) == 1:

@@ -98,7 +98,6 @@ class ModelWeights:
 
     @property
     def groups(self) -> int:
-        """Number of stacked models, G."""
         return len(self.final_norm)
 
     @property

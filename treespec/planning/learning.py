@@ -4,7 +4,7 @@ Percentages beside mechanisms: see round_costs.py.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,24 +29,16 @@ class SpeculationBackoff:
 
     A credit absorbs the time that speculation loses against plain decoding; gains restore it up to a limit. When the
     credit is used up, speculation pauses, each time for twice as long. At the upper limit the pause is reset.
-
-    Args:
-        requests: smallest number of requests in the batch; the credit is divided by it.
-
-    Attributes:
-        pause_left: rounds left of the current pause; 0 if speculation is enabled.
     """
 
     def __init__(self, requests: int) -> None:
-        self.pause_left, self._pause = 0, PAUSE
-        self._requests, self._credit = requests, CREDIT / requests
+        self.pause_left, self._pause = 0, PAUSE  # rounds left of the current pause, and length of the next one
+        self._requests, self._credit = requests, CREDIT / requests  # smallest number of requests in the batch
 
     def observe(self, gain: float, rounds: float) -> None:
-        """Update the credit from a round of this kind of speculation.
+        """Update the credit from a round with a `gain` in tokens per second over plain decoding.
 
-        Args:
-            gain: tokens per second of the round over plain decoding's.
-            rounds: duration of the round, in rounds of plain decoding.
+        `rounds` is its duration, in rounds of plain decoding.
         """
         self._credit += (gain - 1 - MARGIN) * rounds
         if self._credit < 0:
@@ -81,16 +73,12 @@ class Calibration:
         self._accepted += RECOVERY * (self._predicted - self._accepted)
 
 
-class RoundShapes(NamedTuple):
-    """Tree shapes that captured rounds exist for.
+@dataclass(frozen=True)
+class RoundShapes:
+    """Tree shapes that captured rounds exist for."""
 
-    Attributes:
-        max_depth: maximum number of draft levels.
-        nodes: rows per request of the target pass, by graph, ascending; the first is 1 (plain decoding).
-    """
-
-    max_depth: int
-    nodes: tuple[int, ...]
+    max_depth: int  # D, the maximum number of draft levels
+    nodes: tuple[int, ...]  # rows per request of the target pass, by graph, ascending; the first is 1 (plain decoding)
 
     def fitting(self, nodes: int) -> int:
         """Return the rows of the smallest graph with room for `nodes` nodes, or of the largest graph."""
@@ -104,25 +92,17 @@ class TreeYield:
     verified tree therefore yields an estimate for every smaller shape: the sum of its best values within that shape.
     All shapes start from the assumption that every node is accepted, so the largest is tried first, which yields an
     estimate for all of them.
-
-    Attributes:
-        promised: expected accepted tokens before calibration, float64 [max_depth, len(shapes.nodes)].
     """
 
     def __init__(self, shapes: RoundShapes):
         self.shapes = shapes
         self._rows, self._levels = np.array(shapes.nodes), np.arange(1, shapes.max_depth + 1)
         self._most = np.minimum(self._levels[:, None], self._rows - 1.0)  # [levels, nodes]: all accepted
-        self.promised = self._most.copy()
+        self.promised = self._most.copy()  # [levels, nodes]: expected accepted tokens before calibration
         self._seen = np.zeros_like(self.promised)  # number of rounds that each shape was estimated from
 
     def observe(self, levels: int, nodes: int, trees: Sequence[TokenTree]) -> None:
-        """Update from a round's trees.
-
-        Args:
-            levels, nodes: shape of the round, an upper bound of every tree's.
-            trees: the verified adaptive trees.
-        """
+        """Update from a round's verified adaptive trees, which have at most the round's `levels` and `nodes`."""
         columns = self.shapes.nodes.index(nodes) + 1
         observed = np.mean([self._value_sums(tree, levels, columns) for tree in trees], axis=0)
         region = np.s_[:levels, :columns]

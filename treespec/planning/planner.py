@@ -66,45 +66,26 @@ IDLE_ROUNDS = 8
 
 
 class _BatchSizeState:
-    """Gain and backoff of batches of similar size (2^k to 2^(k+1) - 1 requests), because both depend on the size.
-
-    One state for all sizes: +4 %.
-
-    Args:
-        requests: smallest batch of this size class.
-
-    Attributes:
-        gain: running mean of tokens per second over plain decoding's, of all rounds that speculate (1: +59 %).
-        ssms: backoff of rounds in which SSMs draft.
-        model_free: backoff of rounds in which only sources without a model draft.
-    """
+    """Gain and backoff of batches of `requests` to 2 * `requests` - 1 requests (one state for all sizes: +4 %)."""
 
     def __init__(self, requests: int) -> None:
-        self.gain = INITIAL_GAIN
-        self.ssms, self.model_free = SpeculationBackoff(requests), SpeculationBackoff(requests)
+        self.gain = INITIAL_GAIN  # mean of tokens per second over plain decoding's, of rounds that speculate (1: +59 %)
+        self.ssms = SpeculationBackoff(requests)  # of rounds in which SSMs draft
+        self.model_free = SpeculationBackoff(requests)  # of rounds in which only sources without a model draft
 
 
 @dataclass
 class PlannedRound:
-    """What the planner needs of a round from its plans to its observation, when the next round may be planned already.
-
-    Attributes:
-        batch: the requests.
-        costed: what costs depend on.
-        token_weights: by request, see `_weights_of_tokens`.
-        asks_sources: whether any source is asked to draft.
-        adaptive_depth: most levels of a captured round's adaptive trees.
-    """
+    """What the planner needs of a round when it observes it; the next one may be planned already."""
 
     batch: Sequence[Request]
-    costed: CostedBatch
-    token_weights: list[float]
-    asks_sources: bool = False
-    adaptive_depth: int = 0
+    costed: CostedBatch  # what costs depend on
+    token_weights: list[float]  # by request, see `_weights_of_tokens`
+    asks_sources: bool = False  # whether any source is asked to draft
+    adaptive_depth: int = 0  # most levels of a captured round's adaptive trees
 
     @property
     def size(self) -> int:
-        """Number of requests."""
         return len(self.token_weights)
 
 
@@ -113,24 +94,21 @@ class Planner:
 
     Speculation that gains nothing over plain decoding is paused with exponential backoff, separately for SSMs and for
     sources without a model.
-
-    Args:
-        cost: measured cost curve. With `shapes`, it is the curve of a whole batch by rows per request.
-        learns_seconds: whether times measured in rounds correct the curve.
-        shapes: tree shapes of captured rounds, which are chosen in advance; None if trees are cut after growth.
-
-    Attributes:
-        round: the round that was planned last, or that is observed.
     """
 
-    def __init__(self, cost: CostCurve, learns_seconds: bool = True, shapes: RoundShapes | None = None):
+    def __init__(
+        self,
+        cost: CostCurve,  # with `shapes`, that of a whole batch by rows per request
+        shapes: RoundShapes | None = None,  # of captured rounds, chosen in advance; None if trees are cut after growth
+    ):
         self.shapes = shapes
-        self.costs = RoundCosts(cost, learns_seconds)
+        self.costs = RoundCosts(cost)
         self._yield = None if shapes is None else TreeYield(shapes)
         self._states: dict[int, _BatchSizeState] = {}
         self._calibration = Calibration()
         self._best_shapes: dict[int, tuple[int, int]] = {}  # by depth, chosen since the last observation
-        self.round = PlannedRound((), self.costs.batch, [1.0])  # of one request, until a batch is planned
+        # The round that was planned last, or that is observed; of one request, until a batch is planned.
+        self.round = PlannedRound((), self.costs.batch, [1.0])
 
     def expects_ssms(self, requests: Sequence[Request]) -> bool:
         """Return whether a first draft level is expected to pay for a batch of these requests.
@@ -144,18 +122,13 @@ class Planner:
         self,
         requests: Sequence[Request],
         max_model_len: int,
+        # Returns the tokens of a request that the leading SSM must read before it drafts; None without SSMs
         unread: Callable[[Request], int] | None = None,
-        others_wait: bool = False,
+        others_wait: bool = False,  # whether requests are queued, so that one that ends frees its place for another
     ) -> list[DraftPlan]:
         """Return the draft plan of each request; depth 0 where drafting does not pay.
 
         With `shapes`, a plan is exactly what is drafted and verified; without, it is an upper bound.
-
-        Args:
-            requests: the batch.
-            max_model_len: maximum positions of a request.
-            unread: returns the tokens of a request that the leading SSM must read before it drafts; None without SSMs.
-            others_wait: whether requests are queued, so that a finished request frees its place for another.
         """
         self._begin(requests)
         if all(request.spec.is_plain for request in requests):
@@ -245,11 +218,8 @@ class Planner:
 
         Returns (0, 1), plain decoding, unless the gain over it exceeds the margin.
         """
-        if depth not in self._best_shapes:
-            self._best_shapes[depth] = self._search_shapes(tree_yield, depth)
-        return self._best_shapes[depth]
-
-    def _search_shapes(self, tree_yield: TreeYield, depth: int) -> tuple[int, int]:
+        if (best := self._best_shapes.get(depth)) is not None:
+            return best
         shapes, costs = tree_yield.shapes, self.costs
         count = np.arange(1, depth + 1)
         verify = costs.verify_each(np.array(shapes.nodes))
@@ -258,9 +228,9 @@ class Planner:
         tokens = 1 + self._calibration.value * tree_yield.promised[:depth]
         rates = np.where(count[:, None] < np.array(shapes.nodes), tokens / seconds, 0.0)
         level, column = divmod(int(rates.argmax()), len(shapes.nodes))
-        if rates[level, column] * costs.plain <= 1 + MARGIN:
-            return 0, 1
-        return level + 1, shapes.nodes[column]
+        pays = rates[level, column] * costs.plain > 1 + MARGIN
+        best = self._best_shapes[depth] = (level + 1, shapes.nodes[column]) if pays else (0, 1)
+        return best
 
     @property
     def rate(self) -> float:
@@ -354,20 +324,12 @@ class Planner:
         requests: Sequence[Request],
         trees: Sequence[TokenTree],
         emitted: Sequence[int],
-        seconds: RoundSeconds | None = None,
+        seconds: RoundSeconds | None = None,  # measured time of the round; None keeps the modelled costs
         drafted: Drafted = NOTHING_DRAFTED,
-        rows: int | None = None,
-        planned: PlannedRound | None = None,
+        rows: int | None = None,  # rows of the target pass as the cost curve counts them; None = all nodes of all trees
+        planned: PlannedRound | None = None,  # the round, if another one was planned after it
     ) -> None:
-        """Update costs, calibration, gain and backoff from a verified round.
-
-        Args:
-            requests, trees, emitted: verified requests with their trees and numbers of emitted tokens.
-            seconds: measured time of the round; None keeps the modelled costs.
-            drafted: what the SSMs drafted.
-            rows: rows of the target pass as the cost curve counts them; None = all nodes of all trees.
-            planned: the round, if another one was planned after it.
-        """
+        """Update costs, calibration, gain and backoff from verified requests, their trees and emitted tokens."""
         if not requests:
             return
         if planned is not None:
@@ -382,35 +344,20 @@ class Planner:
         if not drafted.levels:  # so that SSMs that stopped drafting are eventually retried
             self._calibration.miss()
         if speculates and any(request.spec.is_adaptive for request in requests):
-            self._learn_gain(requests, trees, emitted, drafted, rows, grows)
+            state, count = self._state, len(requests)
+            rounds = self.costs.speculative(rows, drafted) / self.costs.plain
+            weight_of = dict(zip(self.round.batch, self.round.token_weights, strict=True))
+            weights = [weight_of[request] for request in requests]  # without failed requests of the batch
+            gain = sum(w * tokens for w, tokens in zip(weights, emitted, strict=True)) / sum(weights) / rounds
+            state.gain += GAIN_EMA * (gain - state.gain)
+            if grows:
+                promised = sum(float(tree.values[1:].sum()) for tree in trees)
+                self._calibration.add((sum(emitted) - count) / count, promised / count)
+            (state.ssms if drafted.levels else state.model_free).observe(gain, rounds)
+            if drafted.levels and self._yield is not None:
+                tried = [t for t, r in zip(trees, requests, strict=True) if r.spec.is_adaptive and len(t.values) > 1]
+                if tried:
+                    self._yield.observe(drafted.levels, self._yield.shapes.fitting(rows), tried)
         self._best_shapes.clear()
         if self._yield is not None and (depth := self.round.adaptive_depth):
             self._best_shape(self._yield, depth)  # now, when the device may be busy, rather than before the next launch
-
-    def _learn_gain(
-        self,
-        requests: Sequence[Request],
-        trees: Sequence[TokenTree],
-        emitted: Sequence[int],
-        drafted: Drafted,
-        rows: int,
-        grows: bool,
-    ) -> None:
-        """Update calibration, gain, backoff and yield from a round that speculates; `grows`: it has drafted nodes."""
-        state, count = self._state, len(requests)
-        rounds = self.costs.speculative(rows, drafted) / self.costs.plain
-        weight_of = dict(zip(self.round.batch, self.round.token_weights, strict=True))
-        weights = [weight_of[request] for request in requests]  # without failed requests of the batch
-        gain = sum(w * tokens for w, tokens in zip(weights, emitted, strict=True)) / sum(weights) / rounds
-        state.gain += GAIN_EMA * (gain - state.gain)
-        if grows:
-            promised = sum(float(tree.values[1:].sum()) for tree in trees)
-            self._calibration.add((sum(emitted) - count) / count, promised / count)
-        if not drafted.levels:
-            state.model_free.observe(gain, rounds)
-            return
-        state.ssms.observe(gain, rounds)
-        if self._yield is not None:
-            tried = [t for t, r in zip(trees, requests, strict=True) if r.spec.is_adaptive and len(t.values) > 1]
-            if tried:
-                self._yield.observe(drafted.levels, self._yield.shapes.fitting(rows), tried)

@@ -45,31 +45,19 @@ MIN_ROW_SHARE = 0.03
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Costs measured on this machine, in seconds.
+    """Costs measured on this machine, in seconds."""
 
-    Args:
-        rows: row counts of the measured target passes of one request, ascending.
-        verify_seconds: time of each of these passes.
-        draft_seconds: draft level of one SSM for one request, host work included.
-        draft_start_seconds: fixed cost of a round's drafting, independent of its levels.
-        draft_request_seconds: marginal cost of a request in a draft pass of one SSM (without: +3 %, in a batch).
-        ssm_seconds: marginal cost of an SSM in a draft level.
-        read_seconds: cost of one prompt token in an SSM.
-        context: committed positions of each request during the measurement of all of the above.
-        position_seconds: marginal cost of a committed position in a target pass over one row.
-        row_position_seconds: marginal cost of a committed position for each further row that attends to it (without
-            both: +14 %, where contexts of 6,000 positions alternate with short ones).
-    """
-
-    rows: tuple[int, ...]
-    verify_seconds: tuple[float, ...]
-    draft_seconds: float
-    draft_start_seconds: float = 0.0
-    draft_request_seconds: float = 0.0
-    ssm_seconds: float = 0.0
-    read_seconds: float = 0.0
-    context: int = 0
-    position_seconds: float = 0.0
+    rows: tuple[int, ...]  # row counts of the measured target passes of one request, ascending
+    verify_seconds: tuple[float, ...]  # time of each of these passes
+    draft_seconds: float  # draft level of one SSM for one request, host work included
+    draft_start_seconds: float = 0.0  # fixed cost of a round's drafting, independent of its levels
+    draft_request_seconds: float = 0.0  # marginal cost of a request in a draft pass (without: +3 %, in a batch)
+    ssm_seconds: float = 0.0  # marginal cost of an SSM in a draft level
+    read_seconds: float = 0.0  # cost of one prompt token in an SSM
+    context: int = 0  # committed positions of each request during the measurement of all of the above
+    position_seconds: float = 0.0  # marginal cost of a committed position in a target pass over one row
+    # Marginal cost of a committed position for each further row that attends to it (without both: +14 %, where contexts
+    # of 6,000 positions alternate with short ones)
     row_position_seconds: float = 0.0
 
     def verify(self, rows: np.ndarray | float) -> np.ndarray:
@@ -94,26 +82,16 @@ class CostCurve:
 
 
 class RoundSeconds(NamedTuple):
-    """Measured seconds of a round by part.
+    """Measured seconds of a round by part."""
 
-    Attributes:
-        draft: drafting by the SSMs, without `read`.
-        read: reading committed tokens, such as prompts, that the SSMs had not read yet.
-        forward: the target pass.
-        host: everything else.
-    """
-
-    draft: float
-    read: float
-    forward: float
-    host: float
+    draft: float  # drafting by the SSMs, without `read`
+    read: float  # reading committed tokens, such as prompts, that the SSMs had not read yet
+    forward: float  # the target pass
+    host: float  # everything else
 
 
 class RobustMean:
-    """Running mean of times, with clipped steps to limit the influence of outliers.
-
-    It starts as the median of the first `WARMUP` times; `value` is 0 before the first one.
-    """
+    """Running mean with clipped steps. It starts as the median of the first `WARMUP` times, and is 0 before."""
 
     def __init__(self) -> None:
         self.value, self._first = 0.0, list[float]()
@@ -136,24 +114,15 @@ class _ExtraRowCost:
 
     The size of extra rows is their modelled time plus `MIN_ROW_SHARE` for each. All times are in modelled passes over
     one row of each request.
-
-    Attributes:
-        slowdown: running mean of measured over expected pass times.
-        excess: measured minus modelled time of extra rows, as a share of their size; at least -1.
     """
 
     def __init__(self) -> None:
-        self.slowdown, self.excess = RobustMean(), 0.0
+        self.slowdown = RobustMean()  # of measured over expected pass times
+        self.excess = 0.0  # measured minus modelled time of extra rows, as a share of their size; at least -1
         self._mean = self._variance = 0.0  # running mean and variance of the sizes
 
     def add(self, seconds: float, expected: float, size: float) -> None:
-        """Update with a target pass.
-
-        Args:
-            seconds: measured time.
-            expected: modelled time, corrected by `excess`.
-            size: size of the extra rows.
-        """
+        """Update with a target pass: its measured time, the one `expected`, and the size of its extra rows."""
         if not self.slowdown.value:
             self._mean = size
         deviation = size - self._mean
@@ -172,40 +141,25 @@ def _clipped(value: float, limit: float) -> float:
 
 
 class CostedBatch(NamedTuple):
-    """What costs depend on of a batch.
+    """What costs depend on of a batch."""
 
-    Attributes:
-        requests: number of requests, as the curve counts them.
-        extra_context: mean context length relative to the curve's.
-    """
-
-    requests: int
-    extra_context: float
+    requests: int  # number of requests, as the curve counts them
+    extra_context: float  # mean context length relative to the curve's
 
 
 class RoundCosts:
-    """Modelled seconds of the parts of a round, for the batch set by `begin`.
+    """Modelled seconds of the parts of a round, for the batch set by `begin`."""
 
-    Attributes:
-        batch: the batch that costs are modelled for.
-        draft_scale: measured over modelled seconds of drafting (1 throughout: +10 %).
-    """
-
-    def __init__(self, curve: CostCurve, learns: bool = True):
-        self.curve, self.learns = curve, learns
-        self.batch, self.draft_scale = CostedBatch(1, 0.0), 1.0
+    def __init__(self, curve: CostCurve):
+        self.curve, self.batch = curve, CostedBatch(1, 0.0)
+        self.draft_scale = 1.0  # measured over modelled seconds of drafting (1 throughout: +10 %)
         self._rows = _ExtraRowCost()
         self._hosts: dict[HostWork, RobustMean] = {}
         self._by_rows = curve.verify(np.arange(128))  # the curve's seconds by number of rows
         self._listed: list[float] = self._by_rows.tolist()  # an element of a list takes less time than one of an array
 
     def begin(self, requests: Sequence[Request], count: int | None = None) -> None:
-        """Set the batch: its number of requests and their mean context length relative to the curve's.
-
-        Args:
-            requests: the batch.
-            count: number of requests as the curve counts them, if it was measured for whole batches; None = all.
-        """
+        """Set the batch; `count` is 1 for a curve that was measured for whole batches, and None for all requests."""
         self._extend(len(requests))
         context = sum(request.context_len for request in requests) / len(requests)
         self.batch = CostedBatch(len(requests) if count is None else count, context - self.curve.context)
@@ -216,12 +170,6 @@ class RoundCosts:
         return self.one_row(self.batch.requests) + self.batch.requests * self.host("plain")
 
     def speculative(self, rows: int, drafted: Drafted) -> float:
-        """Return the modelled seconds of a speculative round, without reading prompts.
-
-        Args:
-            rows: rows of the target pass.
-            drafted: what the SSMs drafted.
-        """
         host = self.batch.requests * self.host(self._work(rows, drafted))
         return float(self.verify(rows)) + self.draft(drafted) + host
 
@@ -249,12 +197,7 @@ class RoundCosts:
         return self.curve.draft(drafted.levels, drafted.passes, drafted.request_passes) * self.draft_scale
 
     def learn(self, seconds: RoundSeconds, rows: int, drafted: Drafted, drafting: bool) -> None:
-        """Update the corrections with a round, in which sources were asked if it was `drafting`.
-
-        Its parts are divided by the slowdown of its target pass.
-        """
-        if not self.learns:
-            return
+        """Update the corrections with a round, in which sources were asked if it was `drafting`."""
         plain = self.one_row(self.batch.requests)
         size, expected = self._size_and_seconds(rows)
         self._rows.add(seconds.forward / plain, expected / plain, size / plain)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from treespec.errors import RequestError
 from treespec.sampling.form_limits import check_form, check_lark
-from treespec.sampling.grammar_tokens import read_tokenizer
 from treespec.sampling_params.structured_params import StructuredOutputsParams, closed_schema
 from treespec.text.prompt_tokenizer import check_text
 
@@ -51,7 +50,6 @@ class Grammars:
         return Grammar(parser, renew, num_prompt, self._end_tokens, self._vocab_size, self._device)
 
     def _new_parser(self, form: StructuredOutputsParams) -> "LLMatcher":
-        """Compile a fresh parser and cache it."""
         parser = self.parse(form)
         with self._lock:
             self._parsers.pop(form, None)
@@ -71,7 +69,7 @@ class Grammars:
         for text in (form.schema, form.regex, *(form.choice or ()), form.grammar, form.whitespace_pattern):
             check_text(text or "")
         if self._tokenizer is None:
-            self._tokenizer = read_tokenizer(self._user_tokenizer, self._vocab_size, self._end_tokens)
+            self._tokenizer = _read_tokenizer(self._user_tokenizer, self._vocab_size, self._end_tokens)
         check_form(form)
         try:
             source = _source(form)
@@ -86,6 +84,62 @@ class Grammars:
         if parser.is_error():
             raise RequestError(f"structured_outputs: {form.form} cannot be compiled: {_reason(parser)}")
         return parser
+
+
+def _read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -> "LLTokenizer":
+    """Build llguidance's tokenizer over the tokens that an output may contain."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+    from tokenizers import Tokenizer
+
+    fast = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not isinstance(fast, Tokenizer):
+        kind = "none" if tokenizer is None else type(tokenizer).__name__
+        raise RequestError(
+            f"structured_outputs need a fast tokenizer, one with a tokenizer.json; the model's is {kind}"
+        )
+    if not end_tokens:
+        raise RequestError("structured_outputs end with an end token, and the model has none")
+    fast = Tokenizer.from_str(fast.to_str())
+    fast.no_padding()
+    fast.no_truncation()
+    size = max(vocab_size, fast.get_vocab_size(with_added_tokens=True))
+    try:
+        base = LLTokenizer(fast.to_str(), n_vocab=size, eos_token=list(end_tokens))
+    except ValueError as error:
+        raise RequestError(f"structured_outputs: llguidance cannot read the model's tokenizer: {error}") from None
+    wrapper = _PlainTextTokenizer(base, vocab_size, end_tokens)
+    wrapper.plain = LLTokenizer(TokenizerWrapper(wrapper), eos_token=list(end_tokens))
+    return wrapper.plain
+
+
+class _PlainTextTokenizer:
+    """Tokenizes a constraint's texts without special tokens: the model's would encode "</s>" as the end token."""
+
+    bos_token_id = None
+    plain: "LLTokenizer"  # llguidance's, restricted to the target's ordinary tokens
+
+    def __init__(self, base: "LLTokenizer", vocab_size: int, end_tokens: Sequence[int]):
+        self.eos_token_id, self._base = end_tokens[0], base
+        self.tokens = [base.decode_bytes([token]) for token in range(vocab_size)]
+        without_text = [token for token, text in enumerate(self.tokens) if text == b"<[%d]>" % token]
+        special = {*filter(base.is_special_token, range(vocab_size)), *without_text, *end_tokens}
+        self.special_token_ids = sorted(special)
+        self._ordinary = frozenset(range(vocab_size)) - special
+
+    def __call__(self, text: str) -> list[int]:
+        tokens = self._base.tokenize_str(text)
+        return tokens if self._ordinary.issuperset(tokens) else self._longest(text)
+
+    def _longest(self, text: str) -> list[int]:
+        """Tokenize by greedy longest match, up to the first byte without a token (llguidance skips such bytes)."""
+        data, end = text.encode(), 0
+        tokens: list[int] = []
+        for token in self.plain.greedy_tokenize(text):
+            if not data.startswith(self.tokens[token], end):
+                break
+            tokens.append(token)
+            end += len(self.tokens[token])
+        return tokens
 
 
 def _run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatcher":
@@ -169,8 +223,7 @@ class Grammar:
     def excluded(self, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> Tensor:
         """Return the tokens that are not allowed next: bool [vocab] on the logits' device.
 
-        Raises:
-            RequestError: the text violates the grammar or exceeds llguidance's limits.
+        Raises RequestError if the text violates the grammar or exceeds llguidance's limits.
         """
         path = tuple(ancestors)
         if not self._end_tokens.isdisjoint(path):  # llguidance accepts an end token, but cannot recover from it

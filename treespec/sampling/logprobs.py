@@ -14,10 +14,7 @@ BYTES_PER_LOGIT = 32  # of memory that `LogprobRows.of` needs at most
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability and rank in the model's untransformed distribution.
-
-    Ranks start at 1. Ties prefer lower ids.
-    """
+    """A token's log-probability and rank, from 1, in the untransformed distribution; ties prefer lower ids."""
 
     logprob: float
     rank: int
@@ -34,12 +31,9 @@ class LogprobRows(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, token_ids: Tensor, count: int) -> "LogprobRows":
-        """Compute the rows. All shapes are known in advance, so that CUDA graphs can capture it.
+        """Compute the rows of logits [num_rows, vocab], finite or -inf, and of the chosen tokens, int64 [num_rows].
 
-        Args:
-            logits: [num_rows, vocab], finite or -inf.
-            token_ids: int64 [num_rows].
-            count: at most the vocabulary size.
+        All shapes are known in advance, so that CUDA graphs can capture it.
         """
         raw, index = logits.float(), token_ids[:, None]
         logprobs = torch.log_softmax(raw, 1)
@@ -78,12 +72,9 @@ class LogprobRows(NamedTuple):
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
-    """Return the log-probabilities of each row's chosen token and of its `count` most likely tokens, descending.
+    """Return the log-probabilities of each row's chosen token, the first, and of its `count` most likely tokens.
 
-    Args:
-        logits: [num_rows, vocab], untransformed.
-        tokens: the chosen token of each row, first in its result.
-        count: number of most likely tokens, at most the vocabulary size.
+    The logits are [num_rows, vocab], untransformed.
     """
     entries = list[dict[int, Logprob]]()
     for start in range(0, len(tokens), _ROWS):

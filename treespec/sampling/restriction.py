@@ -45,10 +45,7 @@ class Restriction:
             return torch.zeros_like(self._unlisted_on_device)
 
     def prune(self, tree: TokenTree, tokens: Sequence[int]) -> TokenTree:
-        """Remove nodes that the target may not choose, with their subtrees.
-
-        A tree with random draws is returned unchanged (see `TokenTree.keep`).
-        """
+        """Remove nodes that the target may not choose, with their subtrees; random draws stay (`TokenTree.keep`)."""
         if tree.draw_rows is not None:
             return tree
         fits = np.append(True, ~self._unlisted[tree.tokens[1:]])

@@ -24,8 +24,6 @@ from treespec_kernels.sampling.coupled_choice import RowNoise
 from treespec_kernels.sampling.row_topk import row_topk_triton
 
 _VERIFY_STREAM, DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample index in the generator's key
-
-
 SEED_BITS = 53  # bits of a generated seed, which is exact as a JSON number
 
 
@@ -70,15 +68,9 @@ class Sampler:
         return self.transforms.restriction if isinstance(self.transforms, Transforms) else None
 
     def choose(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
-        """Return the token that plain decoding emits here: argmax of scores, plus noise if sampled.
+        """Return the token that plain decoding emits here: argmax of `Transforms.scores`, plus noise if sampled.
 
-        Args:
-            logits: [vocab], the target's.
-            tokens: prompt and output so far.
-            ancestors: tree path after them.
-
-        Raises:
-            RequestError: a processor failed, no token is left, or the target computed NaN or infinity.
+        Raises RequestError if a processor failed, no token is left, or the target computed NaN or infinity.
         """
         position = len(tokens) + len(ancestors)
         if self._kernel_noise:
@@ -94,10 +86,7 @@ class Sampler:
         return token
 
     def _choose_by_kernel(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int], position: int) -> int:
-        """Compute temperature, noise and argmax in one kernel.
-
-        Logits without other transforms are passed unmodified, as in captured rounds.
-        """
+        """Compute temperature, noise and argmax in one kernel; logits without transforms as in captured rounds."""
         unmodified = not self.params.transforms_logits and not self.params.truncates
         scores = logits if unmodified else self.transforms.scores(logits, tokens, ancestors)
         seed, sample = (np.uint64(word).astype(np.int64).item() for word in self.key)
@@ -113,10 +102,7 @@ class Sampler:
         return int(choice.tokens)
 
     def target_probs(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> np.ndarray:
-        """Return the target's probabilities, float32 [vocab].
-
-        Arguments and errors as in `choose`; temperature above 0.
-        """
+        """Return the target's probabilities, float32 [vocab], at a temperature above 0; errors as in `choose`."""
         with one_thread():
             scores = self.transforms.scores(logits, tokens, ancestors)
             self._check(float(scores.max()), logits, len(tokens) + len(ancestors))
@@ -129,14 +115,8 @@ class Sampler:
         stops at a token that ends the request. If a choice below the root fails, the tokens before it are emitted, as
         in plain decoding, and the next walk fails at its root.
 
-        Args:
-            tree: the tree to verify.
-            logits: [num_nodes, vocab].
-            tokens: prompt and output up to the root.
-            most: remaining tokens of the request.
-
-        Returns:
-            The accepted path, int64 [1 + accepted], root first, and the token after it.
+        `logits` are [num_nodes, vocab], `tokens` prompt and output up to the root, `most` the request's remaining
+        tokens. Returns the accepted path, int64 [1 + accepted], root first, and the token after it.
         """
         below = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
         children = {key: node for node, key in enumerate(below) if node}
@@ -157,15 +137,11 @@ class Sampler:
             ancestors.append(token)
 
     def temper(self, logits: Tensor, position: int, rule: str) -> None:
-        """Adjust draft logits to predict the target's choice at `position`.
+        """Adjust draft logits, float32 [num_rows, vocab], in place to predict the target's choice at `position`.
 
         Divides by the temperature. The "coupled" rule adds the target's noise: the softmax, used as child probability,
         is then the choice distribution of a target whose log-probabilities differ from the draft's by further Gumbel
         noise. For random draws the draft is truncated like the target; coupled drafts do not benefit from truncation.
-
-        Args:
-            logits: float32 [num_rows, vocab], modified in place.
-            position: position of the drafted token.
         """
         if self.temperature > 0:
             logits.div_(self.temperature)
@@ -192,7 +168,6 @@ class Sampler:
 
     @cached_property
     def _oracle(self) -> RandomOracle:
-        """Randomness of verification."""
         return RandomOracle(self.generator(_VERIFY_STREAM))
 
     @cached_property

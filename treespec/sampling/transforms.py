@@ -1,10 +1,10 @@
-"""Transforms of a request's logits, applied to one row at a time.
+"""Transforms of a request's logits: as inputs of the kernels of captured rounds, and applied to one row at a time.
 
 Plain decoding and tree nodes use the same code on each row alone, so a row's bits do not depend on the other rows.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,10 +13,10 @@ from torch import Tensor
 from treespec.errors import RequestError, describe_error
 from treespec.sampling.grammar import Grammar
 from treespec.sampling.restriction import Restriction
-from treespec.sampling.row_transforms import TransformRow, bias_row, count_row, has_state, runs_by_kernels
 from treespec.sampling_params import SamplingParams
 from treespec.utils.torch_state import outside_code
 from treespec_kernels.sampling.logit_transforms import (
+    IN_PROMPT,
     TransformInputs,
     logit_transforms_triton,
     penalised_row,
@@ -26,6 +26,48 @@ from treespec_kernels.sampling.logit_transforms import (
 
 _STEP = 8  # numbers of end tokens and of a path's tokens are rounded up to multiples, for few variants of a kernel
 _NUCLEUS = 64  # most likely draft tokens considered for top_p
+
+
+def runs_by_kernels(params: SamplingParams) -> bool:
+    """Whether kernels compute all transforms; bad words, structured outputs and logits processors need the host."""
+    return not params.bad_words and not params.logits_processors and params.structured_outputs is None
+
+
+def has_state(params: SamplingParams) -> bool:
+    """Return whether the transforms need a row of biases and token counts."""
+    return bool(params.has_penalties or params.logit_bias) or params.allowed_token_ids is not None
+
+
+class TransformRow(NamedTuple):
+    """Parameters of a request: a row of `TransformInputs.numbers`, and of its `options` behind the slot."""
+
+    numbers: tuple[float, ...]
+    options: tuple[int, int]
+
+    @classmethod
+    def of(cls, params: SamplingParams, num_prompt: int, vocab_size: int) -> "TransformRow":
+        log_min_p = float(np.log(params.min_p)) if params.min_p > 0 else -np.inf
+        penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        least = num_prompt + params.min_tokens if params.min_tokens else 0
+        return cls((params.temperature, params.top_p, log_min_p, *penalties), (min(params.top_k, vocab_size), least))
+
+
+def bias_row(params: SamplingParams, vocab_size: int) -> np.ndarray:
+    """Return what is added to the logits, float32 [vocab]: -inf for excluded tokens."""
+    allowed = params.allowed_token_ids
+    row = np.full(vocab_size, 0.0 if allowed is None else -np.inf, dtype=np.float32)
+    if allowed is not None:
+        row[list(allowed)] = 0.0
+    for token, bias in (params.logit_bias or {}).items():
+        row[token] += np.float32(bias)
+    return row
+
+
+def count_row(tokens: Sequence[int], num_prompt: int, vocab_size: int) -> np.ndarray:
+    """Return the row of `TransformInputs.counts` of a text, int32 [vocab]."""
+    row = np.bincount(tokens[num_prompt:], minlength=vocab_size).astype(np.int32)
+    row[np.unique(np.asarray(tokens[:num_prompt], dtype=np.int64))] += IN_PROMPT
+    return row
 
 
 class Transforms:
@@ -40,8 +82,7 @@ class Transforms:
         vocab_size: int,  # the target's vocabulary size
         device: torch.device,  # of the logits
         grammar: Grammar | None = None,
-        # Use the kernel of captured rounds instead of its reference; only if `runs_by_kernels`
-        by_kernel: bool = False,
+        by_kernel: bool = False,  # use the kernel of captured rounds, not its reference, if `runs_by_kernels`
     ):
         self.params, self._num_prompt, self._vocab_size, self._device = params, num_prompt, vocab_size, device
         by_kernel = by_kernel and runs_by_kernels(params)
@@ -64,10 +105,7 @@ class Transforms:
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
         """Return float32 [vocab]: log-probabilities up to a constant, -inf for excluded tokens.
 
-        Args:
-            logits: the target's logits after the last of `ancestors`, [vocab]; not modified.
-            tokens: prompt and output so far.
-            ancestors: tree path after them.
+        `logits`, [vocab], are the target's after `ancestors`, the tree path behind prompt and output `tokens`.
         """
         if len(self._biases):
             self._count(tokens)
@@ -108,10 +146,7 @@ class Transforms:
 
 
 class _BadWords:
-    """Forbidden token sequences.
-
-    They are indexed by the tokens before their last one, so that the cost of a lookup does not grow with their number.
-    """
+    """Forbidden sequences by the tokens before their last one, so that a lookup does not cost by their number."""
 
     def __init__(self, words: Sequence[Sequence[int]]):
         self._ends: dict[tuple[int, ...], list[int]] = {}
@@ -129,7 +164,6 @@ class _BadWords:
 
 
 def _process(processor: object, scores: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-    """Apply a Hugging Face logits processor."""
     name = getattr(processor, "__name__", type(processor).__name__)
     with outside_code():
         ids = torch.tensor([[*tokens, *ancestors]], dtype=torch.int64, device=scores.device)
@@ -164,13 +198,9 @@ def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
 
 
 def call_processor(name: str, call: Callable[[], Any], size: int, device: torch.device) -> Tensor:
-    """Call a logits processor and return a copy of its scores, which it may keep and modify.
+    """Call a logits processor and return a copy of its scores, which it may keep and modify: float32 [size].
 
-    Returns:
-        float32 [size].
-
-    Raises:
-        RequestError: the processor fails, or returns anything but dense floating-point scores [1, size].
+    Raises RequestError if it fails, or returns anything but dense floating-point scores [1, size].
     """
     scores = torch.empty(size, dtype=torch.float32, device=device)
     try:

@@ -21,7 +21,7 @@ from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import DraftError
 from treespec.models.decoder import Decoder
 from treespec.models.model_config import ModelConfig
-from treespec.planning.draft_plan import Prices
+from treespec.planning.planner import Planner
 from treespec.request import Request
 from treespec_weights.draft_vocabulary import expand_embedding, read_draft_vocabulary
 from treespec_weights.vocabularies import REDUCED, Connection, connect
@@ -109,7 +109,7 @@ def foreign_drafters(
     target: ModelConfig | AdapterConfig,
     length: int,
     scratch: int,
-    prices: Prices,
+    prices: Planner,
     ssms: SsmDrafter | None,
     has_others: bool,
 ) -> list[ForeignDrafter]:

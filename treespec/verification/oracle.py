@@ -18,11 +18,7 @@ class Oracle(Protocol):
 
 
 class RandomOracle:
-    """Oracle over a numpy Generator; each call consumes one uniform number in [0, 1).
-
-    Args:
-        generator: seeded by the caller, which may also use it.
-    """
+    """Oracle over a numpy Generator, which the caller may also use; each call consumes one uniform number in [0, 1)."""
 
     def __init__(self, generator: np.random.Generator):
         self._uniform = generator.random
@@ -34,9 +30,7 @@ class RandomOracle:
     def choose(self, weights: np.ndarray) -> int:
         """Sample an index by inverse CDF, first over block sums, then within one block.
 
-        Args:
-            weights: float32 or float64 [vocab], non-negative, not all 0; they need not sum to 1. An index with weight 0
-                is never returned.
+        Weights, float32 or float64 [vocab], are non-negative, not all 0; an index with weight 0 is never returned.
         """
         whole = len(weights) // _BLOCK * _BLOCK
         sums = np.append(np.add.reduce(weights[:whole].reshape(-1, _BLOCK), axis=1), np.add.reduce(weights[whole:]))

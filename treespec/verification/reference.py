@@ -19,29 +19,22 @@ Draw = tuple[int, int, int | None]
 
 
 def verify_tree(
-    rule: str,
+    rule: str,  # "naive", "rejection" or "traversal"
+    # [num_nodes]; node 0 is the root, the last committed token. Siblings have distinct tokens: a token drawn twice is
+    # one node with two draws
     tokens: Sequence[int],
-    parents: Sequence[int],
+    parents: Sequence[int],  # [num_nodes], -1 for the root, otherwise smaller than the node's index
+    # (parent, child, q), in draw order at each parent. q is the row of `draft_probs` that the child's token was sampled
+    # from, None for a deterministic proposal
     draws: Sequence[Draw],
-    target_probs: np.ndarray,
-    draft_probs: np.ndarray,
-    oracle: Oracle,
+    target_probs: np.ndarray,  # float64 [num_nodes, vocab], the target's distribution after each node
+    draft_probs: np.ndarray,  # float64 [num_rows, vocab], of drafts; [0, vocab] if all proposals are deterministic
+    oracle: Oracle,  # source of randomness, such as `treespec.verification.verify.RandomOracle`
 ) -> tuple[list[int], int]:
     """Decide which nodes of a token tree the target accepts, and sample the token after them.
 
     The tokens along the path and the one after it follow the target's distribution for any drafts, provided each draw
     was sampled from its given distribution (requirements: `treespec.verification.verify`).
-
-    Args:
-        rule: "naive", "rejection" or "traversal".
-        tokens: [num_nodes]; node 0 is the root, the last committed token. Siblings have distinct tokens: a token drawn
-            twice is one node with two draws.
-        parents: [num_nodes], -1 for the root, otherwise smaller than the node's index.
-        draws: (parent, child, q), in draw order at each parent. q is the row of `draft_probs` that the child's token
-            was sampled from, None for a deterministic proposal.
-        target_probs: float64 [num_nodes, vocab], the target's distribution after each node.
-        draft_probs: float64 [num_rows, vocab], draft distributions; [0, vocab] if all proposals are deterministic.
-        oracle: source of randomness, such as `treespec.verification.verify.RandomOracle`.
 
     Returns:
         The accepted node indices, root first, and the token after them.

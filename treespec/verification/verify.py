@@ -59,23 +59,12 @@ TargetProbs = Callable[[int], np.ndarray | None]
 
 
 def verify_drawn(rule: str, tree: TokenTree, target: TargetProbs, oracle: Oracle) -> tuple[np.ndarray, int]:
-    """Verify a tree with a rule that uses the draft distributions.
+    """Verify a tree by "rejection" or "traversal": return the accepted path, int64, root first, and the token after it.
 
-    Args:
-        rule: "rejection" or "traversal".
-        tree: a draw's distribution is row `draw_rows` of `draft_probs`, renormalised without the tokens of
-            `draw_excluded`; a row of -1, or `draw_rows` None, means one-hot.
-        target: returns the target's distribution after a node, float32 or float64 [vocab]. It is called only for nodes
-            whose distribution is needed, in any order, and its result is not modified. None (never for the root) ends
-            the output: if the node is accepted, its token is the last one.
-        oracle: source of randomness.
-
-    Returns:
-        The accepted path, int64 [1 + accepted], root first, and the token after it.
-
-    Raises:
-        ConfigError: unknown rule.
-        Exception: raised by `target`.
+    A draw's distribution is its row of `draft_probs`, renormalised without the tokens of `draw_excluded`; a row of -1,
+    or `draw_rows` None, means one-hot. `target` returns the target's distribution after a node, float32 or float64
+    [vocab]. It is called only for nodes whose distribution is needed, in any order, and its result is not modified.
+    None (never for the root) ends the output: if the node is accepted, its token is the last one.
     """
     reject_unknown("verification rule", [rule], RANDOM_DRAWS)
     below = draws_below(tree)
@@ -101,7 +90,6 @@ class Draw:
 
     @property
     def prob(self) -> float:
-        """Draft probability of the token."""
         q = 1.0 if self.row is None else float(self.row[self.token]) / self.row_mass
         assert q > 0, f"token {self.token} was drawn where its probability is {q}"
         return q
@@ -120,13 +108,9 @@ def draws_below(tree: TokenTree) -> list[list[Draw]]:
 
 
 class Residual:
-    """Unnormalised residual distribution at a node, and the probability that the node is accepted.
+    """Unnormalised residual distribution at a node, float [vocab], and the probability that the node is accepted.
 
     Accepting a draw needs only scalars, no pass over the vocabulary. The target's row is never modified.
-
-    Args:
-        probs: the target's distribution at the node, float [vocab].
-        accept: probability that the node is accepted.
     """
 
     def __init__(self, probs: np.ndarray, accept: float = 1.0):
@@ -139,12 +123,10 @@ class Residual:
         return min(1.0, self.accept * float(self.probs[draw.token]) / self.mass / draw.prob)
 
     def reject(self, draw: Draw) -> bool:
-        """Subtract the draw's distribution.
+        """Subtract the draw's distribution; return False if an accepted node has no mass left.
 
-        Returns:
-            False if an accepted node has no mass left, which only rounding can cause. Then r = q up to rounding, and
-            the caller accepts the draw (at r = q its acceptance probability is 1) or, if the token's probability is 0,
-            ignores it.
+        Only rounding can cause that. Then r = q up to rounding, and the caller accepts the draw (at r = q its
+        acceptance probability is 1) or, if the token's probability is 0, ignores it.
         """
         probs, mass = self.without(draw.token) if draw.row is None else self._minus(draw, draw.row)
         if not mass > 0 and self.accept == 1:
@@ -155,10 +137,7 @@ class Residual:
         return True
 
     def _minus(self, draw: Draw, row: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return max(a p - q, 0) in the scale of p, and its sum.
-
-        Takes three or four passes over the row, because only q is scaled.
-        """
+        """Return max(a p - q, 0) in the scale of p, and its sum, in three or four passes, because only q is scaled."""
         scale = min(self.mass / (self.accept * draw.row_mass), _MAX_SCALE)
         taken = np.multiply(row, scale, dtype=self.probs.dtype)
         if draw.excluded:
@@ -180,7 +159,6 @@ class Residual:
 
 
 def _rejection(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> tuple[np.ndarray, int]:
-    """Verify by the rejection rule."""
     path, token = [0], None
     while True:
         probs = target(path[-1])
@@ -200,8 +178,6 @@ def _rejection(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Ora
 
 
 def _traversal(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> tuple[np.ndarray, int]:
-    """Verify by the traversal rule."""
-
     def visit(node: int, accept: float, token: int | None = None) -> tuple[list[int], int] | None:
         """With probability `accept`, return the path from its deepest node up to `node`, and the token after it."""
         if not below[node] and not oracle.flip(accept):  # a leaf's distribution is needed only if the leaf is accepted

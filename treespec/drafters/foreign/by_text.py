@@ -19,44 +19,32 @@ DRAFT_TOKENS_PER_TOKEN = 2  # maximum number of generated draft tokens per token
 
 
 class _Generation:
-    """The text that the draft generates for one request in one round.
-
-    Attributes:
-        state, request: of the request.
-        depth: maximum length of the chain.
-        tokens: generated draft tokens that are text.
-        probs: the draft's probability of each generated token, including an end token.
-        data: bytes of the text.
-        ended: whether generation is complete.
-        end: the target's end token if the draft ended the text, or None.
-        encoded: the text in the target's tokens.
-    """
+    """The text that the draft generates for one request in one round, for a chain of at most `depth` tokens."""
 
     def __init__(self, state: ForeignState, request: Request, depth: int):
         self.state, self.request, self.depth = state, request, depth
-        self.tokens: list[int] = []
-        self.probs: list[float] = []
-        self.data = b""
-        self.ended = False
-        self.end: int | None = None
-        self.encoded: list[int] = []
+        self.tokens: list[int] = []  # generated draft tokens that are text
+        self.probs: list[float] = []  # the draft's probability of each generated token, including an end token
+        self.data = b""  # of the text
+        self.ended = False  # whether generation is complete
+        self.end: int | None = None  # the target's end token if the draft ended the text, or None
+        self.encoded: list[int] = []  # the text in the target's tokens
 
     @property
     def value(self) -> float:
         """The draft's probability of the text so far."""
         return float(np.prod(self.probs))
 
-    def position_rows(self) -> RequestRows:
-        """Return the row of the last generated token."""
-        state = self.state
-        return RequestRows.chain(len(state.context.tokens) + len(self.tokens) - 1, 1, state.pages, state.max_len)
+    @property
+    def position(self) -> int:
+        """Of the last generated token."""
+        return len(self.state.context.tokens) + len(self.tokens) - 1
 
 
 class TextDrafter(ForeignDrafter):
     """Drafts one chain per request from generated text, re-encoded with the target's tokenizer."""
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
-        """Return one chain per request, rooted at its last token."""
         trees, indices = roots(requests), self._update_contexts(requests, max_depths)
         if not indices or not self._begins([requests[i] for i in indices], 1.0):
             return trees
@@ -69,8 +57,8 @@ class TextDrafter(ForeignDrafter):
             if adaptive and not self.pass_value.pays(sum(generation.value for generation in running)):
                 break
             with self.pass_value.timed():
-                rows = [generation.position_rows() for generation in running]
-                self._append(running, self._forward(rows, [generation.tokens[-1] for generation in running], None))
+                rows = [RequestRows.chain(g.position, 1, g.state.pages, g.state.max_len) for g in running]
+                self._append(running, self._forward(rows, [generation.tokens[-1] for generation in running]))
             for generation in running:
                 generation.state.ahead = generation.tokens[:-1]
         for i, generation in zip(indices, generations, strict=True):

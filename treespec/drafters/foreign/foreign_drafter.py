@@ -5,7 +5,7 @@ A foreign draft has its own KV cache, keeps each request's text in its own token
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from treespec.cache.kv_cache import KVCache
 from treespec.drafters.foreign.retokenize import Context, Translation
 from treespec.models.decoder import Decoder
-from treespec.planning.draft_plan import Prices
+from treespec.planning.planner import Planner
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -31,29 +31,17 @@ _RECOVERY_RATE = 0.002  # of the calibration towards 1 per round without a draft
 
 @dataclass
 class ForeignState:
-    """A request's state between rounds.
+    """A request's state between rounds."""
 
-    Attributes:
-        context: the text in the draft's tokens.
-        pages: int64, in the draft's own cache.
-        max_len: maximum number of draft tokens of the request.
-        valid: number of leading context tokens with K/V.
-        ahead: draft tokens after the context with K/V: accepted or generated tokens.
-        poisoned: whether its K/V may contain NaN.
-        masks: ancestor mask of the tree being drafted, bool [slots, slots].
-        proposed: this round's tree, or None.
-        accepted_alone: number of accepted tokens so far that no other source proposed.
-    """
-
-    context: Context
-    pages: np.ndarray
-    max_len: int
-    valid: int = 0
-    ahead: list[int] = field(default_factory=list)
-    poisoned: bool = False
-    masks: np.ndarray = field(default_factory=lambda: np.ones((1, 1), dtype=bool))
-    proposed: TokenTree | None = None
-    accepted_alone: int = 0
+    context: Context  # the text in the draft's tokens
+    pages: np.ndarray  # int64, in the draft's own cache
+    max_len: int  # maximum number of draft tokens of the request
+    valid: int = 0  # number of leading context tokens with K/V
+    ahead: list[int] = field(default_factory=list)  # accepted or generated tokens with K/V after the context
+    poisoned: bool = False  # whether its K/V may contain NaN
+    masks: np.ndarray = field(default_factory=lambda: np.ones((1, 1), dtype=bool))  # of ancestors, [slots, slots]
+    proposed: TokenTree | None = None  # this round's tree, or None
+    accepted_alone: int = 0  # number of accepted tokens so far that no other source proposed
 
     @property
     def is_timed(self) -> bool:
@@ -81,7 +69,7 @@ class PassValue:
     The calibration is a running estimate of accepted per expected tokens.
     """
 
-    def __init__(self, prices: Prices):
+    def __init__(self, prices: Planner):
         self._prices = prices
         self._calibration, self._seconds, self._passes = 1.0, 0.0, 0
 
@@ -106,10 +94,7 @@ class PassValue:
             self._seconds += _SECONDS_RATE * (min(took, 2 * self._seconds) - self._seconds)
 
     def observe(self, tree: TokenTree, accepted_alone: int) -> None:
-        """Update the calibration from a proposed tree.
-
-        `accepted_alone` counts the accepted tokens that no other source proposed; the others needed no pass.
-        """
+        """Update the calibration from a proposed tree and the accepted tokens that no other source proposed."""
         expected = float(tree.values[1:].sum())
         error = accepted_alone - self._calibration * expected
         updated = self._calibration + _CALIBRATION_RATE * error / max(expected, 1.0)
@@ -121,27 +106,17 @@ class PassValue:
 
 
 class ForeignDrafter(ABC):
-    """A draft with another tokenizer, selected in `SpecConfig.sources` by its own name or by "ssm".
-
-    Args:
-        name: for attribution.
-        model: the draft.
-        cache: its own, with one pool and pages for all concurrent requests.
-        translation: between the tokenizers.
-        capacity: maximum tokens of a request, in the draft's tokens; longer ones are not drafted for.
-        scratch: slots after them, for trees.
-        prices: of the engine's planner.
-    """
+    """A draft with another tokenizer, selected in `SpecConfig.sources` by its own name or by "ssm"."""
 
     def __init__(
         self,
-        name: str,
+        name: str,  # for attribution
         model: Decoder,
-        cache: KVCache,
-        translation: Translation,
-        capacity: int,
-        scratch: int,
-        prices: Prices,
+        cache: KVCache,  # its own, with one pool and pages for all concurrent requests
+        translation: Translation,  # between the tokenizers
+        capacity: int,  # maximum tokens of a request, in the draft's tokens; longer ones are not drafted for
+        scratch: int,  # slots after them, for trees
+        prices: Planner,  # what pays
     ):
         self.name, self.model, self.cache, self.translation = name, model, cache, translation
         self.capacity, self.scratch, self.prices = capacity, scratch, prices
@@ -158,11 +133,9 @@ class ForeignDrafter(ABC):
         """As `Drafter.commit`."""
 
     def allows(self, request: Request) -> bool:
-        """Return whether the request's `sources` allow this draft."""
         return request.spec.allows("ssm", self.name)
 
     def release(self, request: Request) -> None:
-        """Release a request and its pages."""
         self.evict(request)
 
     def evict(self, request: Request) -> None:
@@ -214,7 +187,7 @@ class ForeignDrafter(ABC):
         while late := [state for state in states if len(state.context.tokens) - state.valid > CHUNK]:
             rows = [RequestRows.chain(state.valid, CHUNK, state.pages, state.max_len) for state in late]
             tokens = [t for state in late for t in state.context.tokens[state.valid : state.valid + CHUNK]]
-            self._forward(rows, tokens, 0)
+            self._hidden(rows, tokens)
             for state in late:
                 state.valid += CHUNK
         starts = [min(state.valid, len(state.context.tokens) - 1) for state in states]
@@ -223,27 +196,23 @@ class ForeignDrafter(ABC):
             for state, start in zip(states, starts, strict=True)
         ]
         tokens = [t for state, start in zip(states, starts, strict=True) for t in state.context.tokens[start:]]
-        logits = self._forward(rows, tokens, np.cumsum([chain.num_rows for chain in rows]) - 1)
+        last = torch.from_numpy(np.cumsum([chain.num_rows for chain in rows]) - 1)
+        logits = self.model.logits(self._hidden(rows, tokens), last).float()
         for state in states:
             state.valid, state.masks = len(state.context.tokens), np.ones((1, 1), dtype=bool)
         return logits
 
-    def _forward(self, rows: list[RequestRows], tokens: Sequence[int], scored: np.ndarray | int | None) -> Tensor:
-        """Run one pass and return float32 logits [num_scored, draft vocab]; `scored`: 0 = no rows, None = all."""
+    def _forward(self, rows: list[RequestRows], tokens: Sequence[int]) -> Tensor:
+        """Run one pass and return float32 logits [num_rows, draft vocab]."""
+        return self.model.logits(self._hidden(rows, tokens)[: len(tokens)]).float()
+
+    def _hidden(self, rows: list[RequestRows], tokens: Sequence[int]) -> Tensor:
+        """Run one pass and return final hidden states, padding rows last."""
         pool = self.cache.pools[0]
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.model.device)
-        hidden = self.model.forward(ids, self.model.plan(rows, pool), pool)
-        if isinstance(scored, int):
-            return torch.empty(0, self.model.vocab_size, dtype=torch.float32, device=self.model.device)
-        every = scored is None
-        return self.model.logits(
-            hidden[: len(tokens)] if every else hidden, None if every else torch.from_numpy(scored)
-        ).float()
+        return self.model.forward(ids, self.model.plan(rows, pool), pool)
 
 
 def roots(requests: Sequence[Request]) -> list[TokenTree]:
     """Return one-node trees, which propose nothing."""
     return [TokenTree.root(request.tokens[-1]) for request in requests]
-
-
-DrawsFor = Callable[[Request], bool]

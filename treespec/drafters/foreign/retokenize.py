@@ -24,19 +24,13 @@ _SPACES = b" \t\r\n\x0b\x0c"
 
 @dataclass(frozen=True, eq=False)
 class Translation:
-    """Token mapping from a target's to a draft's vocabulary.
-
-    Args:
-        target, draft: tokenizers.
-        target_size, draft_size: rows of the embeddings.
-        ends: end tokens of target and draft from the model configs, which are treated as equivalent.
-    """
+    """Token mapping from a target's to a draft's vocabulary."""
 
     target: Codec
     draft: Codec
-    target_size: int
+    target_size: int  # rows of the embeddings, as the next one
     draft_size: int
-    ends: tuple[Sequence[int], Sequence[int]] = ((), ())
+    ends: tuple[Sequence[int], Sequence[int]] = ((), ())  # end tokens of target and draft, treated as equivalent
 
     @cached_property
     def to_draft(self) -> np.ndarray:
@@ -91,22 +85,13 @@ class Translation:
 
 
 class Context:
-    """One request's text in a draft's tokens, extended incrementally.
-
-    Args:
-        translation: from the target's vocabulary to the draft's.
-        fallback: draft token that stands for a text with an empty encoding.
-
-    Attributes:
-        tokens: the draft's tokens.
-        num_encoded: number of target tokens that they encode.
-    """
+    """One request's text in a draft's tokens, extended incrementally."""
 
     def __init__(self, translation: Translation, fallback: int = 0):
         self.translation = translation
-        self.tokens: list[int] = list(translation.draft.start)
-        self.num_encoded = 0
-        self._fallback = fallback
+        self.tokens: list[int] = list(translation.draft.start)  # the draft's
+        self.num_encoded = 0  # number of target tokens that they encode
+        self._fallback = fallback  # draft token that stands for a text with an empty encoding
         self._word: list[int] = []  # the target's tokens of the open word
         self._num_closed = len(self.tokens)  # number of `tokens` before the open word
 
@@ -121,8 +106,9 @@ class Context:
             self._extend_vectorized(np.array([*self._word, *new], dtype=np.int64))
         else:
             for token in new:
-                if self._starts_word(token):
-                    self._close_word()
+                if self._starts_word(token):  # close the open one
+                    self.tokens[self._num_closed :] = translation.encode(self._word)
+                    self._num_closed, self._word = len(self.tokens), []
                 self._word.append(token)
         self.tokens[self._num_closed :] = translation.encode(self._word)
         if not self.tokens:
@@ -144,11 +130,6 @@ class Context:
         if translation.starts_word[token]:
             return not translation.ends_in_space[last]
         return len(self._word) >= MAX_WORD and _starts_character(translation.texts[token])
-
-    def _close_word(self) -> None:
-        """Close the open word."""
-        self.tokens[self._num_closed :] = self.translation.encode(self._word)
-        self._num_closed, self._word = len(self.tokens), []
 
     def _extend_vectorized(self, tokens: np.ndarray) -> None:
         """Append many tokens: words that map one to one in runs, and runs of the other words re-encoded as one text."""

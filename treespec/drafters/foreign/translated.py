@@ -6,22 +6,19 @@ of any other source. Each proposal is one token in both vocabularies, so trees g
 of an SSM.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.cache.kv_cache import KVCache
 from treespec.drafters.evidence import SeedEvidence
-from treespec.drafters.foreign.foreign_drafter import DrawsFor, ForeignDrafter, ForeignState, roots
-from treespec.drafters.foreign.retokenize import Translation
+from treespec.drafters.foreign.foreign_drafter import ForeignDrafter, ForeignState, roots
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.drafters.ssm.ssm_state import grown_masks, rows_of_level
-from treespec.models.decoder import Decoder
-from treespec.planning.draft_plan import Prices
 from treespec.request import Request
 from treespec.tree import TokenTree
 
@@ -33,32 +30,22 @@ class TranslatedDrafter(ForeignDrafter):
 
     Children are the top tokens, proposed deterministically. For requests whose verification rule uses random draws,
     they are drawn from the draft's distribution if `draws_for` returns True.
-
-    Args:
-        name, model, cache, translation, capacity, scratch, prices: as in `ForeignDrafter`.
-        draws_for: whether this source draws at random for a request. At most one source may, because random draws
-            cannot be cut to a node budget. The result must depend on the request only, not on drawn tokens.
     """
 
     def __init__(
         self,
-        name: str,
-        model: Decoder,
-        cache: KVCache,
-        translation: Translation,
-        capacity: int,
-        scratch: int,
-        prices: Prices,
-        draws_for: DrawsFor = lambda request: True,
+        *arguments: Any,  # as of `ForeignDrafter`
+        # Whether this source draws at random for a request. At most one source may, because random draws cannot be cut
+        # to a node budget. The result must depend on the request only, not on drawn tokens
+        draws_for: Callable[[Request], bool],
     ):
-        super().__init__(name, model, cache, translation, capacity, scratch, prices)
+        super().__init__(*arguments)
         self._draws_for = draws_for
-        to_draft = torch.from_numpy(translation.to_draft).to(model.device)
+        to_draft = torch.from_numpy(self.translation.to_draft).to(self.model.device)
         self._columns, self._masked = to_draft.clamp(min=0), to_draft < 0
         self._first_level_mass = 0.7  # running mean of the first level's probability mass
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
-        """Return one tree per request, rooted at its last token."""
         trees, indices = roots(requests), self._update_contexts(requests, max_depths)
         random = [requests[i].draws_at_random and self._draws_for(requests[i]) for i in indices]
         for kind in (False, True):
@@ -101,7 +88,6 @@ class TranslatedDrafter(ForeignDrafter):
         return DrawnForest(requests, roots(requests), limits, adaptive, self.prices.least_value)
 
     def _grow(self, requests: Sequence[Request], forest: Forest | DrawnForest) -> None:
-        """Score and extend the trees level by level."""
         adaptive = np.array([request.spec.is_adaptive for request in requests], dtype=bool)
         states = [self._states[request.request_id] for request in requests]
         last_open_mass = forest.open_mass()
@@ -145,13 +131,10 @@ class TranslatedDrafter(ForeignDrafter):
             state = states[owner]
             state.masks, root = grown_masks(state.masks, frontier.above[part]), len(state.context.tokens) - 1
             rows.append(rows_of_level(state.masks, part.stop - part.start, root, state.pages, state.max_len))
-        return self._forward(rows, self.translation.to_draft[frontier.tokens].tolist(), None)
+        return self._forward(rows, self.translation.to_draft[frontier.tokens].tolist())
 
     def _probs(self, logits: Tensor, requests: Sequence[Request], forest: Forest | DrawnForest) -> Tensor:
-        """Return next-token probabilities over the shared tokens: float32 [num_rows, target vocab], on the host.
-
-        Each request's restrictions, temperature and noise are applied.
-        """
+        """Return probabilities over the shared tokens, as each request samples: float32 [num_rows, target vocab]."""
         logits = logits.index_select(1, self._columns).masked_fill_(self._masked, -torch.inf)
         paths = forest.paths() if any(request.restriction for request in requests) else []
         for owner, part in forest.frontier.slices().items():

@@ -54,18 +54,12 @@ class History:
         return last
 
     def find(self, text: Sequence[int], owner: int) -> list[tuple[int, int]]:
-        """Find occurrences of a text's suffix in the texts of other owners.
+        """Find occurrences of the suffix, of at most MAX_MATCH tokens, of a text in the texts of other owners.
 
         Checks the latest STEPS occurrences of the last six tokens, and of the last three if there is no match. An
         occurrence without a following token is not a match.
 
-        Args:
-            text: tokens; the last MAX_MATCH count.
-            owner: whose texts are skipped.
-
-        Returns:
-            (number of the match's last token, length) of at most PAST_MATCHES matches, longest first, then latest
-            first.
+        Returns (number of the match's last token, length) of at most PAST_MATCHES matches, longest first, then latest.
         """
         suffix = text[-MAX_MATCH:][::-1]
         for order in sorted(ORDERS, reverse=True):

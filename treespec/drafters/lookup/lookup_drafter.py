@@ -62,21 +62,12 @@ def _prior() -> np.ndarray:
 
 
 class Counts:
-    """Proposed and accepted tokens by class; `trials` and `hits` are float64 [CLASSES, MAX_MATCH + 1]."""
+    """Proposed and accepted tokens by class: `cells`, float64 [2, CLASSES, MAX_MATCH + 1], are `trials` and `hits`."""
 
     def __init__(self) -> None:
         self.cells = np.zeros((2, CLASSES, MAX_MATCH + 1))
         self.trials, self.hits = self.cells
         self.address = address_of(self.cells, np.float64)
-
-    def add(self, trials: np.ndarray, hits: np.ndarray) -> None:
-        """Add trials and hits; [CLASSES, MAX_MATCH + 1] each."""
-        self.trials += trials
-        self.hits += hits
-
-    def decay(self) -> None:
-        """Scale all counts by DECAY."""
-        self.cells *= DECAY
 
     def rates(self, prior: np.ndarray, weight: float) -> np.ndarray:
         """Return acceptance rates [CLASSES, MAX_MATCH + 1], with `prior` counted as `weight` pseudo-trials."""
@@ -89,19 +80,14 @@ _owners = itertools.count(1)
 class _Text:
     """A request's tokens in a growing array: converting a list of 1,000 tokens takes 40 us.
 
-    Args:
-        begin: index of the first token that is added to the history.
-
-    Attributes:
-        misses: number of searches since a proposed token was last accepted.
-        owner: id of the text in the history.
+    `begin` is the index of the first token that is added to the history.
     """
 
     def __init__(self, begin: int) -> None:
         self._buffer, self._length = np.empty(1024, dtype=np.int64), 0
         self._address = address_of(self._buffer)
-        self.misses = 0
-        self.owner = next(_owners)
+        self.misses = 0  # number of searches since a proposed token was last accepted
+        self.owner = next(_owners)  # id of the text in the history
         self._num_remembered, self._last = begin, 0
 
     def should_search(self) -> bool:
@@ -120,7 +106,6 @@ class _Text:
         self._length = len(tokens)
 
     def add_to(self, history: History | CompiledHistory) -> None:
-        """Add the new tokens to the history."""
         new = self._buffer[self._num_remembered : self._length]
         self._last, self._num_remembered = history.add(self.owner, self._last, new), self._length
 
@@ -131,36 +116,28 @@ class _Text:
 
     @property
     def window_address(self) -> tuple[int, int]:
-        """Address and length of `window`."""
         first = max(self._length - SEARCH_WINDOW, 0)
         return self._address + 8 * first, self._length - first
 
 
 class LookupDrafter:
-    """Drafter for prompt lookup and suffix decoding. Runs no model.
-
-    Args:
-        library: from `lookup_library`, with equal results; None searches in numpy.
-        history_tokens: capacity of the history in tokens, rounded up to a power of two; 0 disables it.
-
-    Attributes:
-        proposed: the proposals of the last `propose`.
-    """
+    """Drafter for prompt lookup and suffix decoding. Runs no model."""
 
     name = "lookup"
 
-    def __init__(self, library: ctypes.CDLL | None = None, history_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL | None = None,  # from `lookup_library`, with equal results; None searches in numpy
+        history_tokens: int = 0,  # capacity of the history, rounded up to a power of two; 0 disables it
+    ) -> None:
         self._library, self._capacity = library, 1 << (history_tokens - 1).bit_length() if history_tokens else 0
         self._prior, self._counts, self._rounds = _prior(), Counts(), 0
         self._own: dict[str, Counts] = {}
-        self.proposed = LookupProposals(self)
+        self.proposed = LookupProposals(self)  # of the last `propose`
         self.forget()
 
     def forget(self, running: Sequence[Request] = ()) -> None:
-        """Clear the history and all texts, but keep the acceptance counts.
-
-        Of running requests, only future tokens enter the new history.
-        """
+        """Clear history and texts, but not the acceptance counts. Future tokens of running requests enter it."""
         self._texts = {request.request_id: _Text(len(request.tokens)) for request in running}
         self._history: History | CompiledHistory | None = None
         self._compiled: LookupSearch | None = None
@@ -180,7 +157,6 @@ class LookupDrafter:
 
     @property
     def remembered(self) -> int:
-        """Number of tokens in the history."""
         return 0 if self._history is None else len(self._history)
 
     def propose(
@@ -193,7 +169,7 @@ class LookupDrafter:
         self._rounds += 1
         if self._rounds % DECAY_ROUNDS == 0:
             for counts in (self._counts, *self._own.values()):
-                counts.decay()
+                counts.cells *= DECAY
         for request in requests:  # before the searches, so that requests of a batch find each other's latest tokens
             self._remember(request)
         trees, self.proposed = [], LookupProposals(self)
@@ -206,7 +182,7 @@ class LookupDrafter:
 
     def _text(self, request: Request) -> _Text:
         if (text := self._texts.get(request.request_id)) is None:
-            text = self._texts[request.request_id] = _Text(_begin(request))
+            text = self._texts[request.request_id] = _Text(max(request.num_prompt - PROMPT_TAIL, 0))
         return text
 
     def _remember(self, request: Request) -> None:
@@ -234,7 +210,6 @@ class LookupDrafter:
         return search(text.window, depth, rates, min_prob, looks_up, history, owner or 0)
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        """Count trials and hits of the last proposals."""
         self.proposed.commit(requests, paths)
 
     def count(self, request: Request, tree: TokenTree, matches: Matches, path: np.ndarray) -> None:
@@ -247,7 +222,7 @@ class LookupDrafter:
             self._compiled.count(tree.parents, matches, path, request_counts.cells)
             return
         for counts in (self._counts, request_counts):
-            counts.add(*_count(tree, matches, path))
+            counts.cells += _count(tree, matches, path)
 
     def release(self, request: Request) -> None:
         """Release a request's state, after adding its output to the history."""
@@ -259,28 +234,18 @@ class LookupDrafter:
 
 
 class LookupProposals:
-    """The proposals of one round, which may be counted after the next round was proposed.
-
-    Attributes:
-        trees: by request id, with the matches of the nodes.
-    """
+    """The proposals of one round, which may be counted after the next round was proposed."""
 
     name = LookupDrafter.name
 
     def __init__(self, drafter: LookupDrafter) -> None:
         self._drafter = drafter
-        self.trees: dict[str, tuple[TokenTree, Matches]] = {}
+        self.trees: dict[str, tuple[TokenTree, Matches]] = {}  # by request id, with the matches of the nodes
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        """Count trials and hits; arguments as in `Drafter.commit`."""
         for request, path in zip(requests, paths, strict=True):
             if (proposal := self.trees.pop(request.request_id, None)) is not None:
                 self._drafter.count(request, *proposal, path)
-
-
-def _begin(request: Request) -> int:
-    """Return the index of the first token that enters the history."""
-    return max(request.num_prompt - PROMPT_TAIL, 0)
 
 
 def _tree(columns: Sequence[np.ndarray], matches: Matches) -> TokenTree:
@@ -298,8 +263,8 @@ def _tree(columns: Sequence[np.ndarray], matches: Matches) -> TokenTree:
     return TokenTree(tokens, parents, depths, probs, *draws, names).with_values(values)
 
 
-def _count(tree: TokenTree, matches: Matches, path: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return trials and hits among the children of the path's nodes; [CLASSES, MAX_MATCH + 1] each."""
+def _count(tree: TokenTree, matches: Matches, path: np.ndarray) -> np.ndarray:
+    """Return trials and hits among the children of the path's nodes, [2, CLASSES, MAX_MATCH + 1]."""
     on_path = np.zeros(len(tree.tokens), dtype=bool)
     on_path[path] = True
     tested = 1 + np.flatnonzero(on_path[tree.parents[1:]])
@@ -309,15 +274,13 @@ def _count(tree: TokenTree, matches: Matches, path: np.ndarray) -> tuple[np.ndar
         flat = (classes * (MAX_MATCH + 1) + lengths)[classes >= 0]
         return np.bincount(flat, minlength=CLASSES * (MAX_MATCH + 1)).reshape(CLASSES, MAX_MATCH + 1)
 
-    return cells(tested), cells(tested[on_path[tested]])
+    return np.stack((cells(tested), cells(tested[on_path[tested]])))
 
 
 def find_matches(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find earlier occurrences of the suffix of `tokens`.
+    """Find earlier occurrences of the suffix, of at most MAX_MATCH tokens, of `tokens`.
 
-    Returns:
-        Last position and length of the best MATCHES matches, longest first, then most recent first; int64
-        [num_matches] each. Lengths are at most MAX_MATCH.
+    Returns last position and length, int64, of the best MATCHES matches, longest first, then most recent first.
     """
     last = len(tokens) - 1
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])[::-1]
@@ -331,45 +294,30 @@ def find_matches(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class _Candidate:
-    """A node of a tree under construction.
-
-    Attributes:
-        classes, lengths: as in `Matches`, in the text and in the history.
-        votes: number of matches in the history that continue with this node.
-    """
+    """A node of a tree under construction; classes and lengths are as in `Matches`, in the text and in the history."""
 
     token: int
     parent: int
     depth: int
     classes: list[int] = field(default_factory=lambda: [-1, -1])
     lengths: list[int] = field(default_factory=lambda: [-1, -1])
-    votes: int = 0
+    votes: int = 0  # number of matches in the history that continue with this node
     prob: float = 1.0
     value: float = 1.0
 
 
 def search(
-    tokens: np.ndarray,
+    tokens: np.ndarray,  # int64 [length]
     depth: int,
-    rates: np.ndarray,
-    min_prob: float,
-    looks_up: bool = True,
-    history: History | None = None,
-    owner: int = 0,
+    rates: np.ndarray,  # float64 [CLASSES, MAX_MATCH + 1], acceptance probability of each class
+    min_prob: float,  # minimum probability of the best first token
+    looks_up: bool = True,  # whether to search `tokens` themselves
+    history: History | None = None,  # searched in addition, or None
+    owner: int = 0,  # whose texts in the history are skipped
 ) -> tuple[TokenTree, Matches] | None:
-    """Build the tree of the best matches' continuations. Reference implementation of `LookupSearch.search`.
+    """Return the tree of the best matches' continuations, with its nodes' matches: reference of `LookupSearch.search`.
 
-    Args:
-        tokens: int64 [length].
-        depth: maximum depth of the tree.
-        rates: float64 [CLASSES, MAX_MATCH + 1], acceptance probability of each class.
-        min_prob: minimum probability of the best first token.
-        looks_up: whether to search `tokens` themselves.
-        history: searched in addition, or None.
-        owner: whose texts in the history are skipped.
-
-    Returns:
-        The tree and its nodes' matches; None without a match, or if no first token has the probability `min_prob`.
+    None without a match, or if no first token has the probability `min_prob`.
     """
     text, table = tokens.tolist(), rates.tolist()
     continuations: list[tuple[list[int], int, bool]] = []  # tokens, length of the match, whether from the history
@@ -422,10 +370,7 @@ def search(
 
 
 def _estimate_probs(candidates: list[_Candidate], first: int, rates: list[list[float]]) -> None:
-    """Set class, probability and value of the candidates from index `first` on.
-
-    If both sources propose a candidate, the larger probability counts.
-    """
+    """Set class, probability (the larger one of both sources) and value of the candidates from index `first` on."""
     by_parent: dict[int, list[_Candidate]] = {}
     for candidate in candidates[first:]:
         if candidate.votes:

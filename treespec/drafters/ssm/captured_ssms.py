@@ -26,13 +26,13 @@ class CapturedSsms:
         for request in requests:
             state, allowed = self.ssms.state(request), self.ssms.allowed(request)
             if state.active != allowed:
-                state.active, state.captured.weights, caught_up = allowed, None, False
-            read_to = state.captured.read_to
+                state.active, state.captured_weights, caught_up = allowed, None, False
+            read_to = state.read_to
             caught_up = caught_up and read_to is not None and request.context_len < read_to + width
         if caught_up:
             return False
         for request in requests:
-            self.ssms.state(request).captured.read_to = None
+            self.ssms.state(request).read_to = None
         missed = False
         for draft in self.ssms.drafts:
             behind = []
@@ -44,7 +44,7 @@ class CapturedSsms:
                 first_row = max(self.ssms.models[ssm].offset for ssm in state.active)
                 if unread > width or state.valid[draft.ssm] < first_row:
                     behind.append(request)
-                    state.captured.weights = None
+                    state.captured_weights = None
             self.ssms.read(draft, behind)
             missed = missed or bool(behind)
         return missed
@@ -52,30 +52,25 @@ class CapturedSsms:
     def first_unread(self, request: Request) -> int:
         """Return the first position that an active SSM has not read, at most the root's."""
         state = self.ssms.state(request)
-        if state.captured.read_to is None:
-            state.captured.read_to = int(state.valid[state.active].min())
-        return min(state.captured.read_to, request.context_len)
+        if state.read_to is None:
+            state.read_to = int(state.valid[state.active].min())
+        return min(state.read_to, request.context_len)
 
     def weights(self, request: Request) -> np.ndarray:
         """Return the mixture weights for a round: float64 [num_ssms], NaN for SSMs that do not draft."""
-        captured = self.ssms.state(request).captured
-        if captured.weights is None:
-            captured.weights = self._weigh(request)
-        return captured.weights
+        state = self.ssms.state(request)
+        if state.captured_weights is None:
+            state.captured_weights = self._weigh(request)
+        return state.captured_weights
 
     def end_round(self, request: Request, probs: np.ndarray, seed_tree: TokenTree | None) -> Callable[[], None]:
-        """Update a request's state after a round, in which the SSMs read all of `request.tokens`.
+        """Update a request's state after a round over a seed tree, in which the SSMs read all of `request.tokens`.
 
-        Args:
-            request: of the round, before its tokens grow.
-            probs: float32 [num_ssms, n], each SSM's probabilities of the last n tokens; NaN where it computed NaN.
-            seed_tree: the seeds that the round's tree was grown over, or None.
-
-        Returns:
-            Scores the SSMs on these tokens, and weighs them for the next round.
+        `probs`, float32 [num_ssms, n], are each SSM's probabilities of the last n tokens; NaN where it computed NaN.
+        Returns what scores the SSMs on these tokens, and weighs them for the next round.
         """
         state, end = self.ssms.state(request), len(request.tokens)
-        state.valid[state.active] = state.captured.read_to = end
+        state.valid[state.active] = state.read_to = end
         state.slots, state.accepted, state.seed_tree = None, None, seed_tree
         return partial(self._score, request, state.active, end - probs.shape[1], probs)
 
@@ -84,7 +79,7 @@ class CapturedSsms:
         state = self.ssms.state(request)
         for ssm in ssms:
             state.trust.observe(ssm, first, probs[ssm])
-        state.captured.weights = self._weigh(request) if state.active else None
+        state.captured_weights = self._weigh(request) if state.active else None
 
     def _weigh(self, request: Request) -> np.ndarray:
         """Return the mixture weights of at most `max_ssms` active SSMs."""

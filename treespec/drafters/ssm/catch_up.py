@@ -43,10 +43,7 @@ class CatchUpPolicy:
         return max(int(context_len - state.valid[leader] - state.max_lags[leader]), 0)
 
     def readers(self, state: SsmState, allowed: Sequence[int], context_len: int, time_left: float) -> list[int]:
-        """Return the SSMs that read their missed tokens of a request now; one that is not selected reads more rarely.
-
-        `time_left` is that of `DraftPlan`.
-        """
+        """Return the SSMs that read their missed tokens of a request now; one not selected reads more rarely."""
         leader, readers = self.leader(state, allowed), []
         affordable = SAVED_PER_NAT * self._advantage * time_left
         behind = (context_len - state.valid).tolist()

@@ -23,41 +23,28 @@ _MAX_REPEATS = 16
 
 
 class _Node:
-    """A scored node, whose children can be drawn.
-
-    Attributes:
-        index: of the node in its tree.
-        distributions: by SSM, float32 [vocab].
-        weights: mixture weights, normalised over the SSMs in `distributions`.
-        remaining: mass of the mixture on tokens not yet drawn.
-        drawn: (SSM, token) in draw order.
-        rows: by SSM, index of its distribution among the tree's.
-        repeats: number of consecutive draws of tokens already drawn.
-    """
+    """A scored node, whose children can be drawn."""
 
     def __init__(self, index: int, weights: np.ndarray, distributions: dict[int, np.ndarray]):
-        self.index, self.distributions = index, distributions
-        self.weights = weights / max(sum(weights[ssm] for ssm in distributions), 1e-9)
-        self.remaining = 1.0
-        self.drawn: list[tuple[int, int]] = []
-        self.rows: dict[int, int] = {}
-        self.repeats = 0
+        self.index, self.distributions = index, distributions  # in its tree; by SSM, float32 [vocab]
+        self.weights = weights / max(sum(weights[ssm] for ssm in distributions), 1e-9)  # sum 1 over these SSMs
+        self.remaining = 1.0  # mass of the mixture on tokens not yet drawn
+        self.drawn: list[tuple[int, int]] = []  # (SSM, token) in draw order
+        self.rows: dict[int, int] = {}  # by SSM, index of its distribution among the tree's
+        self.repeats = 0  # number of consecutive draws of tokens already drawn
 
 
 class _Tree:
-    """One tree under construction.
-
-    Args:
-        seed_tree: nodes proposed by other sources, the seeds.
-        limit: limits of the tree.
-        oracle: randomness of the draws.
-        mode: as `SpecConfig.draws`.
-        min_value: minimum value of a draw.
-        fills: whether to add draws in the end until the tree has its full number of nodes.
-    """
+    """One tree under construction."""
 
     def __init__(
-        self, seed_tree: TokenTree, limit: TreeLimits, oracle: RandomOracle, mode: str, min_value: float, fills: bool
+        self,
+        seed_tree: TokenTree,  # nodes proposed by other sources, the seeds
+        limit: TreeLimits,
+        oracle: RandomOracle,  # of the draws
+        mode: str,  # as `SpecConfig.draws`
+        min_value: float,  # of a draw
+        fills: bool,  # whether to add draws in the end until the tree has its full number of nodes
     ):
         self.limit, self.oracle, self.mode, self.min_value, self.fills = limit, oracle, mode, min_value, fills
         self.tokens, self.parents, self.depths = [int(seed_tree.tokens[0])], [-1], [0]
@@ -67,8 +54,7 @@ class _Tree:
         self.distributions: list[np.ndarray] = []
         self.scored: list[_Node] = []
         self.slot_of_node: dict[int, int] = {}
-        # If anything is drawn, the best seeds take at most half of the nodes.
-        max_seeds = (limit.nodes - 1) // (2 if limit.max_depth else 1)
+        max_seeds = (limit.nodes - 1) // (2 if limit.max_depth else 1)  # at most half of the nodes, if any is drawn
         seed_tree = seed_tree.as_deterministic()
         best = np.lexsort((seed_tree.depths, -seed_tree.values))[: 1 + max_seeds]
         kept = best if fills else best[seed_tree.values[best] > min_value]
@@ -76,11 +62,7 @@ class _Tree:
         self.room = limit.nodes - (0 if limit.branching else len(self.seed_tree) - 1)
 
     def draw(self, node: _Node) -> int | None:
-        """Draw a child of a scored node.
-
-        Returns:
-            Index of the child, new or existing; None if no distribution has enough mass left.
-        """
+        """Draw a child of a scored node, new or existing; return None if no distribution has enough mass left."""
         counts = dict.fromkeys(node.distributions, 0)
         for ssm, _ in node.drawn:
             counts[ssm] += 1
@@ -114,7 +96,6 @@ class _Tree:
         return tuple(token for other, token in node.drawn if self.mode == "cross-source" or other == ssm)
 
     def _child(self, parent: int, token: int, prob: float, value: float) -> int:
-        """Return the index of a child, creating it if necessary."""
         key = parent, token
         if key not in self.child:
             self.child[key] = len(self.tokens)
@@ -136,7 +117,6 @@ class _Tree:
                 break
 
     def path(self, node: int) -> list[int]:
-        """Return the tokens from the root (exclusive) to a node."""
         tokens: list[int] = []
         while node:
             tokens.append(self.tokens[node])
@@ -187,28 +167,17 @@ class _Tree:
 
 
 class DrawnForest:
-    """Trees of random draws, one per request, grown level by level like `Forest`.
-
-    Args:
-        requests: whose trees to grow, with `SpecConfig.draws`.
-        seed_trees: by request, nodes proposed by other sources, which must not depend on the draws.
-        limits: by request.
-        adaptive: by request, whether only draws that pay are made; otherwise, draws are added in the end until the tree
-            has its full number of nodes.
-        least_value: minimum value of a draw that pays.
-
-    Attributes:
-        depth: number of levels grown.
-        frontier: nodes to score next.
-    """
+    """Trees of random draws, one per request, grown level by level like `Forest`."""
 
     def __init__(
         self,
-        requests: Sequence[Request],
-        seed_trees: Sequence[TokenTree],
-        limits: Sequence[TreeLimits],
+        requests: Sequence[Request],  # whose trees to grow, with `SpecConfig.draws`
+        seed_trees: Sequence[TokenTree],  # proposed by other sources, independently of the draws
+        limits: Sequence[TreeLimits],  # by request
+        # By request, whether only draws that pay are made; otherwise, draws are added in the end until the tree has its
+        # full number of nodes
         adaptive: Sequence[bool],
-        least_value: float,
+        least_value: float,  # minimum value of a draw that pays
     ):
         # With a fixed number of nodes n, about n draws have a value above 1 / n.
         min_values = [least_value if pays else 1 / s.nodes for s, pays in zip(limits, adaptive, strict=True)]
@@ -221,7 +190,6 @@ class DrawnForest:
         self.frontier = self._frontier([[0] if limit.max_depth else [] for limit in limits])
 
     def _frontier(self, nodes: Sequence[Sequence[int]]) -> Frontier:
-        """Build the frontier of the given nodes, by tree."""
         rows = [(self._trees[owner], owner, node) for owner, of_tree in enumerate(nodes) for node in of_tree]
         columns = [(n, t.tokens[n], owner, -1, t.slot_of_node.get(t.parents[n], -1)) for t, owner, n in rows]
         index, tokens, owners, seeds, above = np.array(columns, dtype=np.int64).reshape(len(rows), 5).T.copy()
@@ -280,7 +248,6 @@ class DrawnForest:
         return sorted(sorted(new, key=lambda node: -tree.values[node])[:room])
 
     def stop(self, owners: np.ndarray) -> None:
-        """Remove trees from the frontier; owners: bool [num_trees]."""
         remaining = ~owners[self.frontier.owners]
         self.frontier = self.frontier.select(remaining)
 

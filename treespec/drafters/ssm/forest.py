@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,6 @@ class Level(NamedTuple):
     draft_probs: np.ndarray  # float32 [size, num_ssms], each SSM's probability of the node
 
     def select(self, nodes: np.ndarray | slice) -> "Level":
-        """Return some of the nodes."""
         return Level(*(column[nodes] for column in self))
 
 
@@ -52,7 +51,6 @@ class Frontier(NamedTuple):
     values: np.ndarray  # float32, product of probabilities along the path
 
     def select(self, rows: np.ndarray | slice) -> "Frontier":
-        """Return some of the nodes."""
         return Frontier(*(column[rows] for column in self))
 
     def slices(self) -> dict[int, slice]:
@@ -65,36 +63,22 @@ class Frontier(NamedTuple):
 
 
 class SsmProbs(NamedTuple):
-    """An SSM's next-token probabilities for some rows of the frontier.
-
-    Attributes:
-        ssm: index of the SSM.
-        rows: int64, frontier rows, ascending.
-        probs: float32 [len(rows), width].
-        tokens: int64 [width], ascending, the tokens of the columns; None if they are the whole vocabulary.
-    """
+    """An SSM's next-token probabilities for some rows of the frontier."""
 
     ssm: int
-    rows: np.ndarray
-    probs: np.ndarray
-    tokens: np.ndarray | None = None
+    rows: np.ndarray  # int64, frontier rows, ascending
+    probs: np.ndarray  # float32 [len(rows), width]
+    tokens: np.ndarray | None = None  # int64 [width], ascending, of the columns; None = the whole vocabulary
 
 
 @dataclass(frozen=True)
 class TreeLimits:
-    """Limits of one tree.
+    """Limits of one tree."""
 
-    Attributes:
-        max_depth: maximum depth; 0 = no growth.
-        nodes: number of nodes that the tree will be cut to.
-        branching: static number of children per node by depth; None = chosen by value.
-        end_tokens: tokens below which nothing is drafted.
-    """
-
-    max_depth: int
-    nodes: int
-    branching: Sequence[int] | None
-    end_tokens: tuple[int, ...]
+    max_depth: int  # 0 = no growth
+    nodes: int  # number of nodes that the tree will be cut to
+    branching: Sequence[int] | None  # static number of children per node by depth; None = chosen by value
+    end_tokens: tuple[int, ...]  # tokens below which nothing is drafted
 
     def children_at(self, depth: int) -> int:
         """Return the static number of children of a node of this depth; 0 = chosen by value."""
@@ -102,40 +86,22 @@ class TreeLimits:
 
 
 class Forest(ABC):
-    """One growing tree per request, which merges the SSMs' proposals with those of other sources (the seeds).
-
-    Args:
-        seed_trees: by request, nodes proposed by other sources. Trees that grow use the best `SEEDS` of them.
-        limits: by request.
-        num_ssms: number of SSMs.
-        evidence: evidence ratios of the seeds.
-        max_children: maximum number of proposals of one source at one node.
-        max_frontier: maximum number of expanded nodes per tree and depth; see `frontier_width`.
-
-    Attributes:
-        frontier: nodes to score next.
-        slots: by tree and level, indices of the expanded nodes, in slot order.
-        seed_trees: by request, the seeds that are used. Seed i of tree t is number `first_seeds[t] + i` of all seeds,
-            whose columns follow.
-        seed_tokens: int64 [num_seeds].
-        seed_probs, seed_ratios: float32 [num_seeds], probabilities and evidence ratios.
-        seed_children: int64 [num_seeds + 1, width], numbers of each seed's children, padded with -1. The last row is
-            empty, so that number -1 (no seed) has no children.
-    """
+    """One growing tree per request, which merges the SSMs' proposals with those of other sources (the seeds)."""
 
     def __init__(
         self,
-        seed_trees: Sequence[TokenTree],
-        limits: Sequence[TreeLimits],
+        seed_trees: Sequence[TokenTree],  # proposed by other sources; growing trees use the best `SEEDS`
+        limits: Sequence[TreeLimits],  # by request
         num_ssms: int,
         evidence: SeedEvidence,
-        max_children: int = CHILDREN,
-        max_frontier: int = FRONTIER,
+        max_children: int = CHILDREN,  # maximum number of proposals of one source at one node
+        max_frontier: int = FRONTIER,  # maximum number of expanded nodes per tree and depth; see `frontier_width`
     ):
         count = len(seed_trees)
         self.limits, self.num_ssms = limits, num_ssms
         self.max_children, self.max_frontier = max_children, max_frontier
         pairs = zip(seed_trees, limits, strict=True)
+        # Seed i of tree t is number `first_seeds[t] + i` of all seeds.
         self.seed_trees = [tree.best(1 + SEEDS) if limit.max_depth else tree for tree, limit in pairs]
         self._join_seeds(evidence)
         roots, trees, one = self.first_seeds[:-1], np.arange(count), np.ones(count, dtype=np.float32)
@@ -144,12 +110,15 @@ class Forest(ABC):
         draft_probs = np.zeros((count, num_ssms), dtype=np.float32)
         self._levels = [Level(tokens, np.full(count, -1), trees, roots, one, one, proposed, draft_probs)]
         self._size, self._level_nodes = count, [count]
-        self.slots: list[list[np.ndarray]] = [[] for _ in seed_trees]
+        self.slots: list[list[np.ndarray]] = [[] for _ in seed_trees]  # by level, expanded nodes in slot order
         self.frontier = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
         self.stop(np.array([not limit.max_depth for limit in limits]))
 
     def _join_seeds(self, evidence: SeedEvidence) -> None:
-        """Concatenate the columns of the seed trees."""
+        """Concatenate the columns of the seed trees, and list each seed's children, padded with -1.
+
+        `seed_children` is int64 [num_seeds + 1, width]. Its last row is empty, so that number -1 (no seed) has none.
+        """
         trees, sizes = self.seed_trees, [len(tree) for tree in self.seed_trees]
         self.first_seeds = np.array([0, *accumulate(sizes)])
         self.seed_tokens = np.concatenate([tree.tokens for tree in trees])
@@ -170,20 +139,14 @@ class Forest(ABC):
 
     @property
     def depth(self) -> int:
-        """Number of levels grown."""
         return len(self._level_nodes) - 1
 
     @abstractmethod
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
         """Add the children that SSMs and seeds propose for the frontier, and select the next frontier.
 
-        Args:
-            ssm_probs: of the SSMs that scored the frontier or a part of it. Rows whose top probabilities are not finite
-                are ignored.
-            weights: by tree, the SSMs' mixture weights, float [num_ssms]; sum 1, 0 for an SSM that did not score.
-
-        Returns:
-            bool [frontier rows], True where an SSM's top probabilities are not finite.
+        `weights` are by tree the SSMs' mixture weights, float [num_ssms]; sum 1, 0 for an SSM that did not score.
+        Returns bool [frontier rows]: True, and ignored, where an SSM's top probabilities are not finite.
         """
 
     def paths(self) -> list[list[int]]:
@@ -254,23 +217,11 @@ class Forest(ABC):
 
 
 class CompiledForest(Forest):
-    """`Forest` with compiled growth; bit-identical.
+    """`Forest` with compiled growth; bit-identical."""
 
-    Args:
-        library: from `growth_library`; the other arguments are those of `Forest`.
-    """
-
-    def __init__(
-        self,
-        seed_trees: Sequence[TokenTree],
-        limits: Sequence[TreeLimits],
-        num_ssms: int,
-        evidence: SeedEvidence,
-        library: ctypes.CDLL,
-        max_children: int = CHILDREN,
-        max_frontier: int = FRONTIER,
-    ):
-        super().__init__(seed_trees, limits, num_ssms, evidence, max_children, max_frontier)
+    def __init__(self, *arguments: Any, library: ctypes.CDLL, **options: Any):
+        super().__init__(*arguments, **options)
+        limits = self.limits
         count, nodes, ends = len(limits), [max(limit.nodes, 1) for limit in limits], [s.end_tokens for s in limits]
         starts, slots, values = [*accumulate(map(len, ends), initial=0)], [0] * count, [1] * count  # counts of them
         depths = [limit.max_depth for limit in limits]
@@ -279,7 +230,7 @@ class CompiledForest(Forest):
         floats[1:].reshape(count, -1)[:, 0] = 1.0
         self._library, self._held = library, (ints, floats)
         self._growth = STRUCTS["Growth"](
-            num_ssms=num_ssms,
+            num_ssms=self.num_ssms,
             most_nodes=max(nodes),
             max_depths=addresses[0],
             nodes=addresses[1],
@@ -294,7 +245,7 @@ class CompiledForest(Forest):
             seed_tokens=address_of(self.seed_tokens),
             seed_probs=address_of(self.seed_probs, np.float32),
             seed_ratios=address_of(self.seed_ratios, np.float32),
-            max_seeds=max_children,
+            max_seeds=self.max_children,
         )
         self._grown: Frontier | None = None  # the frontier of which the library has the addresses
         self._weights: Sequence[np.ndarray] | None = None
@@ -337,10 +288,7 @@ class CompiledForest(Forest):
     def draft(
         self, passes: CallPasses, weights: Sequence[np.ndarray], rule: LevelRule, adaptive: Sequence[bool]
     ) -> ScoredRows:
-        """Run the SSMs' passes and extend the trees from their roots by all levels, in one call.
-
-        `adaptive`, by tree, says where `rule` may end growth early; it is empty if no tree is adaptive.
-        """
+        """Run the SSMs' passes and grow trees by all levels in one call; `rule` may end growth of `adaptive` ones."""
         roots, g, num_levels = self.frontier, self._growth, max(limit.max_depth for limit in self.limits)
         level, expanded, broken = self._begin(len(roots.nodes), *self.room)
         widths = [frontier_width(depth, self.max_frontier) for depth in range(1, num_levels + 1)]
@@ -404,14 +352,12 @@ class CompiledForest(Forest):
         return nodes, expanded
 
     def _mix(self, weights: Sequence[np.ndarray]) -> None:
-        """Pass the mixture weights as one array, float32 [num_trees, num_ssms]."""
         if self._weights is not weights:
             self._weights, self._mixture = weights, np.array(weights, dtype=np.float32)
             assert np.isfinite(self._mixture).all()
             self._growth.weights = address_of(self._mixture, np.float32)
 
     def _set_rows(self, addresses: Iterable[int]) -> None:
-        """Pass the frontier's columns of integers."""
         g = self._growth
         g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = addresses
 

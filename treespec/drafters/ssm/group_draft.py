@@ -7,17 +7,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from treespec.cache.kv_cache import KVCache
-from treespec.drafters.ssm.blocks import level_probs, score_blocks, unread_of
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs
 from treespec.drafters.ssm.levels import CompiledLevels, PlannedLevels
-from treespec.drafters.ssm.scoring import NO_FEATURES, Chain, Rows, ScoredSlice, inputs_of, rows_of, score_rows
+from treespec.drafters.ssm.scoring import (
+    NO_FEATURES,
+    Chain,
+    Rows,
+    ScoredSlice,
+    inputs_of,
+    level_probs,
+    rows_of,
+    score_blocks,
+    score_rows,
+    unread_of,
+)
 from treespec.drafters.ssm.ssm_state import SsmState, outputs_of
 from treespec.models.block_draft import BlockDraft
 from treespec.models.decoder import Pass
@@ -28,35 +37,21 @@ from treespec_kernels.cpu.growth_cpu import DraftInputs
 from treespec_kernels.tree.level_rule import LevelRule
 
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
-Model = TypeVar("Model", bound=GroupModel)
 
 
 @dataclass
 class GrowingTrees:
-    """The trees of a round that grow.
-
-    Args:
-        requests, states: of the trees.
-        forest: the trees, roots only.
-        adaptive: by tree, whether `rule` chooses its depth.
-        rule: decides whether another level pays.
-        drafted: work of the round; updated.
-
-    Attributes:
-        levels: of the trees, if they grow level by level.
-        layouts: of the passes over the roots, shared by drafts with equal plan keys.
-        weights: by tree, mixture weights of the drafts that score the frontier; sum 1, or 0 if there is none.
-    """
+    """The trees of a round that grow."""
 
     requests: Sequence[Request]
     states: Sequence[SsmState]
-    forest: Forest | DrawnForest
-    adaptive: Sequence[bool]
-    rule: LevelRule
-    drafted: Drafted
-    levels: PlannedLevels | CompiledLevels = field(init=False)
-    layouts: dict[object, Pass] = field(default_factory=dict)
-    weights: list[np.ndarray] = field(init=False)
+    forest: Forest | DrawnForest  # the trees, roots only
+    adaptive: Sequence[bool]  # by tree, whether `rule` chooses its depth
+    rule: LevelRule  # decides whether another level pays
+    drafted: Drafted  # work of the round; updated
+    levels: PlannedLevels | CompiledLevels = field(init=False)  # of the trees, if they grow level by level
+    layouts: dict[object, Pass] = field(default_factory=dict)  # over the roots, for all with equal plan keys
+    weights: list[np.ndarray] = field(init=False)  # by tree, of the drafts that score the frontier; sum 1 or 0
 
     def __post_init__(self) -> None:
         self.weights = [state.weights for state in self.states]
@@ -67,7 +62,7 @@ class GrowingTrees:
         # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
         return request, min(int(self.states[tree].valid[ssm]), request.context_len), request.context_len + 1
 
-    def end_drafts(self, drafts: Sequence["GroupDraft[Any]"]) -> None:
+    def end_drafts(self, drafts: Sequence["GroupDraft"]) -> None:
         """Leave the drafts that predict no deeper than the frontier out of the weights."""
         depth = self.forest.depth
         if depth and any(draft.max_depth == depth for draft in drafts):
@@ -75,7 +70,7 @@ class GrowingTrees:
             remaining = [state.weights * scores for state in self.states]
             self.weights = [weights / max(float(weights.sum()), 1e-9) for weights in remaining]
 
-    def score(self, drafts: Sequence["GroupDraft[Any]"]) -> list[SsmProbs]:
+    def score(self, drafts: Sequence["GroupDraft"]) -> list[SsmProbs]:
         """Score the frontier with each active draft; a root, in the same pass as the tokens that it missed."""
         frontier, depth, results = self.forest.frontier, self.forest.depth, list[SsmProbs]()
         slices_of_trees = frontier.slices()
@@ -91,20 +86,16 @@ class GrowingTrees:
         return results
 
 
-class GroupDraft(ABC, Generic[Model]):
-    """A draft of the group.
+class GroupDraft(ABC):
+    """A draft of the group."""
 
-    Args:
-        ssm: index in the group.
-        model: the draft.
-        cache: the engine's; pool `ssm` + 1 belongs to the draft.
-        is_compared: whether it is scored on the tokens that it reads, because the group has other drafts.
-
-    Attributes:
-        pool: K/V of the draft.
-    """
-
-    def __init__(self, ssm: int, model: Model, cache: KVCache, is_compared: bool):
+    def __init__(
+        self,
+        ssm: int,  # index in the group
+        model: GroupModel,
+        cache: KVCache,  # the engine's; pool `ssm` + 1 belongs to the draft
+        is_compared: bool,  # whether it is scored on the tokens that it reads, because the group has other drafts
+    ):
         self.ssm, self.cache, self.pool = ssm, cache, cache.pools[1 + ssm]
         self.model, self.is_compared, self.max_depth = model, is_compared, model.max_depth
 
@@ -114,10 +105,7 @@ class GroupDraft(ABC, Generic[Model]):
 
     @abstractmethod
     def read(self, chains: Sequence[Chain], counts: Sequence[int]) -> Rows | None:
-        """Compute the K/V of committed positions, and return scores after the last `counts[i]` tokens of each chain.
-
-        None if the draft is not scored on tokens that it reads.
-        """
+        """Compute K/V of committed positions; return scores after the last `counts[i]` tokens of each chain, if any."""
 
     @abstractmethod
     def score_roots(self, trees: GrowingTrees, rows: Sequence[int]) -> SsmProbs:
@@ -129,14 +117,13 @@ class GroupDraft(ABC, Generic[Model]):
 
     @abstractmethod
     def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
-        """Return what the compiled call that grows all levels needs of this draft, which drafts for `trees`.
-
-        Their chains lead from the first unread position to the root's (exclusive).
-        """
+        """Return what the compiled call needs of this draft for `trees`; chains end before their roots' positions."""
 
 
-class StepDraft(GroupDraft[StepModel]):
+class StepDraft(GroupDraft):
     """An SSM or a draft head, which scores the nodes of every level in a pass."""
+
+    model: StepModel
 
     def read(self, chains: Sequence[Chain], counts: Sequence[int]) -> Rows:
         ends = np.cumsum([stop - start for _, start, stop in chains])
@@ -203,8 +190,10 @@ class StepDraft(GroupDraft[StepModel]):
         return DraftInputs(self.model.features_of(torch.cat(states)))
 
 
-class OnePassDraft(GroupDraft[BlockDraft]):
+class OnePassDraft(GroupDraft):
     """A block draft, whose pass at the root predicts the tokens of several depths."""
+
+    model: BlockDraft
 
     def read(self, chains: Sequence[Chain], counts: Sequence[int]) -> None:
         unread = unread_of(self.model, self.cache, [(request, start, stop + 1) for request, start, stop in chains])
@@ -244,7 +233,7 @@ class OnePassDraft(GroupDraft[BlockDraft]):
         return DraftInputs(block_probs=block_probs)
 
 
-def group_draft(ssm: int, model: GroupModel, cache: KVCache, is_compared: bool) -> GroupDraft[Any]:
+def group_draft(ssm: int, model: GroupModel, cache: KVCache, is_compared: bool) -> GroupDraft:
     """Return a model as a draft of the group; arguments as of `GroupDraft`."""
     if isinstance(model, BlockDraft):
         return OnePassDraft(ssm, model, cache, is_compared)

@@ -12,11 +12,12 @@ from treespec.cache.kv_cache import KVCache
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, Frontier
 from treespec.drafters.ssm.ssm_state import grown_masks, rows_of_level
-from treespec.models.decoder import CompiledPasses, Pass
+from treespec.models.compiled import CompiledDecoder
+from treespec.models.decoder import Pass
 from treespec.models.group_model import GroupModel
 from treespec.request import Request
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
-from treespec_kernels.cpu.growth_cpu import DraftModels, TreePlaces
+from treespec_kernels.cpu.growth_cpu import TreePlaces
 from treespec_kernels.tree.level_rule import LevelRule
 
 
@@ -32,10 +33,7 @@ def levels_for(
 
 
 class PlannedLevels:
-    """Levels for any decoder, through `Decoder.plan`.
-
-    SSMs with equal plan keys share a plan, because planning takes a tenth of a pass.
-    """
+    """Levels for any decoder. Equal plan keys share a plan, because planning takes a tenth of a pass."""
 
     def __init__(self, models: Sequence[GroupModel], cache: KVCache, requests: Sequence[Request]):
         self._models, self._cache, self._requests = models, cache, requests
@@ -66,7 +64,7 @@ class PlannedLevels:
 class CompiledLevels:
     """`PlannedLevels` for compiled passes, without `RequestRows`: a row's path is its parent's and its own slot."""
 
-    def __init__(self, models: Mapping[int, CompiledPasses], requests: Sequence[Request]):
+    def __init__(self, models: Mapping[int, CompiledDecoder], requests: Sequence[Request]):
         self._models = models
         contexts, pages = [request.context_len for request in requests], [request.pages for request in requests]
         self._places = TreePlaces(next(iter(models.values())).growth, contexts, pages)
@@ -92,31 +90,6 @@ class CompiledLevels:
                 plan = plan._replace(positions=plan.positions + torch.from_numpy(first[self._owners[rows]]))
             self._plans[key] = model.layout(plan, self._num_positions)
         return self._plans[key]
-
-
-class DraftModelCache:
-    """Entry points of compiled SSMs, kept between rounds."""
-
-    def __init__(self, models: Sequence[GroupModel], cache: KVCache):
-        self._models, self._cache = models, cache
-        self._found: dict[tuple[int, ...], DraftModels] = {}
-
-    def get(self, ssms: tuple[int, ...], num_positions: int) -> DraftModels | None:
-        """Return these SSMs for passes at positions below `num_positions`; None if any lacks entry points."""
-        num_positions += max(self._models[ssm].config.short_context for ssm in ssms)  # now in rows of the rotations
-        if ssms not in self._found or self._found[ssms].num_positions < num_positions:
-            models = [self._models[ssm] for ssm in ssms]
-            decoders = [decoder for model in models if (decoder := model.compiled) is not None]
-            if len(decoders) < len(ssms):
-                return None
-            entries = [entry for model in models if (entry := model.entries) is not None]
-            if len(entries) < len(ssms):
-                return None
-            heads = [model.vocab_size if (head := model.head_vocabulary) is None else head.tokens for model in models]
-            rotations = [decoder.rotations_to(num_positions) for decoder in decoders]
-            pools = [self._cache.pools[1 + ssm] for ssm in ssms]
-            self._found[ssms] = DraftModels(decoders[0].growth, ssms, entries, rotations, pools, heads)
-        return self._found[ssms]
 
 
 def stop_unprofitable(

@@ -1,6 +1,6 @@
-"""One SSM pass over some rows, and the next-token probabilities used for drafting."""
+"""Next-token probabilities used for drafting: of rows that an SSM scores in a pass, and of block drafts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from treespec.cache.kv_cache import KVCache
+from treespec.drafters.ssm.forest import SsmProbs
+from treespec.drafters.ssm.reference_forest import top_tokens
+from treespec.models.block_draft import BlockDraft, Unread
 from treespec.models.decoder import Pass
 from treespec.models.group_model import GroupModel, StepModel
 from treespec.models.head_vocabulary import HeadVocabulary
@@ -18,21 +21,16 @@ NO_FEATURES = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Rows(NamedTuple):
-    """Scores of some rows.
+    """Scores of some rows."""
 
-    Attributes:
-        probs: float32 [num_rows, width], probabilities used for drafting, with each request's temperature, noise and
-            restrictions.
-        logits: float32 [num_rows, vocab_size], with restrictions, but without temperature and noise; None if `probs`
-            are without them, too.
-        head: the vocabulary of the columns; None if they are the whole vocabulary.
-        outputs: [num_rows, hidden_size], what a draft head passes on to the children of these rows; None for SSMs.
-    """
-
+    # float32 [num_rows, width], probabilities used for drafting, with each request's temperature, noise and
+    # restrictions
     probs: np.ndarray
+    # float32 [num_rows, vocab_size], with restrictions, but without temperature and noise; None if `probs` are without
+    # them, too
     logits: np.ndarray | None = None
-    head: HeadVocabulary | None = None
-    outputs: Tensor | None = None
+    head: HeadVocabulary | None = None  # the vocabulary of the columns; None if they are the whole vocabulary
+    outputs: Tensor | None = None  # [num_rows, hidden_size], what a draft head passes on to the children of these rows
 
     @property
     def tokens(self) -> np.ndarray | None:
@@ -40,7 +38,6 @@ class Rows(NamedTuple):
         return None if self.head is None else self.head.tokens
 
     def select(self, rows: np.ndarray | slice) -> "Rows":
-        """Return some of the rows."""
         logits = None if self.logits is None else self.logits[rows]
         return Rows(self.probs[rows], logits, self.head, None if self.outputs is None else self.outputs[rows])
 
@@ -66,19 +63,12 @@ class Rows(NamedTuple):
 
 
 class ScoredSlice(NamedTuple):
-    """One request's slice of the scored rows.
+    """One request's slice of the scored rows."""
 
-    Attributes:
-        request: determines temperature, noise and restrictions.
-        rows: the request's slice of the scored rows.
-        position: of the predicted token.
-        paths: by row, the tokens that its tree path appends to the request's tokens; empty without a restriction.
-    """
-
-    request: Request
-    rows: slice
-    position: int
-    paths: Sequence[Sequence[int]]
+    request: Request  # determines temperature, noise and restrictions
+    rows: slice  # the request's slice of the scored rows
+    position: int  # of the predicted token
+    paths: Sequence[Sequence[int]]  # by row, the tokens of its tree path; empty without a restriction
 
     @property
     def is_changed(self) -> bool:
@@ -87,7 +77,6 @@ class ScoredSlice(NamedTuple):
 
 
 def _softmax_at(logits: np.ndarray, token: int) -> float:
-    """Return the softmax probability of one token."""
     return float(np.exp(logits[token] - logits.max()) / np.exp(logits - logits.max()).sum())
 
 
@@ -111,22 +100,13 @@ def inputs_of(model: StepModel, cache: KVCache, chains: Sequence[Chain]) -> tupl
 def score_rows(
     model: StepModel,
     pool: Tensor,
-    layout: Pass,
-    tokens: np.ndarray,
-    features: Tensor,
-    scored: np.ndarray,
-    slices: Sequence[ScoredSlice] = (),
+    layout: Pass,  # pass layout of the rows, from `model`
+    tokens: np.ndarray,  # int64 [num_rows]
+    features: Tensor,  # [num_rows, hidden_size], of the rows' parents, for a draft head; `NO_FEATURES` for an SSM
+    scored: np.ndarray,  # int64, indices of the rows to score
+    slices: Sequence[ScoredSlice] = (),  # scored rows by request; rows without one are scored without modification
 ) -> Rows:
-    """Run one SSM pass over some rows and score a subset of them.
-
-    Args:
-        model, pool: the SSM and its KV pool.
-        layout: pass layout of the rows, from `model`.
-        tokens: int64 [num_rows].
-        features: [num_rows, hidden_size], of the rows' parents, for a draft head; `NO_FEATURES` for an SSM.
-        scored: int64, indices of the rows to score.
-        slices: scored rows by request; rows without one are scored without modification.
-    """
+    """Run one SSM pass over some rows and score a subset of them."""
     ids = torch.from_numpy(tokens).to(model.device)
     hidden, outputs = model.forward_features(ids, features, layout, pool)
     if not len(scored):
@@ -167,3 +147,71 @@ def draft_probs(
         result[torch.from_numpy(others)] = probs_of_others if head is None else head.expand(probs_of_others, 0.0)
     probs = result.cpu().numpy()
     return Rows(probs, logits.cpu().numpy() if sampled else None, outputs=outputs)
+
+
+class Block(NamedTuple):
+    """Predictions of a block draft below one root; row d is of the tokens at depth d + 1."""
+
+    hidden: Tensor  # [block, hidden_size], hidden states for `BlockDraft.logits`
+    rows: Rows | None  # scores, without a request's restriction; None if they depend on the nodes' tokens
+
+    def at(
+        self, model: BlockDraft, request: Request, depth: int, tokens: np.ndarray, paths: Sequence[Sequence[int]]
+    ) -> Rows:
+        """Return the scores of the nodes of one depth: int64 `tokens`, with their paths for a restriction."""
+        count = len(tokens)
+        if self.rows is None or request.restriction is not None:
+            hidden = self.hidden[depth].expand(count, -1)
+            scored_slice = ScoredSlice(request, slice(0, count), request.context_len + 1 + depth, paths)
+            return draft_probs(model.for_tokens(tokens), hidden, [scored_slice])
+        row = self.rows.select(slice(depth, depth + 1))
+        return row.select(np.zeros(count, dtype=np.int64))
+
+
+def unread_of(model: BlockDraft, cache: KVCache, chains: Sequence[Chain]) -> list[Unread]:
+    """Return the unread tokens of some requests: the last position of a chain is the root's."""
+    unread = []
+    for request, start, stop in chains:
+        states = None
+        if model.columns:
+            states = cache.read_features(request.pages, start - model.offset, stop - 1)
+        unread.append(Unread(request.tokens[start:stop], start, request.pages, states, request.max_len))
+    return unread
+
+
+def score_blocks(
+    model: BlockDraft, cache: KVCache, pool: Tensor, chains: Sequence[Chain], plain: bool = False
+) -> list[Block]:
+    """Run a block draft's pass at the roots of some requests, after reading the tokens before them.
+
+    Each chain ends with the root's position. `plain` scores are without the requests' temperature and noise.
+    """
+    block, slices = model.block, []
+    hidden = model.forward_block(unread_of(model, cache, chains), pool)
+    slices_of_roots = [slice(i * block, (i + 1) * block) for i in range(len(chains))]
+    if model.uses_node_tokens:
+        return [Block(hidden[part], None) for part in slices_of_roots]
+    for i, (request, _, _) in enumerate(chains):
+        if not plain and request.is_sampled and request.restriction is None:
+            for depth in range(block):
+                row = i * block + depth
+                slices.append(ScoredSlice(request, slice(row, row + 1), request.context_len + 1 + depth, [()]))
+    rows = draft_probs(model, hidden, slices)
+    return [Block(hidden[part], rows.select(part)) for part in slices_of_roots]
+
+
+def level_probs(ssm: int, scored: Mapping[int, tuple[np.ndarray, Rows]], differ: bool, most: int | None) -> SsmProbs:
+    """Return a block draft's probabilities of a level, from each tree's rows of the frontier and their scores.
+
+    `differ` says whether the rows of a tree may differ; `most` of each row's most likely tokens matter, None for all.
+    """
+    rows, scores = [of_tree for of_tree, _ in scored.values()], [part for _, part in scored.values()]
+    if any(part.head is None for part in scores):  # restricted rows cover the vocabulary, others a reduced one
+        scores = [part.expanded() for part in scores]
+    tokens = scores[0].tokens
+    if differ or most is None:
+        return SsmProbs(ssm, np.concatenate(rows), np.concatenate([part.probs for part in scores]), tokens)
+    # Rows of a tree are equal: only the columns of their best tokens are repeated, not the vocabulary.
+    columns = np.unique(np.concatenate([top_tokens(part.probs[:1].copy(), most)[1][0] for part in scores]))
+    probs = [np.repeat(part.probs[:1, columns], len(of_tree), 0) for of_tree, part in zip(rows, scores, strict=True)]
+    return SsmProbs(ssm, np.concatenate(rows), np.concatenate(probs), columns if tokens is None else tokens[columns])

@@ -10,7 +10,6 @@ after a commit only one or two tokens have to be caught up. Inactive SSMs read t
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import CompiledForest, Forest, TreeLimits
 from treespec.drafters.ssm.group_draft import CATCH_UP_CHUNK, GroupDraft, GrowingTrees, group_draft
-from treespec.drafters.ssm.levels import DraftModelCache, levels_for, stop_unprofitable
+from treespec.drafters.ssm.levels import levels_for, stop_unprofitable
 from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.drafters.ssm.scoring import Rows
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass
@@ -29,7 +28,7 @@ from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.trust import WINDOW, Trust
-from treespec_kernels.cpu.growth_cpu import CallPasses, DraftInputs, DraftSampling, TreePlaces
+from treespec_kernels.cpu.growth_cpu import CallPasses, DraftInputs, DraftModels, DraftSampling, TreePlaces
 from treespec_kernels.tree.level_rule import LevelRule
 
 NULL_PAGE = np.zeros(1, dtype=np.int64)
@@ -39,44 +38,30 @@ MAX_SCORES = 1 << 27  # maximum probabilities of one SSM that a compiled call ha
 class SsmDrafter:
     """A group of SSMs that drafts one tree per request; attribution names each SSM.
 
-    Args:
-        models: the SSMs, with embeddings and heads resized to the target's vocabulary.
-        names: by SSM, for attribution.
-        cache: the engine's; pool i + 1 belongs to SSM i.
-
-    Attributes:
-        evidence: evidence ratios of the other sources' proposals.
-        drafted: statistics of the last round.
+    Embeddings and heads of the models are resized to the target's vocabulary. Pool i + 1 of the cache belongs to SSM i.
     """
 
     name = "ssm"
 
     def __init__(self, models: Sequence[GroupModel], names: Sequence[str], cache: KVCache):
         self.models, self.names, self.cache = list(models), tuple(names), cache
-        self.evidence = SeedEvidence()
-        self.drafted = Drafted()
+        self.evidence = SeedEvidence()  # of the other sources' proposals
+        self.drafted = Drafted()  # in the last round
         self._states: dict[str, SsmState] = {}
         self._evicted: dict[str, Trust] = {}  # of preempted requests
         self._catch_up_policy = CatchUpPolicy(len(models))
         self._by_sources: dict[Sequence[str] | None, list[int]] = {}
-        self._draft_models = DraftModelCache(models, cache)
+        self._compiled_models: dict[tuple[int, ...], DraftModels] = {}  # kept between rounds
         self.drafts = [group_draft(ssm, model, cache, len(models) > 1) for ssm, model in enumerate(models)]
 
     def propose(
         self,
         requests: Sequence[Request],
-        plans: Sequence[DraftPlan],
-        rule: LevelRule,
-        seed_trees: Sequence[TokenTree] | None = None,
+        plans: Sequence[DraftPlan],  # by request; with 0 levels, the result is the seed tree
+        rule: LevelRule,  # decides before each level whether the adaptive trees grow
+        seed_trees: Sequence[TokenTree] | None = None,  # by request, proposals of other sources; None = none
     ) -> list[TokenTree]:
-        """Return one tree per request, rooted at its last token and merged with its seeds.
-
-        Args:
-            requests: prefilled requests.
-            plans: by request; with 0 levels, the result is the seed tree.
-            rule: decides before each level whether the adaptive trees grow.
-            seed_trees: by request, proposals of other sources, the seeds; None = none.
-        """
+        """Return one tree per request, rooted at its last token and merged with its seeds."""
         if seed_trees is None:
             seed_trees = [TokenTree.root(request.tokens[-1]) for request in requests]
         self.drafted = Drafted()
@@ -122,8 +107,8 @@ class SsmDrafter:
             drafting = [tree for tree in roots if draft.ssm in trees.states[tree].active]
             chains = [trees.unread(draft.ssm, tree) for tree in drafting]
             self.read(draft, [request for request, start, root in chains if root - 1 - start >= CATCH_UP_CHUNK])
-        for tree in roots:
-            trees.states[tree].begin_tree()
+        for state in (trees.states[tree] for tree in roots):
+            state.scores, state.blocks = {ssm: [] for ssm in state.active}, {}
         if isinstance(forest, CompiledForest) and (passes := self._compiled_passes(trees, forest)):
             self._draft_compiled(trees, forest, passes)
             return
@@ -151,17 +136,14 @@ class SsmDrafter:
             self.cache.scrub(NULL_PAGE)
 
     def _compiled_passes(self, trees: GrowingTrees, forest: CompiledForest) -> CallPasses | None:
-        """Return the passes of all levels for one compiled call.
-
-        None with restricted requests, models without entry points, or too much memory for probabilities.
-        """
+        """Return all levels' passes for a compiled call, unless restrictions, a model or memory prevent it."""
         requests, states = trees.requests, trees.states
         if any(request.restriction is not None for request in requests):
             return None
         roots = set(forest.frontier.owners.tolist())
         ssms = tuple(sorted({ssm for owner in roots for ssm in states[owner].active}))
         depth = max(limit.max_depth for limit in forest.limits)
-        models = self._draft_models.get(ssms, max(r.context_len for r in requests) + 1 + depth)
+        models = self._models_for_call(ssms, max(r.context_len for r in requests) + 1 + depth)
         if models is None or forest.room[1] * max(draft.width for draft in models.drafts) > MAX_SCORES:
             return None
         owners = {ssm: [owner for owner in sorted(roots) if ssm in states[owner].active] for ssm in ssms}
@@ -192,8 +174,23 @@ class SsmDrafter:
             _sampling_of(requests),
         )
 
+    def _models_for_call(self, ssms: tuple[int, ...], num_positions: int) -> DraftModels | None:
+        """Return these SSMs for passes at positions below `num_positions`; None if any lacks entry points."""
+        models = [self.models[ssm] for ssm in ssms]
+        num_positions += max(model.config.short_context for model in models)  # now in rows of the rotations
+        if ssms not in self._compiled_models or self._compiled_models[ssms].num_positions < num_positions:
+            decoders = [decoder for model in models if (decoder := model.compiled) is not None]
+            entries = [entry for model in models if (entry := model.entries) is not None]
+            if len(decoders) < len(ssms) or len(entries) < len(ssms):
+                return None
+            heads = [model.vocab_size if (head := model.head_vocabulary) is None else head.tokens for model in models]
+            rotations = [decoder.rotations_to(num_positions) for decoder in decoders]
+            pools = [self.cache.pools[1 + ssm] for ssm in ssms]
+            found = DraftModels(decoders[0].growth, ssms, entries, rotations, pools, heads)
+            self._compiled_models[ssms] = found
+        return self._compiled_models[ssms]
+
     def _draft_compiled(self, trees: GrowingTrees, forest: CompiledForest, passes: CallPasses) -> None:
-        """Score and extend trees by all levels in one compiled call."""
         requests, states, adaptive = trees.requests, trees.states, trees.adaptive
         roots = forest.frontier.owners.tolist()
         drafted = forest.draft(passes, trees.weights, trees.rule, adaptive if any(adaptive) else ())
@@ -274,7 +271,6 @@ class SsmDrafter:
         return request.draft_lengths if state is None else state.valid
 
     def release(self, request: Request) -> None:
-        """Release a request's state."""
         self._states.pop(request.request_id, None)
         self._evicted.pop(request.request_id, None)
 
@@ -292,7 +288,6 @@ class SsmDrafter:
         return self._catch_up_policy.unread(self.state(request), self.allowed(request), request.context_len)
 
     def may_draft(self, request: Request) -> bool:
-        """Return whether any SSM may draft for a request."""
         return bool(self.allowed(request))
 
     def state(self, request: Request) -> SsmState:
@@ -316,10 +311,7 @@ class SsmDrafter:
         return ssms if request.context_len else [ssm for ssm in ssms if not self.models[ssm].offset]
 
     def _select(self, rows: Sequence[tuple[Request, SsmState, DraftPlan]]) -> None:
-        """Score the SSMs on newly verified tokens, and select the active SSMs of each request.
-
-        An SSM that lags behind, because reading would not pay, is not a candidate.
-        """
+        """Score SSMs on newly verified tokens; select each request's active ones among those that do not lag."""
         for request, state, _ in rows:
             self._score_accepted(request, state)
         lagging: dict[int, list[Request]] = {}
@@ -351,7 +343,7 @@ class SsmDrafter:
             probs = state.token_probs(ssm, kept[: len(following)], following)
             state.trust.observe(ssm, root + 1, probs)
 
-    def read(self, draft: GroupDraft[Any], requests: Sequence[Request]) -> None:
+    def read(self, draft: GroupDraft, requests: Sequence[Request]) -> None:
         """Compute a draft's K/V of all committed positions of these requests, and score it on the tokens read."""
         began, ssm = time.perf_counter(), draft.ssm
         while behind := [r for r in requests if self.state(r).valid[ssm] < r.context_len]:

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.drafters.ssm.blocks import Block
-from treespec.drafters.ssm.scoring import Rows
+from treespec.drafters.ssm.scoring import Block, Rows
 from treespec.tree import TokenTree
 from treespec.trust import Trust
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -40,51 +39,21 @@ def rows_of_level(masks: np.ndarray, count: int, root: int, pages: np.ndarray, m
 
 
 @dataclass
-class CapturedState:
-    """A request's state between captured rounds.
-
-    Attributes:
-        weights: float64 [num_ssms], mixture weights of the next round; None if not computed.
-        read_to: number of leading positions with K/V of all active SSMs; None if not known.
-    """
-
-    weights: np.ndarray | None = None
-    read_to: int | None = None
-
-
-@dataclass
 class SsmState:
-    """A request's state between rounds. Slots are those of the tree's expanded nodes in the SSMs' pools.
+    """A request's state between rounds. Slots are those of the tree's expanded nodes in the SSMs' pools."""
 
-    Attributes:
-        trust: mixture weights of the SSMs.
-        valid: int64 [num_ssms], number of leading positions with K/V in each SSM's pool.
-        max_lags: int64 [num_ssms], committed tokens that each SSM may miss before it catches up.
-        weights: float64 [num_ssms], mixture weights in this round; 0 for inactive SSMs.
-        active: SSMs that draft in this round, ascending.
-        scores: by active SSM, the scores of the slots in order, in one or more parts.
-        blocks: by active block draft, its predictions below the root.
-        slots: of the proposed tree's nodes, see `TokenTree`; None without a tree.
-        seed_tree: the seeds that the tree was grown over; None without a tree.
-        captured: what only captured rounds need.
-        accepted: (position of the root, slots of the accepted path), until the SSMs are scored on the path.
-    """
-
-    trust: Trust
-    valid: np.ndarray
-    max_lags: np.ndarray
-    weights: np.ndarray
-    active: list[int] = field(default_factory=list)
-    scores: dict[int, list[Rows]] = field(default_factory=dict)
-    blocks: dict[int, Block] = field(default_factory=dict)
-    slots: np.ndarray | None = None
-    seed_tree: TokenTree | None = None
-    accepted: tuple[int, np.ndarray] | None = None
-    captured: CapturedState = field(default_factory=CapturedState)
-
-    def begin_tree(self) -> None:
-        """Discard the scores of the last tree."""
-        self.scores, self.blocks = {ssm: [] for ssm in self.active}, {}
+    trust: Trust  # mixture weights of the SSMs
+    valid: np.ndarray  # int64 [num_ssms], number of leading positions with K/V in each SSM's pool
+    max_lags: np.ndarray  # int64 [num_ssms], committed tokens that each SSM may miss before it catches up
+    weights: np.ndarray  # float64 [num_ssms], mixture weights in this round; 0 for inactive SSMs
+    active: list[int] = field(default_factory=list)  # SSMs that draft in this round, ascending
+    scores: dict[int, list[Rows]] = field(default_factory=dict)  # by active SSM, of the slots in order, in parts
+    blocks: dict[int, Block] = field(default_factory=dict)  # by active block draft, its predictions below the root
+    slots: np.ndarray | None = None  # of the proposed tree's nodes, see `TokenTree`; None without a tree
+    seed_tree: TokenTree | None = None  # the seeds that the tree was grown over; None without a tree
+    accepted: tuple[int, np.ndarray] | None = None  # root's position and path's slots, until SSMs are scored on them
+    captured_weights: np.ndarray | None = None  # float64 [num_ssms], of the next captured round; None = not computed
+    read_to: int | None = None  # in captured rounds, leading positions with K/V of all active SSMs; None = not known
 
     def token_probs(self, ssm: int, slots: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         """Return an active SSM's probability of one token after each of some slots, without temperature and noise.
@@ -104,9 +73,6 @@ class SsmState:
 
 
 def outputs_of(scores: Sequence[Rows], slots: np.ndarray) -> Tensor:
-    """Return what a draft head passes on from some slots to their children, [len(slots), hidden_size].
-
-    `scores` are those of all slots in order.
-    """
+    """Return what a draft head passes on to the children of some slots, [len(slots), hidden_size]."""
     outputs = torch.cat([part.outputs for part in scores if part.outputs is not None])
     return outputs[torch.from_numpy(slots).to(outputs.device)]

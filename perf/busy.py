@@ -7,13 +7,13 @@ are per repeat. Reports tokens per second of decoding (without prefill) and seco
 max) of the repeats. Compares the tokens of both runs. Nothing else may run on the machine.
 """
 
-import argparse
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import measuring
 import torch
@@ -38,47 +38,26 @@ def neighbours(count: int) -> Iterator[None]:
             process.wait()
 
 
-class Decoded(NamedTuple):
-    """Measurements and tokens of all prompts, decoded sequentially."""
-
-    tokens_per_second: float  # of decoding
-    first_token_seconds: float  # on average
-    tokens: list[list[int]]
+def decode(llm: LLM, jobs: list[measuring.Job], mode: str, busy: int) -> measuring.Decoded:
+    with neighbours(busy):
+        return measuring.decode(llm, jobs, MODES[mode])
 
 
-def decode(llm: LLM, prompts: list[list[int]], max_tokens: int, spec: str | None) -> Decoded:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    outputs = [llm.generate(prompt, params, spec)[0] for prompt in prompts]
-    tokens = [output.outputs[0].token_ids for output in outputs]
-    first = sum(output.metrics.ttft for output in outputs)
-    seconds = sum(output.metrics.seconds for output in outputs) - first
-    return Decoded((sum(map(len, tokens)) - len(prompts)) / seconds, first / len(prompts), tokens)
-
-
-def measure(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
-    """Return figures with and without neighbours and their ratio for each mode, and the number of differing tokens."""
-    runs: dict[tuple[str, int], list[Decoded]] = {(mode, busy): [] for mode in MODES for busy in (0, args.neighbours)}
-    for _ in range(args.repeats + 1):  # the first warms up
-        for busy in (0, args.neighbours):
-            with neighbours(busy):
-                for mode, spec in MODES.items():
-                    runs[mode, busy].append(decode(llm, prompts, args.max_tokens, spec))
-    rows: dict[str, Any] = {"tokens_compared": 0, "tokens_that_differ": 0}
+def measure(llm: LLM, jobs: list[measuring.Job], busy: int, repeats: int) -> dict[str, Any]:
+    """Return figures with and without `busy` neighbours and their ratio by mode, and the number of differing tokens."""
+    ways = {(mode, count): partial(decode, llm, jobs, mode, count) for count in (0, busy) for mode in MODES}
+    runs = measuring.interleaved(ways, repeats)
+    counts = sum(measuring.count_differing(runs[mode, 0], runs[mode, busy]) for mode in MODES)
+    rows: dict[str, Any] = dict(zip(("tokens_compared", "tokens_that_differ"), map(int, counts), strict=True))
     for mode in MODES:
-        quiet, beside = runs[mode, 0], runs[mode, args.neighbours]
-        for quiet_run, busy_run in zip(quiet, beside, strict=True):
-            compared, differing = measuring.count_differing(quiet_run.tokens, busy_run.tokens)
-            rows["tokens_compared"] += compared
-            rows["tokens_that_differ"] += differing
-        pairs_of_runs = list(zip(quiet, beside, strict=True))[1:]
+        quiet, beside = (runs[mode, count][1:] for count in (0, busy))
+        ratios = [b.tokens_per_second / q.tokens_per_second for q, b in zip(quiet, beside, strict=True)]
         rows[mode] = {
-            "quiet": measuring.spread([run.tokens_per_second for run, _ in pairs_of_runs]),
-            "beside_neighbours": measuring.spread([run.tokens_per_second for _, run in pairs_of_runs]),
-            "ratio": measuring.spread(
-                [busy_run.tokens_per_second / quiet_run.tokens_per_second for quiet_run, busy_run in pairs_of_runs]
-            ),
-            "first_token_seconds": measuring.spread([run.first_token_seconds for run, _ in pairs_of_runs]),
-            "first_token_seconds_beside": measuring.spread([run.first_token_seconds for _, run in pairs_of_runs]),
+            "quiet": measuring.spread([run.tokens_per_second for run in quiet]),
+            "beside_neighbours": measuring.spread([run.tokens_per_second for run in beside]),
+            "ratio": measuring.spread(ratios),
+            "first_token_seconds": measuring.spread([run.total("ttft") / len(jobs) for run in quiet]),
+            "first_token_seconds_beside": measuring.spread([run.total("ttft") / len(jobs) for run in beside]),
         }
     return rows
 
@@ -90,7 +69,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     with measuring.opened(args.grow, max_num_seqs=1) as open_llm:
         llm = open_llm()
-        rows = measure(llm, measuring.held_out(llm, args.prompts), args)
+        params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+        jobs = [(prompt, params) for prompt in measuring.held_out(llm, args.prompts)]
+        rows = measure(llm, jobs, args.neighbours, args.repeats)
     print(f"{rows['tokens_that_differ']} of {rows['tokens_compared']} tokens differ")
     for mode in MODES:
         shown = {name: "{median:.3g} ({least:.3g} to {largest:.3g})".format(**rows[mode][name]) for name in rows[mode]}

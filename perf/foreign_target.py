@@ -10,13 +10,15 @@ nodes, with paired bootstrap 95 % intervals over prompts. A second start continu
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import measuring
 import numpy as np
 import torch
-from merge import interval, tau
+from measuring import tau
+from merge import difference
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -48,9 +50,7 @@ def make_target(work: Path, minutes: float, seed: int) -> Path:
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     for name, half, count in (("train", documents[0], PROMPTS), ("held", documents[1], 256)):
         prompts = cut_prompts(half, tokenizer, count, seed)
-        lines = [
-            json.dumps({"text": prompt.text, "kind": prompt.kind, "package": prompt.package}) for prompt in prompts
-        ]
+        lines = [json.dumps(asdict(prompt)) for prompt in prompts]
         (work / f"{name}.jsonl").write_text("\n".join(lines))
     for kind in KINDS:
         data.tokenize((d for d in documents[0] if d.kind == kind), tokenizer, work / f"{kind}.bin")
@@ -100,12 +100,10 @@ def main() -> None:
     copy = truncated(target, layers, args.work / "truncated")
     llm = LLM(target, drafts=[*ssms, copy], max_num_seqs=8, max_model_len=512)
     lines = (args.work / "held.jsonl").read_text().splitlines()[: args.prompts]
-    texts, params = (
-        [json.loads(line)["text"] for line in lines],
-        SamplingParams(max_tokens=args.max_tokens, ignore_eos=True),
-    )
+    texts = [json.loads(line)["text"] for line in lines]
+    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
     plain = [output.outputs[0].token_ids for output in llm.generate(texts, params, spec="off")]
-    tokens, everything = np.array([len(token_ids) for token_ids in plain]), np.ones(len(plain), dtype=bool)
+    tokens = np.array([len(token_ids) for token_ids in plain])
     modes = {"three SSMs": ("ssm-1", "ssm-2", "ssm-3"), "truncated": ("truncated",)}
     modes |= {ssm.name: (ssm.name,) for ssm in ssms}
     rows, differing = [], 0
@@ -115,16 +113,9 @@ def main() -> None:
             outputs = llm.generate(texts, params, spec=SpecConfig(nodes=nodes, sources=sources))
             differing += sum(o.outputs[0].token_ids != token_ids for o, token_ids in zip(outputs, plain, strict=True))
             passes[mode] = np.array([output.metrics.target_passes for output in outputs])
-        margins = {
-            mode: interval(tokens, passes["three SSMs"], counts, everything)
-            for mode, counts in passes.items()
-            if mode != "three SSMs"
-        }
-        row = {
-            "nodes": nodes,
-            "tau": {mode: tau(tokens, counts) for mode, counts in passes.items()},
-            "margins": margins,
-        }
+        row = {"nodes": nodes, "tau": {mode: tau(tokens, counts) for mode, counts in passes.items()}}
+        ours = passes.pop("three SSMs")
+        margins = row["margins"] = {mode: difference(tokens, ours, counts) for mode, counts in passes.items()}
         rows.append(row)
         shown = ", ".join(f"{mode} {value:.3f}" for mode, value in row["tau"].items())
         low, high = margins["truncated"]

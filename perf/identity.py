@@ -13,10 +13,8 @@ dtypes and batch sizes. Exits with 1 on any difference.
 
 import argparse
 import itertools
-import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from treespec import LLM, RequestOutput, RoundRecord, SamplingParams, SpecConfig
+from treespec.bench.report import mismatches
 from treespec.bench.run import commit
 from treespec.engine.runner import Runner
 from treespec_weights import default_folder, default_names
@@ -72,43 +71,32 @@ class LogitRecorder:
         return result
 
 
-def read_prompts(count: int, tokenizer: Any, vocab: int) -> list[list[int]]:
+def read_prompts(count: int, llm: LLM) -> list[list[int]]:
     """Return held-out prompts as token ids, or random ids without a tokenizer."""
+    tokenizer, vocab = llm.get_tokenizer(), llm.engine.runner.target.vocab_size
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         lengths = torch.randint(1, 160, (count,), generator=generator).tolist()
         return [torch.randint(1, vocab, (n,), generator=generator).tolist() for n in lengths]
-    by_kind: dict[str, list[str]] = {}
-    for entry in json.loads(measuring.HELDOUT.read_text()):
-        by_kind.setdefault(entry["kind"], []).append(entry["text"])
-    texts = [text for row in itertools.zip_longest(*by_kind.values()) for text in row if text is not None]
-    return [tokenizer.encode(text) for text in itertools.islice(itertools.cycle(texts), count)]
+    return [tokenizer.encode(text) for text in itertools.islice(itertools.cycle(measuring.alternating()), count)]
 
 
-def modes(names: Sequence[str], nodes: int) -> dict[str, SpecConfig]:
+def modes(llm: LLM, nodes: int) -> dict[str, SpecConfig]:
     """Return the modes to compare with plain decoding."""
-    subsets = [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
+    subsets = sampled.subsets(llm)
     result = {",".join(subset): SpecConfig(nodes=nodes, sources=subset) for subset in subsets}
-    if len(names) > 1:
+    if len(subsets) > 1:
         result["one a round"] = SpecConfig(nodes=nodes, sources=("ssm",), max_ssms=1)
     result["lookup"] = SpecConfig(nodes=nodes, sources=("lookup",))
     return result | {"everything": SpecConfig(nodes=nodes), "auto": SpecConfig()}
 
 
-def compare(
-    plain: list[RequestOutput], tree: list[RequestOutput], logits: list[Tensor], tree_logits: list[Tensor]
-) -> Any:
-    """Count differing tokens and logit rows of two runs."""
-    tokens = sum(
-        a != b
-        for x, y in zip(plain, tree, strict=True)
-        for a, b in itertools.zip_longest(x.outputs[0].token_ids, y.outputs[0].token_ids)
-    )
-    rows = sum(
+def differing_rows(logits: list[Tensor], tree_logits: list[Tensor]) -> int:
+    """Count the logit rows that differ between two runs."""
+    return sum(
         int((a[: len(b)] != b[: len(a)]).any(1).sum()) + abs(len(a) - len(b))
         for a, b in zip(logits, tree_logits, strict=True)
     )
-    return tokens, rows
 
 
 def against_transformers(model: Path, plain: list[RequestOutput], logits: list[Tensor]) -> dict[str, Any]:
@@ -151,49 +139,41 @@ def main() -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     try:
-        if not args.sampling:
-            return greedy(args)
-        document = sample(args)
+        return sample(args) if args.sampling else greedy(args)
     except ValueError as error:
         parser.error(str(error))
+
+
+def open_llm(args: argparse.Namespace, dtype: str, batch: int) -> LLM:
+    drafts = args.draft or [name for name in default_names() if name.startswith("ssm-")]
+    model = args.model or default_folder("target")
+    return LLM(model, drafts=drafts, dtype=dtype, max_num_seqs=batch, compile=args.compile)
+
+
+def sample(args: argparse.Namespace) -> int:
+    """Compare coupled sampling with plain decoding."""
+    names = ("model", "prompts", "max_tokens", "nodes", "max_depth", "dtypes", "batches", "compile")
+    setup = {
+        **{name: getattr(args, name) for name in names},
+        "drafts": args.draft,
+        "settings": {name: sampled.SETTINGS[name] for name in args.settings},
+        "verification": "coupled",
+        "first_seed": sampled.FIRST_SEED,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    document = sampled.run(
+        lambda dtype: open_llm(args, dtype, sampled.PLAIN_BATCH),
+        lambda llm: read_prompts(args.prompts, llm),
+        setup,
+        args.out,
+    )
     print(sampled.describe(document))
     return int(document["totals"]["differing_tokens"] > 0)
 
 
-def sample(args: argparse.Namespace) -> dict[str, Any]:
-    """Compare coupled sampling with plain decoding."""
-    setup = {
-        **{name: vars(args)[name] for name in ("model", "prompts", "max_tokens", "nodes", "max_depth")},
-        "drafts": args.draft,
-        "dtypes": args.dtypes,
-        "batches": args.batches,
-        "settings": {name: sampled.SETTINGS[name] for name in args.settings},
-        "verification": "coupled",
-        "first_seed": sampled.FIRST_SEED,
-        "compile": args.compile,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-
-    def open_llm(dtype: str) -> LLM:
-        model, drafts = models(args)
-        return LLM(model, drafts=drafts, dtype=dtype, max_num_seqs=sampled.PLAIN_BATCH, compile=args.compile)
-
-    def prompts(llm: LLM) -> list[list[int]]:
-        return read_prompts(args.prompts, llm.get_tokenizer(), llm.engine.runner.target.vocab_size)
-
-    return sampled.run(open_llm, prompts, setup, args.out)
-
-
-def models(args: argparse.Namespace) -> tuple[Path, list[str]]:
-    """Return the target's folder, and the drafts."""
-    drafts = args.draft or [name for name in default_names() if name.startswith("ssm-")]
-    return Path(args.model) if args.model else default_folder("target"), drafts
-
-
 def greedy(args: argparse.Namespace) -> int:
     """Compare trees with plain decoding, and plain decoding with transformers."""
-    model, drafts = models(args)
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
     results: list[dict[str, Any]] = []
     reference: dict[str, Any] | None = None
@@ -201,18 +181,20 @@ def greedy(args: argparse.Namespace) -> int:
         f"{'dtype':9} {'batch':>5}  {'sources':24} {'tokens':>7} {'differ':>6} {'logit rows':>10} {'tau':>5} {'s':>6}"
     )
     for dtype, batch in itertools.product(args.dtypes, args.batches):
-        llm = LLM(model, drafts=drafts, dtype=dtype, max_num_seqs=batch, compile=args.compile)
+        llm = open_llm(args, dtype, batch)
         recorder = LogitRecorder(llm)
-        prompts = read_prompts(args.prompts, llm.get_tokenizer(), llm.engine.runner.target.vocab_size)
+        prompts = read_prompts(args.prompts, llm)
         plain = llm.generate(prompts, params, spec="off")
+        plain_tokens = [output.outputs[0].token_ids for output in plain]
         plain_logits = recorder.take(plain)
         if dtype == "float32" and reference is None:
-            reference = against_transformers(model, plain, plain_logits)
-        for mode, spec in modes(llm.engine.sources.ssms.names if llm.engine.sources.ssms else (), args.nodes).items():
+            reference = against_transformers(llm.model_path, plain, plain_logits)
+        for mode, spec in modes(llm, args.nodes).items():
             start = time.perf_counter()
             tree = llm.generate(prompts, params, spec=spec)
             seconds = time.perf_counter() - start
-            tokens, rows = compare(plain, tree, plain_logits, recorder.take(tree))
+            tokens = mismatches([output.outputs[0].token_ids for output in tree], plain_tokens)
+            rows = differing_rows(plain_logits, recorder.take(tree))
             llm.engine.check_integrity()
             passes = sum(output.metrics.target_passes for output in tree)
             total = sum(output.metrics.generated_tokens for output in tree)

@@ -9,15 +9,15 @@ after the last one.
 import hashlib
 import itertools
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
 from treespec.bench.run import commit
+from treespec.training.files import atomic_write_text
 
 PLAIN_BATCH = 8
 FIRST_SEED = 1000  # seed of prompt 0; the next prompt has the next seed
@@ -25,27 +25,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "T=0.7": {"temperature": 0.7},
     "T=1": {"temperature": 1.0},
     "top-p": {"temperature": 1.0, "top_p": 0.9},
-    "penalties": {
-        "temperature": 0.8,
-        "repetition_penalty": 1.2,
-        "presence_penalty": 0.3,
-        "frequency_penalty": 0.2,
-    },
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2},
 }
 KEYS = ("dtype", "setting", "sources", "batch")
 SUMS = ("tokens", "differing_tokens", "outputs_that_differ", "target_passes", "seconds", "cpu_seconds")
 ROWS_SHOWN = 8  # differences listed per cell
 
 
-class IndexedPrompt(NamedTuple):
-    """A prompt: its index, which determines its seed, and its tokens."""
-
-    index: int
-    tokens: list[int]
-
-
-def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the non-empty subsets of `names`, small ones first."""
+def subsets(llm: LLM) -> list[tuple[str, ...]]:
+    """Return the non-empty subsets of an engine's SSMs, small ones first."""
+    names = llm.engine.sources.ssms.names if llm.engine.sources.ssms else ()
     return [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
 
 
@@ -71,50 +60,47 @@ def run(
         raise ValueError(f"--batches {max(setup['batches'])}: valid with --sampling: 1 to {PLAIN_BATCH}")
     document = _open(out, setup)
     document["commits"] = list(dict.fromkeys([*document.get("commits", ()), commit()]))
-    rows = {_key(row): row for row in document["rows"]}
+    rows = {tuple(row[key] for key in KEYS): row for row in document["rows"]}
     began, computed = time.perf_counter(), 0
     for dtype in setup["dtypes"]:
         llm = open_llm(dtype)
-        names = tuple(llm.engine.sources.ssms.names) if llm.engine.sources.ssms else ()
-        prompt_ids = read_prompts(llm)
-        prompts = [IndexedPrompt(i, tokens) for i, tokens in enumerate(prompt_ids)]
-        distinct = len({tuple(tokens) for tokens in prompt_ids})
-        document |= {"ssms": list(names), "prompts": len(prompts), "distinct_prompts": distinct}
-        cells = list(itertools.product(setup["settings"], subsets(names), setup["batches"]))
-        for setting, group in itertools.groupby(cells, key=lambda cell: cell[0]):
-            remaining = [(*s, b) for _, *s, b in group if _key((dtype, setting, ",".join(*s), b)) not in rows]
-            if not remaining:
+        prompts, drafts = read_prompts(llm), [",".join(subset) for subset in subsets(llm)]
+        document |= {"ssms": drafts[-1].split(",") if drafts else [], "prompts": len(prompts)}
+        document["distinct_prompts"] = len(set(map(tuple, prompts)))
+        total = len(setup["dtypes"]) * len(setup["settings"]) * len(drafts) * len(setup["batches"])
+        for setting in setup["settings"]:
+            cells = [(dtype, setting, *cell) for cell in itertools.product(drafts, setup["batches"])]
+            if all(cell in rows for cell in cells):
                 continue
             plain, row = decode(llm, prompts, setting, "off", PLAIN_BATCH, setup["max_tokens"])
-            _keep_plain(document, {"dtype": dtype, "setting": setting} | row | {"sha256": _digest(plain)})
+            digest = hashlib.sha256(json.dumps(plain).encode()).hexdigest()
+            _keep_plain(document, {"dtype": dtype, "setting": setting} | row | {"sha256": digest})
             _log(f"{dtype:9} {setting:10} plain: {row['tokens'] / row['seconds']:.0f} tokens/s")
-            for sources, batch in remaining:
+            for cell in cells:
+                if cell in rows:
+                    continue
+                sources, batch = cell[2].split(","), cell[3]
                 spec = SpecConfig(nodes=setup["nodes"], max_depth=setup["max_depth"], sources=sources)
                 ours, row = decode(llm, prompts, setting, spec, batch, setup["max_tokens"])
                 llm.engine.check_integrity()
-                where = {"dtype": dtype, "setting": setting, "sources": ",".join(sources), "batch": batch}
-                rows[_key(where)] = where | row | compare(prompts, ours, plain)
-                document["rows"] = list(rows.values())
-                document["totals"] = totals(document["rows"])
+                rows[cell] = dict(zip(KEYS, cell, strict=True)) | row | compare(ours, plain)
+                document |= {"rows": list(rows.values()), "totals": totals(list(rows.values()))}
                 _write(out, document)
                 computed += 1
-                total = len(setup["dtypes"]) * len(cells)
                 to_go = (time.perf_counter() - began) / computed * (total - len(rows))
-                _log(f"{_line(rows[_key(where)])}  cell {len(rows)} of {total}, about {to_go / 60:.0f} min to go")
+                _log(f"{_line(rows[cell])}  cell {len(rows)} of {total}, about {to_go / 60:.0f} min to go")
     document["complete"] = True
     _write(out, document)
     return document
 
 
-def compare(
-    prompts: Sequence[IndexedPrompt], ours: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]
-) -> dict[str, Any]:
+def compare(ours: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Count differing and missing tokens, with the first differences of some outputs."""
     differing, first = 0, []
-    for prompt, mine, theirs in zip(prompts, ours, plain, strict=True):
+    for prompt, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
         positions = [i for i, (a, b) in enumerate(itertools.zip_longest(mine, theirs)) if a != b]
         differing += len(positions)
-        first += [{"prompt": prompt.index, "position": positions[0]}] if positions else []
+        first += [{"prompt": prompt, "position": positions[0]}] if positions else []
     return {"differing_tokens": differing, "outputs_that_differ": len(first), "first_differences": first[:ROWS_SHOWN]}
 
 
@@ -138,20 +124,19 @@ def describe(document: dict[str, Any]) -> str:
 
 
 def decode(
-    llm: LLM, prompts: Sequence[IndexedPrompt], setting: str, spec: SpecConfig | str, batch: int, max_tokens: int
+    llm: LLM, prompts: Sequence[list[int]], setting: str, spec: SpecConfig | str, batch: int, max_tokens: int
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """Decode all prompts and measure.
 
     Batches run one after another, except that the engine's own batch size runs with continuous batching.
     """
     options = SETTINGS[setting] | {"max_tokens": max_tokens, "ignore_eos": True}
-    params = [SamplingParams(seed=FIRST_SEED + prompt.index, **options) for prompt in prompts]
+    params = [SamplingParams(seed=FIRST_SEED + i, **options) for i in range(len(prompts))]
     step = len(prompts) if batch == PLAIN_BATCH else batch
     outputs: list[RequestOutput] = []
     began, worked = time.perf_counter(), time.process_time()
     for start in range(0, len(prompts), step):
-        prompt_ids = [prompt.tokens for prompt in prompts[start : start + step]]
-        outputs += llm.generate(prompt_ids, params[start : start + step], spec=spec)
+        outputs += llm.generate(prompts[start : start + step], params[start : start + step], spec=spec)
     took = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - worked}
     for output in outputs:
         if output.error is not None:
@@ -183,20 +168,8 @@ def _open(out: Path | None, setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(out: Path | None, document: dict[str, Any]) -> None:
-    """Write the document atomically."""
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = out.with_name(out.name + ".part")
-        temporary.write_text(json.dumps(document, indent=1) + "\n")
-        os.replace(temporary, out)
-
-
-def _key(row: Any) -> tuple[Any, ...]:
-    return tuple(row[key] for key in KEYS) if isinstance(row, dict) else tuple(row)
-
-
-def _digest(outputs: Sequence[Sequence[int]]) -> str:
-    return hashlib.sha256(json.dumps(outputs).encode()).hexdigest()
+        atomic_write_text(out, json.dumps(document, indent=1) + "\n")
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -3,21 +3,30 @@
 import argparse
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
-from treespec import LLM
+from treespec import LLM, RequestOutput, SamplingParams
 from treespec.bench.grow import grown
 from treespec.bench.options import Options
 from treespec.bench.prompts import held_out_prompts
 from treespec.startup.cost_measurement import processor
 from treespec.text.prompt_files import read_prompts
+from treespec.training.files import atomic_write_text
 
 HELDOUT = held_out_prompts(chat=False)
+RESAMPLES = 4000  # of the bootstrap intervals
+
+Job = tuple[Any, SamplingParams]
+Way = TypeVar("Way", bound=Hashable)
+Run = TypeVar("Run")
 
 
 def parser(doc: str | None, grow: str | None = None, grows: bool = True, **defaults: int) -> argparse.ArgumentParser:
@@ -37,6 +46,14 @@ def held_out(llm: LLM, count: int) -> list[list[int]]:
     return [llm.get_tokenizer().encode(prompt.content) for prompt in prompts[:: max(len(prompts) // count, 1)][:count]]
 
 
+def alternating() -> list[Any]:
+    """Return all held-out texts, alternating their kinds."""
+    kinds: dict[str | None, list[Any]] = {}
+    for prompt in read_prompts(HELDOUT):
+        kinds.setdefault(prompt.kind, []).append(prompt.content)
+    return [text for row in zip_longest(*kinds.values()) for text in row if text is not None]
+
+
 @contextmanager
 def opened(grow: str | None, drafts: Sequence[Any] | None = None, **options: Any) -> Iterator[Any]:
     """Yield a function that opens the embedded target, optionally grown, compiled in bfloat16 on the CPU.
@@ -53,10 +70,54 @@ def opened(grow: str | None, drafts: Sequence[Any] | None = None, **options: Any
         yield lambda **overrides: LLM(**common | options | overrides)
 
 
-def count_differing(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return the number of compared tokens and the number of differing ones; lengths must be equal."""
-    pairs = [pair for sequences in zip(plain, other, strict=True) for pair in zip(*sequences, strict=True)]
-    return len(pairs), sum(a != b for a, b in pairs)
+class Decoded(NamedTuple):
+    """Outputs of prompts that were decoded one after another, and the seconds of the calls."""
+
+    outputs: list[RequestOutput]
+    seconds: float
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [completion.token_ids for output in self.outputs for completion in output.outputs]
+
+    @property
+    def passes(self) -> int:
+        """Number of target passes."""
+        return self.total("target_passes")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of decoding, without prefill."""
+        return (sum(map(len, self.tokens)) - len(self.outputs)) / (self.total("seconds") - self.total("ttft"))
+
+    def total(self, metric: str) -> Any:
+        """Return the sum of a metric of the requests."""
+        return sum(getattr(output.metrics, metric) for output in self.outputs)
+
+
+def decode(llm: LLM, jobs: Sequence[Job], spec: Any) -> Decoded:
+    """Decode prompts with their parameters one after another."""
+    began = time.perf_counter()
+    outputs = [llm.generate([prompt], params, spec)[0] for prompt, params in jobs]
+    return Decoded(outputs, time.perf_counter() - began)
+
+
+def interleaved(ways: Mapping[Way, Callable[[], Run]], repeats: int) -> dict[Way, list[Run]]:
+    """Run every way once in turn, `repeats` times and once before, which warms up; return all results by way."""
+    runs: dict[Way, list[Run]] = {way: [] for way in ways}
+    for _ in range(repeats + 1):
+        for way, run in ways.items():
+            runs[way].append(run())
+    return runs
+
+
+def count_differing(plain: Sequence[Decoded], other: Sequence[Decoded]) -> np.ndarray:
+    """Return the numbers of compared and of differing tokens, int64 [2]; lengths must be equal."""
+    outputs = [
+        pair for runs in zip(plain, other, strict=True) for pair in zip(*(run.tokens for run in runs), strict=True)
+    ]
+    pairs = [pair for sequences in outputs for pair in zip(*sequences, strict=True)]
+    return np.array([len(pairs), sum(a != b for a, b in pairs)])
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -64,10 +125,33 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "largest": max(values)}
 
 
-def speed_ups(plain: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
-    """Return the spread of the ratios of paired seconds, the median as `speed_up`."""
-    ratios = spread([base / seconds for base, seconds in zip(plain, measured, strict=True)])
-    return {"speed_up": ratios.pop("median")} | ratios
+def over_plain(title: str, runs: dict[str, list[Decoded]], seconds: Callable[[Decoded], float]) -> dict[str, Any]:
+    """Print and return the figures of ways over that named "plain": speed-ups by repeat, and tokens per pass."""
+    counts = sum(count_differing(runs["plain"], other) for way, other in runs.items() if way != "plain")
+    compared, differing = map(int, counts)
+    plain = [seconds(run) for run in runs["plain"][1:]]
+    generated = sum(map(len, runs["plain"][0].tokens))
+    rate = generated / statistics.median(plain)
+    print(f"{title}: plain {rate:.1f} tokens/s; {differing} of {compared} tokens differ", flush=True)
+    ways = {}
+    for way, (_, *measured) in runs.items():
+        ratios = spread([base / seconds(run) for base, run in zip(plain, measured, strict=True)])
+        gain = ways[way] = {"speed_up": ratios.pop("median")} | ratios
+        gain["acceptance_length"] = len(measured) * generated / sum(run.passes for run in measured)
+        shown = "{speed_up:.2f} ({least:.2f} to {largest:.2f}), {acceptance_length:.2f} a pass".format(**gain)
+        print(f"  {way:18} {shown}")
+    counted = {"tokens_compared": compared, "tokens_that_differ": differing}
+    return {"tokens": generated, "plain_tokens_per_second": rate} | counted | {"ways": ways}
+
+
+def tau(tokens: np.ndarray, passes: np.ndarray, picks: np.ndarray | slice = slice(None)) -> np.ndarray:
+    """Return the tokens per target pass over the picked prompts; picks: [..., num_prompts]."""
+    return tokens[picks].sum(-1) / passes[picks].sum(-1)
+
+
+def interval(values: np.ndarray) -> list[float]:
+    """Return the 95 % interval of resampled values."""
+    return np.percentile(values, [2.5, 97.5]).tolist()
 
 
 def setup(args: argparse.Namespace, *names: str, **more: Any) -> dict[str, Any]:
@@ -78,7 +162,6 @@ def setup(args: argparse.Namespace, *names: str, **more: Any) -> dict[str, Any]:
 
 
 def write_json(path: Path | None, document: Any) -> None:
-    """Write a document as JSON if `path` is not None."""
+    """Write a document as JSON, atomically, if `path` is not None."""
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        atomic_write_text(path, json.dumps(document, indent=1) + "\n")

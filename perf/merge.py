@@ -20,14 +20,13 @@ from typing import Any
 import measuring
 import numpy as np
 import torch
+from measuring import RESAMPLES, interval, tau
 
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.bench.prompts import choose, held_out_prompts
 from treespec.bench.report import LOOPING, distinct_share
 from treespec.startup.options import resolve_folders
 from treespec.text.prompt_files import encode_prompt, has_chat_template, read_prompts
-
-RESAMPLES = 4000
 
 
 @contextmanager
@@ -48,20 +47,12 @@ def counting_passes(llm: LLM) -> Iterator[Counter[str]]:
         del ssms.propose
 
 
-def tau(tokens: np.ndarray, passes: np.ndarray, selection: np.ndarray | slice = slice(None)) -> float:
-    """Return the tokens per target pass over the chosen prompts."""
-    return float(tokens[selection].sum() / passes[selection].sum())
-
-
-def interval(tokens: np.ndarray, ours: np.ndarray, theirs: np.ndarray, selection: np.ndarray) -> list[float]:
+def difference(tokens: np.ndarray, ours: np.ndarray, theirs: np.ndarray) -> list[float]:
     """Return the paired bootstrap 95 % interval, over prompts, of the difference of acceptance lengths."""
-    rng = np.random.default_rng(0)
-    index = np.flatnonzero(selection)
-    if not len(index):
+    if not len(tokens):
         return [float("nan")] * 2
-    picks = index[rng.integers(0, len(index), (RESAMPLES, len(index)))]
-    summed = tokens[picks].sum(1)
-    return np.percentile(summed / ours[picks].sum(1) - summed / theirs[picks].sum(1), [2.5, 97.5]).tolist()
+    picks = np.random.default_rng(0).integers(0, len(tokens), (RESAMPLES, len(tokens)))
+    return interval(tau(tokens, ours, picks) - tau(tokens, theirs, picks))
 
 
 def main() -> None:
@@ -95,6 +86,8 @@ def main() -> None:
     kinds = np.array([prompt.kind for prompt in prompts])
     tokens = np.array([len(token_ids) for token_ids in plain])
     lively = np.array([distinct_share(token_ids) > LOOPING for token_ids in plain])
+    by_kind = {kind: kinds == kind for kind in sorted(set(kinds.tolist()))}
+    parts = {"not_looping": lively} | by_kind
     passes: dict[tuple[int, str], np.ndarray] = {}
     rows, differing = [], 0
     for nodes in args.nodes:
@@ -104,23 +97,18 @@ def main() -> None:
             differing += sum(o.outputs[0].token_ids != token_ids for o, token_ids in zip(outputs, plain, strict=True))
             counts = passes[nodes, mode] = np.array([output.metrics.target_passes for output in outputs])
             unique = sum((Counter(output.metrics.accepted_only_by_source) for output in outputs), Counter[str]())
-            row = {
-                "nodes": nodes,
-                "mode": mode,
-                "tau": tau(tokens, counts),
-                "tau_not_looping": tau(tokens, counts, lively),
-            }
-            row |= {f"tau_{kind}": tau(tokens, counts, kinds == kind) for kind in sorted(set(kinds))}
+            row = {"nodes": nodes, "mode": mode, "tau": tau(tokens, counts)}
+            row |= {f"tau_{name}": tau(tokens, counts, selection) for name, selection in parts.items()}
             row["draft_passes_per_round"] = counted["passes"] / int(counts.sum())
             row["accepted_only_by_source"] = dict(unique)
             rows.append(row)
             print(
-                f"{nodes:3} {mode:30} tau {row['tau']:.3f}, not looping {row['tau_not_looping']:.3f}; "
-                + ", ".join(f"{kind} {row[f'tau_{kind}']:.3f}" for kind in sorted(set(kinds)))
+                f"{nodes:3} {mode:30} tau {row['tau']:.3f}; "
+                + ", ".join(f"{name.replace('_', ' ')} {row[f'tau_{name}']:.3f}" for name in parts)
                 + f"; draft passes per round {row['draft_passes_per_round']:.2f}",
                 flush=True,
             )
-    claims = [claim for nodes in args.nodes for claim in compare(nodes, passes, tokens, kinds, ssms)]
+    claims = [claim for nodes in args.nodes for claim in compare(nodes, passes, tokens, by_kind, ssms)]
     for claim in claims:
         low, high = claim["interval"]
         print(
@@ -129,7 +117,7 @@ def main() -> None:
         )
     setup = {
         "prompts": len(texts),
-        "kinds": dict(Counter(kinds.tolist())),
+        "kinds": {kind: int(selection.sum()) for kind, selection in by_kind.items()},
         "max_tokens": args.max_tokens,
         "not_looping": int(lively.sum()),
         "distinct_4grams": float(np.mean([distinct_share(token_ids) for token_ids in plain])),
@@ -145,32 +133,29 @@ def main() -> None:
 
 
 def compare(
-    nodes: int, passes: dict[tuple[int, str], np.ndarray], tokens: np.ndarray, kinds: np.ndarray, ssms: Sequence[str]
+    nodes: int,
+    passes: dict[tuple[int, str], np.ndarray],
+    tokens: np.ndarray,
+    by_kind: dict[str, np.ndarray],
+    ssms: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
     """Compare merged modes with every single SSM, overall and by kind, and with and without lookup."""
-    everything = np.ones(len(tokens), dtype=bool)
 
-    def claim(ours: str, theirs: str, over: str, selection: np.ndarray) -> dict[str, Any]:
-        a, b = passes[nodes, ours], passes[nodes, theirs]
-        return {
-            "nodes": nodes,
-            "ours": ours,
-            "theirs": theirs,
-            "over": over,
-            "difference": tau(tokens, a, selection) - tau(tokens, b, selection),
-            "ratio": tau(tokens, a, selection) / tau(tokens, b, selection),
-            "interval": interval(tokens, a, b, selection),
-        }
+    def claim(ours: str, theirs: str, over: str = "all", selection: np.ndarray | slice = slice(None)) -> dict[str, Any]:
+        own_tokens, counts = tokens[selection], [passes[nodes, mode][selection] for mode in (ours, theirs)]
+        a, b = (tau(own_tokens, each) for each in counts)
+        names = {"nodes": nodes, "ours": ours, "theirs": theirs, "over": over}
+        return names | {"difference": a - b, "ratio": a / b, "interval": difference(own_tokens, *counts)}
 
     singles = [mode for n, mode in passes if n == nodes and ("SSM" not in mode and mode != "lookup")]
     for ours in ("SSMs merged", "SSMs, one a round"):
         for single in singles:
-            yield claim(ours, single, "all", everything)
-        for kind in sorted(set(kinds)):
-            best = max(ssms, key=lambda name, selection=kinds == kind: tau(tokens, passes[nodes, name], selection))
-            yield claim(ours, best, f"{kind} (its best)", kinds == kind)
+            yield claim(ours, single)
+        for kind, selection in by_kind.items():
+            best = max(ssms, key=lambda name, s=selection: float(tau(tokens, passes[nodes, name], s)))
+            yield claim(ours, best, f"{kind} (its best)", selection)
     for theirs in ("SSMs merged", "lookup"):
-        yield claim("SSMs and lookup", theirs, "all", everything)
+        yield claim("SSMs and lookup", theirs)
 
 
 if __name__ == "__main__":

@@ -33,21 +33,14 @@ class Section(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What processes run: a section with what its measurements get, and when they start nothing more and end.
-
-    Attributes:
-        make: makes what the measurements get from the rows so far, by name.
-        file: the rows, as JSON lines; stray output and tracebacks go to log.txt beside it.
-        only: beginnings of the names of the rows to measure; empty for all.
-        few: whether to run only two measurements of each kind, with limits for the interpreter.
-    """
+    """What processes run."""
 
     section: Section
-    make: Callable[[dict[str, Figures]], Any]
-    file: Path
-    only: tuple[str, ...]
-    few: bool
-    until: float
+    make: Callable[[dict[str, Figures]], Any]  # makes what the measurements get from the rows so far, by name
+    file: Path  # the rows, as JSON lines; stray output and tracebacks go to log.txt beside it
+    only: tuple[str, ...]  # beginnings of the names of the rows to measure; empty for all
+    few: bool  # whether to run only two measurements of each kind, with limits for the interpreter
+    until: float  # when they start nothing more
     end: float
 
 

@@ -12,94 +12,53 @@ compares SmolLM2 as stored (Q4_1), with activations in bfloat16 and in int8, wit
 """
 
 import argparse
-import json
-import statistics
-import tempfile
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import measuring
 import torch
 
 from treespec import LLM, SamplingParams
+from treespec.bench.grow import grown
+from treespec.bench.options import Options
 from treespec.bench.prompts import held_out_prompts
+from treespec.text.prompt_files import read_prompts
 from treespec_kernels.attention.tree_batch import RequestRows
-from treespec_weights import (
-    ModelShape,
-    default_folder,
-    default_names,
-    family_of,
-    grow_checkpoint,
-    grown_shape,
-    parse_size,
-    read_config,
-)
 
 FORMS = (None, "int8", "int4")
 NODES = {"plain": "off", "auto": None}
 
 
-def name_of(form: str | None) -> str:
-    return form or "bfloat16"
-
-
-def held_out(count: int) -> list[str]:
-    """Return held-out texts, alternating their kinds."""
-    entries = json.loads(measuring.HELDOUT.read_text())
-    kinds: dict[str, list[str]] = {}
-    for entry in entries:
-        kinds.setdefault(entry["kind"], []).append(entry["text"])
-    turns = [text for texts in zip(*kinds.values(), strict=False) for text in texts]
-    return turns[:count]
-
-
-def speed(folder: Path, compiled: bool, args: argparse.Namespace) -> list[dict[str, Any]]:
+def speed(target: Options, compiled: bool, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure the three engines, compiled or eager, and return their rows."""
-    drafts = [name for name in default_names() if name.startswith("ssm-")]
-    engines = {
-        form: LLM(
-            folder,
-            drafts,
-            device="cpu",
-            dtype="bfloat16",
-            quantization=form,
-            compile=compiled,
-            max_num_seqs=1,
-            max_model_len=512,
-        )
-        for form in FORMS
+    options: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "compile": compiled}
+    options |= {"max_num_seqs": 1, "max_model_len": 512}
+    engines = {form: LLM(target.model, target.drafts, quantization=form, **options) for form in FORMS}
+    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+    jobs = [(text, params) for text in measuring.alternating()[: args.prompts]]
+    ways = {
+        (form, nodes): partial(measuring.decode, llm, jobs, spec)
+        for form, llm in engines.items()
+        for nodes, spec in NODES.items()
     }
-    texts, params = held_out(args.prompts), SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
-    rates: dict[tuple[str | None, str], list[float]] = {}
-    tau: dict[tuple[str | None, str], float] = {}
-    differing = dict.fromkeys(FORMS, 0)
-    for repeat in range(args.repeats + 1):  # the first warms up
-        for form, llm in engines.items():
-            tokens = {}
-            for nodes, spec in NODES.items():
-                outputs = [llm.generate(text, params, spec=spec)[0] for text in texts]
-                seconds = sum(output.metrics.seconds - output.metrics.ttft for output in outputs)
-                tokens[nodes] = [output.outputs[0].token_ids for output in outputs]
-                generated = sum(len(token_ids) for token_ids in tokens[nodes])
-                tau[form, nodes] = generated / sum(output.metrics.target_passes for output in outputs)
-                if repeat:
-                    rates.setdefault((form, nodes), []).append((generated - len(texts)) / seconds)
-            differing[form] += measuring.count_differing(tokens["plain"], tokens["auto"])[1]
+    runs = measuring.interleaved(ways, args.repeats)
+    differing = {form: int(measuring.count_differing(runs[form, "plain"], runs[form, "auto"])[1]) for form in FORMS}
+    speeds = {way: [run.tokens_per_second for run in measured[1:]] for way, measured in runs.items()}
     rows = []
-    for (form, nodes), speeds in rates.items():
-        base = rates[None, nodes]
-        ratios = [ours / theirs for ours, theirs in zip(speeds, base, strict=True)]
+    for form, nodes in ways:
+        rate = measuring.spread(speeds[form, nodes])
+        pairs = zip(speeds[form, nodes], speeds[None, nodes], strict=True)
+        ratio = measuring.spread([ours / theirs for ours, theirs in pairs])
+        newest = runs[form, nodes][-1]
         row = {
-            "weights": name_of(form),
+            "weights": form or "bfloat16",
             "compile": compiled,
             "nodes": nodes,
-            "tokens_per_second": statistics.median(speeds),
-            "least": min(speeds),
-            "largest": max(speeds),
-            "over_bfloat16": statistics.median(ratios),
-            "over_bfloat16_least": min(ratios),
-            "over_bfloat16_largest": max(ratios),
-            "acceptance_length": tau[form, nodes],
+            "tokens_per_second": rate.pop("median"),
+            **rate,
+            "over_bfloat16": ratio.pop("median"),
+            **{f"over_bfloat16_{name}": value for name, value in ratio.items()},
+            "acceptance_length": sum(map(len, newest.tokens)) / newest.passes,
             "outputs_tokens_that_differ": differing[form],
             "weight_bytes": engines[form].stats()["memory"]["target_weights"],
         }
@@ -135,17 +94,17 @@ def quality(args: argparse.Namespace) -> list[dict[str, Any]]:
         for form in FORMS
     }
     tokenizer = engines[None].get_tokenizer()
-    texts = [tokenizer.encode(text)[:512] for text in held_out(args.texts)]
+    texts = [tokenizer.encode(text)[:512] for text in measuring.alternating()[: args.texts]]
     return [agreement(engines[None], engines[form], texts) for form in FORMS[1:]]
 
 
 def activations() -> list[dict[str, Any]]:
     """Measure the agreement of SmolLM2 as stored with its reading in float32, on its held-out instructions."""
-    entries = json.loads(held_out_prompts(chat=True).read_text())
     options = {"drafts": [], "device": "cpu", "max_num_seqs": 1, "max_model_len": 1024, "compile": True}
     reference = LLM("smollm2", dtype="float32", **options)
     tokenizer = reference.get_tokenizer()
-    texts = [tokenizer.encode(entry["prompt"])[:1000] for entry in entries]
+    messages = [prompt.content for prompt in read_prompts(held_out_prompts(chat=True))]
+    texts = [tokenizer.encode(message)[:1000] for message in messages]
     engines = [LLM("smollm2", dtype="bfloat16", activations=kind, **options) for kind in ("model", "int8")]
     return [agreement(reference, engine, texts) for engine in engines]
 
@@ -171,7 +130,6 @@ def agreement(reference: LLM, engine: LLM, texts: list[list[int]]) -> dict[str, 
 
 def main() -> None:
     parser = measuring.parser(__doc__, grow="0.5B", prompts=2, max_tokens=32, repeats=5, texts=24, threads=1)
-    parser.add_argument("--folder", type=Path, help="folder of an existing grown model, or where to keep it")
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
     parser.add_argument("--activations", action="store_true", help="only measure the quality of int8 activations")
     args = parser.parse_args()
@@ -179,14 +137,9 @@ def main() -> None:
         measuring.write_json(args.json, {"setup": measuring.setup(args), "quality": activations()})
         return
     torch.set_num_threads(args.threads)
-    source = default_folder("target")
-    config = read_config(source)
-    shape = grown_shape(ModelShape.from_hf(config, family_of(config, source), source), parse_size(args.grow))
-    with tempfile.TemporaryDirectory(prefix="treespec-quantised-") as scratch:
-        folder = args.folder or Path(scratch) / "target"
-        if not (folder / "config.json").exists():
-            grow_checkpoint(source, folder, shape, 0)
-        rows = [row for mode in args.modes for row in speed(folder, mode == "compiled", args)]
+    with grown(Options(device="cpu"), args.grow, None, None) as (target, summary):
+        rows = [row for mode in args.modes for row in speed(target, mode == "compiled", args)]
+    shape = summary.shape
     setup = measuring.setup(args, "threads", "prompts", "max_tokens", "repeats") | {
         "parameters": shape.num_parameters(),
         "layers": shape.num_layers,

@@ -11,7 +11,6 @@ output, and "naive" and "coupled" use the most likely children. Reports tokens p
 with bootstrap 95 % intervals over prompts, also of paired differences.
 """
 
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from unittest import mock
 import measuring
 import numpy as np
 import torch
-from merge import RESAMPLES
+from measuring import RESAMPLES, interval, tau
 from torch import Tensor
 from tqdm import tqdm
 
@@ -68,43 +67,32 @@ def verified_by_all(rng: np.random.Generator) -> Iterator[dict[int, dict[str, li
         yield lengths
 
 
-class Counted:
-    """Tokens and target passes of each prompt, int64 [num_prompts] each."""
-
-    def __init__(self, tokens: Sequence[int], passes: Sequence[int]):
-        self.tokens, self.passes = np.array(tokens), np.array(passes)
-
-    def tau(self, picks: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Return the tokens per pass over the picked prompts; picks: [..., num_prompts]."""
-        return self.tokens[picks].sum(-1) / self.passes[picks].sum(-1)
+Counted = tuple[np.ndarray, np.ndarray]
+"""Tokens and target passes of each prompt, int64 [num_prompts] each."""
 
 
-def by_prompt(outputs: Sequence[RequestOutput], seeds: int) -> Counted:
-    """Sum over the seeds of each prompt, whose outputs are adjacent."""
-    groups = [outputs[i : i + seeds] for i in range(0, len(outputs), seeds)]
-    return Counted(
-        [sum(output.metrics.generated_tokens for output in group) for group in groups],
-        [sum(output.metrics.target_passes for output in group) for group in groups],
-    )
+def by_prompt(tokens: Sequence[int], passes: Sequence[int], seeds: int) -> Counted:
+    """Sum over the seeds of each prompt, whose runs are adjacent."""
+    return np.reshape(tokens, (-1, seeds)).sum(1), np.reshape(passes, (-1, seeds)).sum(1)
 
 
 def figures(counted: dict[str, Counted]) -> dict[str, Any]:
     """Return acceptance lengths and their differences, with bootstrap intervals over prompts."""
-    count = len(next(iter(counted.values())).tokens)
+    count = len(next(iter(counted.values()))[0])
     picks = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
-    resampled = {rule: counts.tau(picks) for rule, counts in counted.items()}
+    # of all prompts, followed by those of each resample
+    lengths = {rule: np.append(tau(*counts), tau(*counts, picks)) for rule, counts in counted.items()}
 
-    def row(value: float, values: np.ndarray) -> dict[str, Any]:
-        return {"value": float(value), "interval": np.percentile(values, [2.5, 97.5]).tolist()}
+    def row(values: np.ndarray) -> dict[str, Any]:
+        return {"value": float(values[0]), "interval": interval(values[1:])}
 
-    differences = {
-        f"{ours} - {theirs}": row(counted[ours].tau() - counted[theirs].tau(), resampled[ours] - resampled[theirs])
-        for ours, theirs in PAIRS
-        if ours in counted and theirs in counted
-    }
     return {
-        "tau": {rule: row(counts.tau(), resampled[rule]) for rule, counts in counted.items()},
-        "difference": differences,
+        "tau": {rule: row(values) for rule, values in lengths.items()},
+        "difference": {
+            f"{ours} - {theirs}": row(lengths[ours] - lengths[theirs])
+            for ours, theirs in PAIRS
+            if ours in lengths and theirs in lengths
+        },
     }
 
 
@@ -147,36 +135,32 @@ def main() -> None:
         counted = {}
         for rule in RULES[:3]:
             runs = [lengths[output.metrics.seed][rule] for output in outputs]
-            joined = [[*itertools.chain(*runs[i : i + args.seeds])] for i in range(0, len(runs), args.seeds)]
-            counted[rule] = Counted([sum(group) for group in joined], [len(group) for group in joined])
+            counted[rule] = by_prompt([sum(each) for each in runs], [len(each) for each in runs], args.seeds)
         same_trees[draws] = figures(counted)
         shown.update()
     for rule in RULES:
-        separate[rule] = by_prompt(run(rule), args.seeds)
+        metrics = [output.metrics for output in run(rule)]
+        tokens, passes = [each.generated_tokens for each in metrics], [each.target_passes for each in metrics]
+        separate[rule] = by_prompt(tokens, passes, args.seeds)
         shown.update()
     shown.close()
-    document = {
-        "setup": {
-            "prompts": len(prompts),
-            "seeds": args.seeds,
-            "max_tokens": args.max_tokens,
-            "branching": args.branching,
-            "temperature": args.temperature,
-            "batch": args.batch,
-            "compile": args.compile,
+    names = ("seeds", "max_tokens", "branching", "temperature", "batch", "compile")
+    setup = (
+        {"prompts": len(prompts)}
+        | {name: getattr(args, name) for name in names}
+        | {
             "dtype": str(llm.config.dtype).removeprefix("torch."),
             "threads": llm.config.num_threads,
             "torch": torch.__version__,
             "repeats_on_the_same_trees": REPEATS,
             "sources": list(llm.engine.sources.ssms.names),
-        },
-        "same_trees": same_trees,
-        "own_runs": figures(separate),
-    }
+        }
+    )
+    document = {"setup": setup, "same_trees": same_trees, "own_runs": figures(separate)}
     for draws, results in same_trees.items():
         show(f"on the same trees, {draws}", results)
     show("separate runs, cross-source", document["own_runs"])
-    print(", ".join(f"{name} {value}" for name, value in document["setup"].items()))
+    print(", ".join(f"{name} {value}" for name, value in setup.items()))
     measuring.write_json(args.json, document)
 
 

@@ -9,10 +9,9 @@ request's arrival to its end. Speed-ups are relative to plain decoding in the sa
 per pass are over all repeats. Tokens are compared with plain decoding.
 """
 
-import argparse
-import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -46,13 +45,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "regex": {"regex": r"def [a-z_]{3,20}\(self(, [a-z_]{1,10})*\)( -> (int|str|None))?:\n    '[A-Za-z ,.]{20,200}'\n"},
 }
 TREE = SpecConfig(nodes=8, max_ssms=1)
-WAYS: dict[str, Any] = {
-    "plain": "off",
-    "auto": None,
-    "auto, unaware": None,
-    "8 nodes": TREE,
-    "8 nodes, unaware": TREE,
-}
+WAYS: dict[str, Any] = {"plain": "off", "auto": None, "auto, unaware": None, "8 nodes": TREE, "8 nodes, unaware": TREE}
 
 
 @contextmanager
@@ -67,55 +60,19 @@ def unaware() -> Iterator[None]:
         yield
 
 
-def held_out(count: int) -> list[Any]:
-    """Return held-out prompts that are the start of structured data."""
-    prompts = read_prompts(measuring.HELDOUT)
-    return [prompt.content for prompt in prompts if prompt.kind == "data"][:count]
+def decode(llm: LLM, jobs: list[measuring.Job], way: str) -> measuring.Decoded:
+    with unaware() if "unaware" in way else nullcontext():
+        return measuring.decode(llm, jobs, WAYS[way])
 
 
-def measure(llm: LLM, form: str, temperature: float, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one constraint: speed and tokens per pass by mode, and tokens that differ from plain decoding."""
-    sampling = [
-        SamplingParams(max_tokens=args.max_tokens, structured_outputs=FORMS[form], temperature=temperature, seed=seed)
-        for seed in range(args.prompts)
-    ]
-    prompts = held_out(args.prompts)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    tokens: dict[str, list[list[int]]] = {}
-    passes, finished, differing, compared = dict.fromkeys(WAYS, 0), 0, 0, 0
-    for repeat in range(args.repeats + 1):  # the first warms up
-        for way, spec in WAYS.items():
-            with unaware() if "unaware" in way else nullcontext():
-                outputs = [llm.generate(p, params, spec)[0] for p, params in zip(prompts, sampling, strict=True)]
-            tokens[way] = [output.outputs[0].token_ids for output in outputs]
-            finished = sum(output.outputs[0].finish_reason == "stop" for output in outputs)
-            if repeat:
-                passes[way] += sum(output.metrics.target_passes for output in outputs)
-                seconds[way].append(sum(output.metrics.seconds for output in outputs))
-            if way != "plain":
-                counts = measuring.count_differing(tokens["plain"], tokens[way])
-                compared, differing = compared + counts[0], differing + counts[1]
-    generated = sum(map(len, tokens["plain"]))
-    rate = generated / statistics.median(seconds["plain"])
-    print(f"{form}, T={temperature}: plain {rate:.1f} tokens/s; {differing} of {compared} tokens differ", flush=True)
-    ways = {}
-    for way in WAYS:
-        gain = ways[way] = measuring.speed_ups(seconds["plain"], seconds[way])
-        gain["acceptance_length"] = args.repeats * generated / passes[way]
-        print(
-            f"  {way:17} {gain['speed_up']:.2f} ({gain['least']:.2f} to {gain['largest']:.2f}), "
-            f"{gain['acceptance_length']:.2f} a pass"
-        )
-    return {
-        "form": form,
-        "temperature": temperature,
-        "tokens": generated,
-        "finished": finished,
-        "plain_tokens_per_second": rate,
-        "tokens_compared": compared,
-        "tokens_that_differ": differing,
-        "ways": ways,
-    }
+def measure(llm: LLM, form: str, temperature: float, max_tokens: int, prompts: list[Any], repeats: int) -> Any:
+    """Measure one constraint: speed and tokens per pass by way, and tokens that differ from plain decoding."""
+    common: dict[str, Any] = {"max_tokens": max_tokens, "structured_outputs": FORMS[form], "temperature": temperature}
+    jobs = [(prompt, SamplingParams(**common, seed=seed)) for seed, prompt in enumerate(prompts)]
+    runs = measuring.interleaved({way: partial(decode, llm, jobs, way) for way in WAYS}, repeats)
+    row = measuring.over_plain(f"{form}, T={temperature}", runs, lambda run: run.total("seconds"))
+    finished = sum(output.outputs[0].finish_reason == "stop" for output in runs["plain"][0].outputs)
+    return {"form": form, "temperature": temperature, "finished": finished} | row
 
 
 def main() -> None:
@@ -123,9 +80,15 @@ def main() -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    # that are the start of structured data
+    prompts = [prompt.content for prompt in read_prompts(measuring.HELDOUT) if prompt.kind == "data"][: args.prompts]
     with measuring.opened(args.grow, max_num_seqs=1) as open_llm:
         llm = open_llm()
-        rows = [measure(llm, form, temperature, args) for form in FORMS for temperature in args.temperatures]
+        rows = [
+            measure(llm, form, temperature, args.max_tokens, prompts, args.repeats)
+            for form in FORMS
+            for temperature in args.temperatures
+        ]
     setup = measuring.setup(args, "threads", "prompts", "max_tokens", "repeats")
     measuring.write_json(args.json, {"setup": setup, "rows": rows})
 

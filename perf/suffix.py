@@ -10,9 +10,8 @@ to plain decoding in the same repeat: median (min to max). Tokens per pass are o
 with plain decoding.
 """
 
-import statistics
-import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import measuring
@@ -25,10 +24,8 @@ SEEDS = range(4)
 REMEMBERED = 2**16
 WAYS = ("plain", "auto", "auto, remembering")
 
-Job = tuple[list[int], SamplingParams]
 
-
-def workloads(prompts: list[list[int]], max_tokens: int) -> dict[str, list[Job]]:
+def workloads(prompts: list[list[int]], max_tokens: int) -> dict[str, list[measuring.Job]]:
     """Return the sequential calls of each workload."""
     greedy = SamplingParams(max_tokens=max_tokens)
 
@@ -43,53 +40,22 @@ def workloads(prompts: list[list[int]], max_tokens: int) -> dict[str, list[Job]]
     }
 
 
-def run(llm: LLM, jobs: list[Job], spec: str | None) -> tuple[float, list[list[int]], int, Counter[str]]:
-    """Run jobs on an empty suffix cache; return seconds, tokens, target passes, and accepted tokens by source."""
-    tokens, passes, accepted = [], 0, Counter[str]()
+def decode(llm: LLM, jobs: list[measuring.Job], spec: str | None) -> measuring.Decoded:
     llm.reset_suffix_cache()
-    began = time.perf_counter()
-    outputs = [llm.generate([prompt], params, spec)[0] for prompt, params in jobs]
-    seconds = time.perf_counter() - began
-    for output in outputs:
-        tokens += [completion.token_ids for completion in output.outputs]
-        passes += output.metrics.target_passes
-        accepted.update(output.metrics.accepted_by_source)
-    return seconds, tokens, passes, accepted
+    return measuring.decode(llm, jobs, spec)
 
 
-def measure(engines: dict[str, LLM], jobs: list[Job], repeats: int) -> dict[str, Any]:
-    """Measure one workload: speed and tokens per pass by mode, and tokens that differ from plain decoding."""
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    passes: Counter[str] = Counter()
-    accepted: dict[str, Counter[str]] = {way: Counter() for way in WAYS}
-    plain: list[list[int]] = []
-    differing = compared = 0
-    for repeat in range(repeats + 1):  # the first warms up
-        for way in WAYS:
-            took, tokens, own_passes, by_source = run(engines[way], jobs, "off" if way == "plain" else None)
-            if way == "plain":
-                plain = tokens
-            else:
-                counts = measuring.count_differing(plain, tokens)
-                compared, differing = compared + counts[0], differing + counts[1]
-            if repeat:
-                seconds[way].append(took)
-                passes[way] += own_passes
-                accepted[way] += by_source
-    generated = sum(map(len, plain))
-    ways = {}
-    for way in WAYS:
-        ways[way] = measuring.speed_ups(seconds["plain"], seconds[way]) | {
-            "acceptance_length": repeats * generated / passes[way],
-            "accepted_by_source": dict(accepted[way]),
-        }
-    return {
-        "tokens": generated,
-        "plain_tokens_per_second": generated / statistics.median(seconds["plain"]),
-        "tokens_compared": compared,
-        "tokens_that_differ": differing,
-        "ways": ways,
-    }
+def measure(title: str, engines: dict[str, LLM], jobs: list[measuring.Job], repeats: int) -> dict[str, Any]:
+    """Measure one workload: speed and tokens per pass by way, and tokens that differ from plain decoding."""
+    specs = {way: "off" if way == "plain" else None for way in WAYS}
+    ways = {way: partial(decode, engines[way], jobs, spec) for way, spec in specs.items()}
+    runs = measuring.interleaved(ways, repeats)
+    row = measuring.over_plain(title, runs, lambda run: run.seconds)
+    for way, (_, *measured) in runs.items():
+        outputs = [output for run in measured for output in run.outputs]
+        by_source = sum((Counter(output.metrics.accepted_by_source) for output in outputs), Counter[str]())
+        row["ways"][way]["accepted_by_source"] = dict(by_source)
+    return row
 
 
 def main() -> None:
@@ -100,14 +66,8 @@ def main() -> None:
     with measuring.opened(args.grow, [] if args.no_drafts else None, max_num_seqs=len(SEEDS)) as open_llm:
         forgetful, remembering = open_llm(), open_llm(suffix_tokens=REMEMBERED)
         engines = dict(zip(WAYS, (forgetful, forgetful, remembering), strict=True))
-        rows = {}
-        for name, jobs in workloads(measuring.held_out(forgetful, args.prompts), args.max_tokens).items():
-            rows[name] = row = measure(engines, jobs, args.repeats)
-            print(f"{name}: plain {row['plain_tokens_per_second']:.1f} tokens/s; ", end="")
-            print(f"{row['tokens_that_differ']} of {row['tokens_compared']} tokens differ", flush=True)
-            for way, gain in row["ways"].items():
-                print(f"  {way:18} {gain['speed_up']:.2f} ({gain['least']:.2f} to {gain['largest']:.2f}), ", end="")
-                print(f"{gain['acceptance_length']:.2f} a pass")
+        jobs_of = workloads(measuring.held_out(forgetful, args.prompts), args.max_tokens)
+        rows = {name: measure(name, engines, jobs, args.repeats) for name, jobs in jobs_of.items()}
     setup = measuring.setup(
         args, "threads", "prompts", "max_tokens", "repeats", drafts=not args.no_drafts, remembered=REMEMBERED
     )

@@ -194,16 +194,16 @@ class Build:
         s = self.settings
         held_out = list(data.read_documents(self.work / "heldout.jsonl"))
         prompts = evaluate.cut_prompts(held_out, self.tokenizer, self.args.prompts, s.seed)
-        target = rounded(target)
         students = {name: evaluate.open_draft(drafts / name, s.vocab_size) for name in DRAFTS}
         ids = [self.tokenizer.encode(prompt.text).ids for prompt in prompts]
         kinds = [prompt.kind for prompt in prompts]
-        figures = evaluate.agreement_report(target, students, ids, kinds, self.args.new_tokens)
+        new_tokens, device = self.args.new_tokens, self.device.type
+        figures = evaluate.agreement_report(self.work / "target", students, ids, kinds, new_tokens, device)
         streams = {kind: data.Stream(self.work / f"heldout-{kind}.bin") for kind in s.kinds}
         stages = self.progress.values()
         trained = {
             "parameters": sum(parameter.numel() for parameter in target.parameters()),
-            "held_out_loss": evaluate.held_out_losses(target, streams),
+            "held_out_loss": evaluate.held_out_losses(rounded(target), streams),
         }
         if stages:
             trained |= {
@@ -230,7 +230,7 @@ class Build:
         folders = {name: drafts / name for name in DRAFTS}
         if stages:
             folders["target"] = self.work / "target"
-        export(self.args.out, folders, report, evaluate.prompts_as_json(prompts))
+        export(self.args.out, folders, report, [asdict(prompt) for prompt in prompts])
         print(f"exported to {self.args.out}", flush=True)
 
 

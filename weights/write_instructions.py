@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -19,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from treespec.training.files import atomic_write_text
 from treespec_training import data
-from treespec_training.instructions import instructions, interleaved
-from treespec_training.raw_texts import raw_texts
+from treespec_training.instructions import instructions, interleaved, raw_texts
 
 
 def main() -> None:
@@ -38,15 +38,16 @@ def main() -> None:
     halves = data.select(documents, data.KINDS, args.held_out, everything, args.seed)
     for name, half, count in (("train", halves[0], args.per_kind), ("heldout", halves[1], args.heldout_per_kind)):
         selected = interleaved(instructions(half, name == "heldout", count, args.seed))
-        lines = [
-            json.dumps({"prompt": instruction.text, "kind": instruction.kind, "package": instruction.package})
-            for instruction in selected
-        ]
-        atomic_write_text(args.out / f"{name}.jsonl", "".join(line + "\n" for line in lines))
+        write(args.out / f"{name}.jsonl", [{"prompt": i.text, "kind": i.kind, "package": i.package} for i in selected])
         print(f"{name}: {len(selected)} instructions, {dict(Counter(instruction.kind for instruction in selected))}")
-    texts = [json.dumps({"text": text, "kind": kind}) for kind, text in raw_texts(halves[0])]
-    atomic_write_text(args.out / "texts.jsonl", "".join(line + "\n" for line in texts))
-    print(f"texts: {len(texts)}, {sum(map(len, texts)) >> 20} MiB")
+    texts = [{"text": text, "kind": kind} for kind, text in raw_texts(halves[0])]
+    write(args.out / "texts.jsonl", texts)
+    print(f"texts: {len(texts)}, {sum(len(entry['text']) for entry in texts) >> 20} MiB")
+
+
+def write(path: Path, entries: Sequence[dict[str, str]]) -> None:
+    """Write JSON lines."""
+    atomic_write_text(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 if __name__ == "__main__":

@@ -44,12 +44,21 @@ COMPILED = """
 import json, torch
 from dataclasses import replace
 from treespec_kernels.aot import compiler as aot
-from treespec_kernels.ops.shapes import AOT_FORMS, default_shapes, family_shapes
+from treespec_kernels.ops.shapes import AOT_FORMS, KernelShape, default_shapes
+gemma = {"norm": "rms_plus_one", "post_norms": True, "activation": "gelu_tanh"}
+plain = {"norm": "layer", "gated": False}
+families = {  # Gemma 2 9B, Gemma 3 1B, GPT-NeoX 20B, Pythia 2.8B and OPT 6.7B
+    "gemma2": ((256, 16, 8, 3584, 14336, 256000), gemma | {"capped": True}),
+    "gemma3": ((256, 4, 1, 1152, 6912, 262144), gemma | {"qk_norm": True}),
+    "neox": ((96, 64, 64, 6144, 24576, 50432), plain | {"activation": "gelu"}),
+    "pythia": ((80, 32, 32, 2560, 10240, 50304), plain | {"activation": "gelu_tanh"}),
+    "opt": ((128, 32, 32, 4096, 16384, 50272), plain | {"activation": "relu", "rotary": False}),
+}
 if __name__ == "__main__":
     names = [f"{size} {dtype}" for dtype in ("bf16", "fp16", "fp32") for size in ("small", "1b", "8b")]
     shapes = dict(zip(names, default_shapes()))
-    shapes |= zip(("gemma2", "gemma3", "neox", "pythia", "opt"), family_shapes([torch.bfloat16]))
-    shapes["gemma2 fp32"] = family_shapes([torch.float32])[0]
+    shapes |= {name: KernelShape(torch.bfloat16, *sizes, **kinds) for name, (sizes, kinds) in families.items()}
+    shapes["gemma2 fp32"] = replace(shapes["gemma2"], dtype=torch.float32)
     shapes |= zip(("int8", "int4", "awq"), (replace(shapes["8b bf16"], quantized=form) for form in AOT_FORMS))
     launches_of = aot.launches_of
     aot.launches_of = lambda *given: [one for one in launches_of(*given) if one.constants.get("BLOCK_M", 0) <= ROWS]

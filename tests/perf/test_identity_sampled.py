@@ -46,7 +46,6 @@ def test_all_cells_are_identical(tmp_path: Path) -> None:
 
 
 def test_differences_are_counted_and_placed() -> None:
-    prompts = [sampled().IndexedPrompt(i, [1]) for i in (4, 6)]
-    found = sampled().compare(prompts, [[1, 2, 3], [1, 2]], [[1, 2, 3], [1, 9, 4]])
-    first = [{"prompt": 6, "position": 1}]
+    found = sampled().compare([[1, 2, 3], [1, 2]], [[1, 2, 3], [1, 9, 4]])
+    first = [{"prompt": 1, "position": 1}]
     assert found == {"differing_tokens": 2, "outputs_that_differ": 1, "first_differences": first}

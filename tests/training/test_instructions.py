@@ -82,17 +82,16 @@ def test_every_kind_is_written_from_its_documents(written: ModuleType) -> None:
 
 
 def test_raw_texts_hold_docstrings_and_a_share_of_the_code(written: ModuleType) -> None:
-    raw = importlib.import_module("treespec_training.raw_texts")
     docstring = " ".join(["The box is kept on a shelf."] * 6)
     code = document("one/box.py", f'"""{docstring}"""\n\n\ndef f():\n    """Short."""\n')
     broken, short = document("one/broken.py", "def (:"), document("one/box.md", "A box.")
-    found = list(raw.raw_texts([code, broken, short, code, code]))
+    found = list(written.raw_texts([code, broken, short, code, code]))
     prose = [text for kind, text in found if kind == "prose"]
     assert prose == [docstring, "A box.", docstring, docstring]
     codes = [text for kind, text in found if kind == "code"]
     assert codes == [code.text, "def (:", code.text], "stops with the document that exceeds the share"
     share = sum(map(len, codes)) / sum(len(text) for _, text in found)
-    assert raw.CODE_SHARE < share < raw.CODE_SHARE + 0.2
+    assert written.CODE_SHARE < share < written.CODE_SHARE + 0.2
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from treespec.training.run import by_benefit, held_out, train_drafts
 from treespec.training.settings import TrainingSettings
 from treespec.training.sizing import choose_size
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
-from treespec.training.student import StudentShape, make_student, open_model, write_student
+from treespec.training.student import make_student, open_model, write_student
 from treespec.training.texts import ROWS, WINDOW, Texts, tokenize_texts
 from treespec_kernels.tuning.testing import assert_close
 from treespec_weights import convert_checkpoint
@@ -209,7 +209,7 @@ def test_texts_train_by_their_own_next_tokens(llm: LLM, target: Path, data: Path
     )
     target_ids = np.array([*range(300), -1])
     texts = Texts(tokens, target_ids, VOCAB, 0, torch.device("cpu"))
-    model = make_student(open_model(target), StudentShape(1, 301), target_ids, [0])
+    model = make_student(open_model(target), 1, None, target_ids, [0])
     first, again, other = (texts.loss(model, step) for step in (7, 7, 8))
     assert first.mean == again.mean != other.mean and 0 < first.tokens < ROWS * WINDOW
     optimizers = optimizers_for(model)
@@ -356,7 +356,7 @@ def test_students_start_from_the_targets_rows(tied: bool, tmp_path: Path) -> Non
     sizes = {"hidden_size": 192, "intermediate_size": 384, "num_attention_heads": 12, "num_key_value_heads": 6}
     folder = make_llama(tmp_path / "target", 0, tie_word_embeddings=tied, **sizes)
     target, target_ids = AutoModelForCausalLM.from_pretrained(folder), np.array([*range(2, 42), -1])
-    student, narrow = (make_student(target, StudentShape(2, 41, width), target_ids, [7]) for width in (None, 128))
+    student, narrow = (make_student(target, 2, width, target_ids, [7]) for width in (None, 128))
     assert student.config.tie_word_embeddings is tied and student.config.eos_token_id == [5]
     config = narrow.config
     assert (config.hidden_size, config.intermediate_size, config.head_dim) == (128, 256, 16)
@@ -374,7 +374,7 @@ def test_students_start_from_the_targets_rows(tied: bool, tmp_path: Path) -> Non
     plain, tree = (llm.generate({"prompt_token_ids": [5, 6, 7]}, spec=spec)[0] for spec in ("off", SpecConfig(nodes=8)))
     assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
     with pytest.raises(ModelError, match="hidden=192: the target has 192; give less, or leave hidden out"):
-        make_student(target, StudentShape(2, 41, 192), target_ids, [7])
+        make_student(target, 2, 192, target_ids, [7])
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The commands `grow` and `load`, and the measurement of loading."""
 
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -108,19 +107,14 @@ def test_the_measurement_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(commands.ROOT / "perf")
     import loading
 
-    document = loading.measure(0.064, tmp_path, repeats=1)
-    assert 0.9 < document["bytes"] / 64e6 < 1.1 and document["files"] >= 4
+    document = loading.measure(0.064, tmp_path)
+    assert 0.9 < document["bytes"] / 64e6 < 1.1 and document["files"] == 1
     slack = 4e6 / document["bytes"]  # of malloc's and the interpreter's
     memory = document["memory"]
     assert memory["load, as stored"]["of_size"] < 0.05 + slack
     # No lower bound: what this process has freed before is used again.
     assert memory["load, cast to float16"]["of_size"] < 1.2 + slack
     assert memory["convert to float16"]["anonymous_bytes"] < document["bytes"] / 4
-    assert all(row["share"] > 0 for row in document["speed"].values())
-    assert "share" in loading.show(document) and not list(tmp_path.iterdir())
+    assert "MB anonymous" in loading.show(document) and not list(tmp_path.iterdir())
     with pytest.raises(SystemExit, match="GB of disk are needed"):
         loading.measure(10**6, tmp_path)
-    for size in (1e9, 8e9, 30e9):
-        shape = loading.shape_of(round(size))
-        assert 0.9 < 2 * shape.num_parameters() / size < 1.1
-        assert max(map(math.prod, shape.parameters().values())) * 2 <= size / 16

@@ -9,12 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from treespec.training.distillation import LessonBatch, Prediction
 from treespec.training.eagle3 import head_config, head_layers
@@ -178,20 +173,8 @@ def make_dflash(target: Any, target_ids: np.ndarray, num_states: int) -> DFlashM
 
     It projects the last of the states that it reads, so that the first layer's keys and values are nearly the target's.
     """
-    sizes = head_config(target.config, len(target_ids) - 1)
-    config = Qwen3Config(
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_attention_heads=sizes.num_attention_heads,
-        num_key_value_heads=sizes.num_key_value_heads,
-        head_dim=sizes.head_dim,
-        rms_norm_eps=sizes.rms_norm_eps,
-        max_position_embeddings=sizes.max_position_embeddings,
-        rope_parameters=sizes.rope_parameters,
-        num_hidden_layers=min(LAYERS, target.config.num_hidden_layers),
-        vocab_size=target.config.vocab_size,
-        tie_word_embeddings=False,
-    )
+    num_layers = min(LAYERS, target.config.num_hidden_layers)
+    config = head_config(target.config, Qwen3Config, num_layers, target.config.vocab_size)
     decoder, vocab = target.get_decoder(), torch.from_numpy(target_ids[:-1])
     draft = DFlashModule(config, target.get_input_embeddings().weight, num_states, mask_token_of(target), len(vocab))
     with torch.no_grad():

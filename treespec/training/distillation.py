@@ -14,6 +14,7 @@ from treespec.training.lessons import Lessons
 from treespec.training.loop import StepLoss, mixed_precision
 
 WINDOW = 320  # tokens of a training row
+STEP_TOKENS = 2048  # generated ones, of the lessons of a step
 BATCH_ROWS = 8  # lessons that are padded to one length
 ARGMAX_SHARE = 0.3  # weight of the cross-entropy to the target's most likely token
 
@@ -41,7 +42,7 @@ Prediction = tuple[Tensor, LessonBatch]
 class Curriculum:
     """Draws the lessons of each step with given odds. A draw depends only on the seed and the step.
 
-    A step has about `step_tokens` generated tokens. `window_lengths`, int64 [lessons], is the number of tokens of each
+    A step has about `STEP_TOKENS` generated tokens. `window_lengths`, int64 [lessons], is the number of tokens of each
     lesson in a batch.
     """
 
@@ -50,7 +51,6 @@ class Curriculum:
         lessons: Lessons,
         target_ids: np.ndarray,
         target_size: int,
-        step_tokens: int,
         seed: int,
         device: torch.device,
     ):
@@ -61,7 +61,7 @@ class Curriculum:
         self._targets, lengths = lessons.targets, np.diff(lessons.starts)
         self._cuts = np.maximum(np.minimum(lengths - WINDOW, lessons.firsts - 1), 0)
         self.window_lengths = np.minimum(lengths - self._cuts, WINDOW) - 1
-        self.count = max(round(step_tokens / max(float(lessons.generated.mean()), 1.0)), 1)
+        self.count = max(round(STEP_TOKENS / max(float(lessons.generated.mean()), 1.0)), 1)
         self.odds = np.full(len(lessons), 1 / len(lessons))
 
     def with_odds(self, odds: np.ndarray) -> "Curriculum":

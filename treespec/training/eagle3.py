@@ -1,19 +1,14 @@
 """EAGLE-3 draft heads (arXiv 2503.01840): the module that is trained."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from treespec.errors import ModelError
 from treespec.training.distillation import LessonBatch, Prediction
@@ -23,6 +18,8 @@ from treespec.training.target_states import TargetStates
 DEPTHS = 4  # drafted tokens in a row that a step trains on (training-time test)
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
 
+Config = TypeVar("Config", bound=PreTrainedConfig)
+
 
 def head_layers(num_layers: int) -> tuple[int, ...]:
     """Return the layers of a target whose inputs a head reads: EAGLE-3's default, for seven layers and more."""
@@ -31,19 +28,16 @@ def head_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({1, num_layers // 2, num_layers - 1}))
 
 
-def head_config(target: PreTrainedConfig, rows: int) -> LlamaConfig:
-    """Return the config of a head: one Llama layer of the target's size, and `rows` tokens. Raises ModelError."""
+def head_config(target: PreTrainedConfig, kind: type[Config], num_layers: int, rows: int) -> Config:
+    """Return the config of a head: layers of a kind and the target's size, and `rows` tokens. Raises ModelError."""
     if missing := [name for name in NEEDED if getattr(target, name, None) is None]:
         raise ModelError(f"cannot train a draft head for {target.model_type}: its config has no {missing[0]}")
     if target.model_type.startswith("gemma"):
         raise ModelError(f"cannot train a draft head for {target.model_type}: its embeddings and norms are scaled")
-    sizes = {name: getattr(target, name) for name in (*NEEDED, "max_position_embeddings")}
-    head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
-    return LlamaConfig(
-        **sizes,
-        head_dim=head_dim,
-        rope_parameters=target.rope_parameters,
-        num_hidden_layers=1,
+    return kind(
+        **{name: getattr(target, name) for name in (*NEEDED, "max_position_embeddings", "rope_parameters")},
+        head_dim=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
+        num_hidden_layers=num_layers,
         vocab_size=rows,
         tie_word_embeddings=False,
     )
@@ -175,7 +169,7 @@ def make_head(target: Any, target_ids: np.ndarray, num_states: int) -> Eagle3Mod
 
     Its feature begins as the last of the `num_states` states that it reads. `target_ids`: int64 [rows + 1].
     """
-    config = head_config(target.config, len(target_ids) - 1)
+    config = head_config(target.config, LlamaConfig, 1, len(target_ids) - 1)
     head = Eagle3Module(config, target.get_input_embeddings().weight, num_states)
     token_ids = torch.from_numpy(target_ids[:-1]).to(head.embed.device)
     with torch.no_grad():

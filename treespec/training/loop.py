@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,10 +82,6 @@ class Budget:
         """Return the fraction of the schedule that is completed, in [start, end]."""
         spent = step / self.max_steps if self.max_steps is not None else elapsed / (60 * self.minutes)
         return min(self.end, self.start + spent)
-
-    def seconds_left(self, done: float, elapsed: float) -> float | None:
-        """Return the expected time until `end`; None before anything is done."""
-        return elapsed * (self.end - done) / (done - self.start) if done > self.start else None
 
 
 @dataclass
@@ -174,7 +170,7 @@ def train(
     optimizers = optimizers_for(model)
     progress = load_checkpoint(checkpoint, model, optimizers) if checkpoint.exists() else TrainingProgress()
     model.train()
-    log = ProgressLog(name, progress, budget)
+    log = ProgressLog(name, progress)
     last_save = time.monotonic()
     while (done := budget.progress(progress.step, progress.elapsed)) < budget.end:
         if pause.requested:
@@ -206,43 +202,27 @@ def train(
 
 
 class ProgressLog:
-    """Shows a progress bar on a terminal; prints a line every 30 seconds elsewhere."""
+    """A progress bar with averages over about 20 steps; where stderr is no terminal, a line every 30 seconds."""
 
-    def __init__(self, name: str, progress: TrainingProgress, budget: Budget | None = None) -> None:
-        self.name, self.budget = name, budget
+    def __init__(self, name: str, progress: TrainingProgress) -> None:
         self.held_out: float | None = None
-        self.bar = tqdm(total=1000, desc=name, disable=not sys.stderr.isatty(), bar_format="{l_bar}{bar}{postfix}")
-        self._begin(progress)
-
-    def _begin(self, progress: TrainingProgress) -> None:
-        self.since, self.tokens = time.monotonic(), progress.tokens
-        self.losses, self.agreements = list[float](), list[float]()
+        self._means: dict[str, float] = {}
+        self._start = replace(progress)
+        is_terminal = sys.stderr.isatty()
+        shown = "{desc}: {percentage:.1f}% {bar}{postfix}, {remaining} left" + "\n" * (not is_terminal)
+        self.bar = tqdm(total=1.0, desc=name, mininterval=1.0 if is_terminal else LOG_SECONDS, bar_format=shown)
 
     def update(self, done: float, progress: TrainingProgress, loss: StepLoss | None = None) -> None:
-        """Add one step's figures, and print them if the interval has passed."""
-        if loss is not None:
-            self.losses.append(loss.mean.item())
-            self.agreements += [] if loss.agreement is None else [loss.agreement]
-        waited = time.monotonic() - self.since
-        if waited < (LOG_SECONDS if self.bar.disable else 1):
-            return
-        figures = [f"step {progress.step}", f"{(progress.tokens - self.tokens) / waited:.0f} tokens/s"]
-        for name, values in (("loss", self.losses), ("agreement", self.agreements)):
-            if values:
-                figures.append(f"{name} {sum(values) / len(values):.3f}")
-        if self.held_out is not None:
-            figures.append(f"on held-out lessons {self.held_out:.3f}")
-        seconds_left = None if self.budget is None else self.budget.seconds_left(done, progress.elapsed)
-        if seconds_left is not None:
-            figures.append(f"{seconds_left / 60:.1f} min left")
-        if self.bar.disable:
-            print(time.strftime("%H:%M:%S"), f"{self.name}: {done:.1%},", ", ".join(figures), flush=True)
-        else:
-            self.bar.n = round(1000 * done)
-            self.bar.set_postfix_str(", ".join(figures))
-        self._begin(progress)
+        """Move the bar to the completed fraction, with the figures of one more step."""
+        for name, value in (("loss", loss.mean.item()), ("agreement", loss.agreement)) if loss is not None else ():
+            if value is not None:
+                self._means[name] = 0.95 * self._means.get(name, value) + 0.05 * value
+        rate = (progress.tokens - self._start.tokens) / max(progress.elapsed - self._start.elapsed, 1e-9)
+        figures = [f"step {progress.step}", f"{rate:.0f} tokens/s"]
+        figures += [f"{name} {mean:.3f}" for name, mean in self._means.items()]
+        figures += [] if self.held_out is None else [f"on held-out lessons {self.held_out:.3f}"]
+        self.bar.set_postfix_str(", ".join(figures), refresh=False)
+        self.bar.update(done - self.bar.n)
 
     def close(self) -> None:
-        """Move the bar to its end and close it."""
-        self.bar.n = self.bar.total
         self.bar.close()

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import LlamaConfig
 
 from treespec.errors import ConfigError
 from treespec.llm import LLM
 from treespec.models.model_config import ModelConfig
 from treespec.startup.options import resolve_device, resolve_model
 from treespec.text.prompt_files import has_chat_template
-from treespec.training.distillation import Curriculum, evaluate
+from treespec.training.distillation import STEP_TOKENS, Curriculum, evaluate
 from treespec.training.draft_vocabulary import choose_vocabulary
 from treespec.training.eagle3 import head_config, head_layers
 from treespec.training.files import replacing, write_json
@@ -29,7 +30,7 @@ from treespec.training.report import TrainingReport, measure_drafts
 from treespec.training.settings import LEAST_ROWS, TrainingSettings
 from treespec.training.sizing import choose_size, most_rows
 from treespec.training.specialisation import cluster_errors, cluster_groups, odds_of
-from treespec.training.student import StudentShape, make_student, open_model, read_vocabulary, write_student
+from treespec.training.student import make_student, open_model, read_vocabulary, write_student
 from treespec.training.target_states import TargetStates
 from treespec.training.texts import Texts, tokenize_texts
 from treespec.utils.options import takes_options
@@ -44,7 +45,6 @@ HELD_OUT = 0.04  # of the lessons
 WATCHED = 64  # held-out lessons that are evaluated while a draft is trained
 REPORT_PROMPTS = 8
 PEAK_RATE = 2.5e-3
-STEP_TOKENS = 2048
 RUNNING = 64  # lessons that are written at once
 EPOCHS = 6  # passes over the lessons per draft, with `tokens`
 MAX_MODEL_LEN = 1024
@@ -92,14 +92,14 @@ class TrainingRun:
         """Run all remaining stages. At a requested stop, write the drafts trained so far to `out` and raise Paused."""
         lessons = self.make_lessons()
         is_held_out = held_out(len(lessons), self.settings.seed)
-        target_ids, shape = self.choose_shape(lessons)
+        target_ids, num_layers, hidden = self.choose_shape(lessons)
         if self.settings.head is not None:
             return self.train_head(lessons, is_held_out, target_ids)
         self._watched = self.curriculum(lessons.select(np.flatnonzero(is_held_out)[:WATCHED]), target_ids)
         curriculum = self.curriculum(lessons.select(np.flatnonzero(~is_held_out)), target_ids)
         try:
-            generalist = self.train_generalist(curriculum, target_ids, shape)
-            students = self.train_specialists(curriculum, generalist, shape)
+            generalist = self.train_generalist(curriculum, target_ids, num_layers, hidden)
+            students = self.train_specialists(curriculum, generalist, len(target_ids))
         except Paused:
             self.export(self._trained, target_ids)
             raise
@@ -143,7 +143,7 @@ class TrainingRun:
             self.begin()
             self.__dict__.pop("target_model", None)  # frees its memory while lessons are written
             writer = LessonWriter(self.llm, prompts, folder, settings.max_tokens, settings.seed)
-            log = ProgressLog(f"lessons from {len(prompts)} prompts", progress, budget)
+            log = ProgressLog(f"lessons from {len(prompts)} prompts", progress)
             while spent() < 1:
                 self.pause.check()
                 began = time.monotonic()
@@ -155,13 +155,12 @@ class TrainingRun:
             log.close()
         return Lessons.load([shard_path(folder, number) for number in range(progress.step)])
 
-    def choose_shape(self, lessons: Lessons) -> tuple[np.ndarray, StudentShape]:
-        """Choose vocabulary, layers and width from the lessons and from measured passes, once."""
+    def choose_shape(self, lessons: Lessons) -> tuple[np.ndarray, int, int | None]:
+        """Choose vocabulary, layers and width from the lessons and from measured passes, once; None is the target's."""
         settings, file = self.settings, self.work / "vocabulary.npz"
         if settings.start is not None:
             start = resolve_folder(settings.start)
-            target_ids = read_vocabulary(start, self.target_size)
-            return target_ids, StudentShape(read_config(start)["num_hidden_layers"], len(target_ids))
+            return read_vocabulary(start, self.target_size), read_config(start)["num_hidden_layers"], None
         if not file.exists():
             config = self.target_model.config
             read = int(self.llm.stats()["memory"]["target_weights"])
@@ -169,8 +168,7 @@ class TrainingRun:
             target_ids = choose_vocabulary(lessons, self.target_size, tuple(self.end_tokens), most)
 
             def write(layers: int, hidden: int | None, folder: Path) -> None:
-                shape = StudentShape(layers, len(target_ids), hidden)
-                student = make_student(self.target_model, shape, target_ids, self.end_tokens)
+                student = make_student(self.target_model, layers, hidden, target_ids, self.end_tokens)
                 write_student(student, folder, target_ids, self.target_size)
 
             layers, hidden, rows = 1, None, len(target_ids) - 1
@@ -183,8 +181,7 @@ class TrainingRun:
             with replacing(file) as temporary, temporary.open("wb") as opened:
                 np.savez(opened, target_ids=target_ids, layers=layers, hidden=hidden or 0)
         with np.load(file) as arrays:
-            target_ids, layers, hidden = arrays["target_ids"], int(arrays["layers"]), int(arrays["hidden"]) or None
-        return target_ids, StudentShape(layers, len(target_ids), hidden)
+            return arrays["target_ids"], int(arrays["layers"]), int(arrays["hidden"]) or None
 
     @property
     def target(self) -> Path:
@@ -216,11 +213,10 @@ class TrainingRun:
             read_vocabulary(resolve_folder(self.settings.start), self.target_size)
             return
         if self.settings.head is not None:
-            head_config(self.target_model.config, LEAST_ROWS)
+            head_config(self.target_model.config, LlamaConfig, 1, LEAST_ROWS)
             return
         ends = self.end_tokens
-        shape = StudentShape(1, len(ends) + 1, self.settings.hidden)
-        make_student(self.target_model, shape, np.array([*ends, -1]), ends)
+        make_student(self.target_model, 1, self.settings.hidden, np.array([*ends, -1]), ends)
 
     def check_tokenizer(self) -> None:
         """Raise ConfigError if the target has no tokenizer."""
@@ -228,7 +224,7 @@ class TrainingRun:
             raise ConfigError(f"{self.target} has no tokenizer to read the data with; put its tokenizer files there")
 
     def curriculum(self, lessons: Lessons, target_ids: np.ndarray) -> Curriculum:
-        return Curriculum(lessons, target_ids, self.target_size, STEP_TOKENS, self.settings.seed, self.device)
+        return Curriculum(lessons, target_ids, self.target_size, self.settings.seed, self.device)
 
     def _budget(self, share: float, lessons: Lessons) -> Budget:
         """Return the budget of a stage with this share of the training."""
@@ -244,7 +240,9 @@ class TrainingRun:
         """The tokens of all texts, int32 [tokens]."""
         return tokenize_texts([Path(path) for path in self.settings.texts], self.llm.get_tokenizer())
 
-    def train_generalist(self, curriculum: Curriculum, target_ids: np.ndarray, shape: StudentShape) -> Any:
+    def train_generalist(
+        self, curriculum: Curriculum, target_ids: np.ndarray, num_layers: int, hidden: int | None
+    ) -> Any:
         """Train one draft on all lessons, mixed with texts, if there are some, as `Texts.is_text_step` chooses."""
         texts = None
         if self.settings.texts:
@@ -252,7 +250,7 @@ class TrainingRun:
             texts = Texts(tokens, target_ids, self.target_size, self.settings.seed, self.device)
         torch.manual_seed(self.settings.seed)
         if self.settings.start is None:
-            model = make_student(self.target_model, shape, target_ids, self.end_tokens).to(self.device)
+            model = make_student(self.target_model, num_layers, hidden, target_ids, self.end_tokens).to(self.device)
         else:
             model = open_model(resolve_folder(self.settings.start), torch.float32).to(self.device)
         self._trained = [model]
@@ -262,13 +260,7 @@ class TrainingRun:
         return model
 
     def _train(
-        self,
-        name: str,
-        model: Any,
-        curriculum: Curriculum,
-        budget: Budget,
-        rate: float,
-        texts: Texts | None = None,
+        self, name: str, model: Any, curriculum: Curriculum, budget: Budget, rate: float, texts: Texts | None = None
     ) -> TrainingProgress:
         def loss(model: Any, step: int, done: float) -> StepLoss:
             if texts is not None and texts.is_text_step(step, done):
@@ -280,7 +272,7 @@ class TrainingRun:
 
         return train(name, model, loss, budget, rate, self.work / f"{name}.ckpt", self.pause, agreement)
 
-    def train_specialists(self, curriculum: Curriculum, generalist: Any, shape: StudentShape) -> list[Any]:
+    def train_specialists(self, curriculum: Curriculum, generalist: Any, rows: int) -> list[Any]:
         """Train drafts from the generalist, each mostly on its own cluster of lessons.
 
         With `generalist`, one more is trained as long on all lessons.
@@ -292,7 +284,7 @@ class TrainingRun:
         def clusters() -> np.ndarray:
             if settings.specialise == "folders":
                 return cluster_groups(curriculum.lessons.groups, settings.ssms)
-            return cluster_errors(evaluate(generalist, curriculum).missed, shape.rows, settings.ssms, settings.seed)
+            return cluster_errors(evaluate(generalist, curriculum).missed, rows, settings.ssms, settings.seed)
 
         owners = self._stored("clusters", clusters)
         odds = {f"specialist-{i + 1}": odds_of(owners, i) for i in range(settings.ssms)}

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,17 @@ MULTIPLE = 64  # of the width of an MLP
 PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
-@dataclass(frozen=True)
-class StudentShape:
-    """Size of a draft: its number of layers, the rows of its vocabulary, and its width, None for the target's."""
-
-    num_layers: int
-    rows: int
-    hidden: int | None = None
-
-
-def student_config(target: PreTrainedConfig, shape: StudentShape, ends: Sequence[int]) -> PreTrainedConfig:
+def student_config(
+    target: PreTrainedConfig, num_layers: int, hidden: int | None, rows: int, ends: Sequence[int]
+) -> PreTrainedConfig:
     """Return the target's config with its first layers only, a reduced vocabulary and these end tokens."""
     config = copy.deepcopy(target)
-    if shape.hidden is not None:
-        narrow(config, shape.hidden)
+    if hidden is not None:
+        narrow(config, hidden)
     for name in PER_LAYER_LISTS:
         if isinstance(values := getattr(config, name, None), list):
-            setattr(config, name, values[: shape.num_layers])
-    config.num_hidden_layers, config.vocab_size = shape.num_layers, shape.rows
+            setattr(config, name, values[:num_layers])
+    config.num_hidden_layers, config.vocab_size = num_layers, rows
     config.eos_token_id, config.bos_token_id, config.pad_token_id = list(ends), None, None
     return config
 
@@ -56,16 +48,17 @@ def narrow(config: PreTrainedConfig, hidden: int) -> None:
     config.intermediate_size = max(round(ratio * config.intermediate_size / MULTIPLE), 1) * MULTIPLE
 
 
-def make_student(target: Any, shape: StudentShape, target_ids: np.ndarray, ends: Sequence[int]) -> Any:
+def make_student(target: Any, num_layers: int, hidden: int | None, target_ids: np.ndarray, ends: Sequence[int]) -> Any:
     """Return a student with the target's first layers, final norm and embedding rows, in float32.
 
     From SmolLM2's layers 0 and 1, training reached a higher agreement in the same time than from 0 and 15, 0 and 29, or
-    1 and 20. A student of another width has the principal components of the embedding rows, and random layers.
-    `target_ids`, int64 [shape.rows], is described in `treespec_weights.draft_vocabulary`. Raises ModelError if the
+    1 and 20. A student of another width `hidden` has the principal components of the embedding rows, and random layers.
+    `target_ids`, int64 [rows], is described in `treespec_weights.draft_vocabulary`. Raises ModelError if the
     target's parameters are not those of a decoder with `model.layers`.
     """
     rows = [int(np.searchsorted(target_ids[:-1], token)) for token in ends]
-    student: Any = AutoModelForCausalLM.from_config(student_config(target.config, shape, rows), dtype=torch.float32)
+    config = student_config(target.config, num_layers, hidden, len(target_ids), rows)
+    student: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     source = target.state_dict()
     embedding = target.get_input_embeddings().weight
     head = target.get_output_embeddings().weight
@@ -78,7 +71,7 @@ def make_student(target: Any, shape: StudentShape, target_ids: np.ndarray, ends:
                 exact = new.double()
                 components = torch.linalg.eigh(exact.T @ exact)[1].flip(1)  # largest first
                 new = exact @ components[:, : parameter.shape[1]]
-        elif shape.hidden is not None:
+        elif hidden is not None:
             continue  # random
         elif name in source and source[name].shape == parameter.shape:
             new = source[name]

@@ -34,7 +34,7 @@ SKIPPED_FOLDERS = frozenset(
     {"_vendor", "vendor", "_vendored", "third_party", "site-packages", "__pycache__", "licenses"}
 )
 SKIPPED_STEMS = ("license", "licence", "copying", "notice", "authors", "record", "top_level", "entry_points")
-MAX_FILE_BYTES = {"code": 256_000, "prose": 256_000, "data": 256_000}
+MAX_FILE_BYTES = 256_000
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,10 @@ class Document:
     kind: str
     license: str
     text: str
+
+    def order(self, seed: int) -> str:
+        """Return a key that shuffles documents."""
+        return hashlib.sha1(f"{seed}:{self.package}:{self.path}".encode()).hexdigest()
 
 
 def syntax_tree(document: Document) -> ast.Module:
@@ -70,10 +74,10 @@ def kind_of(path: Path) -> str | None:
     return next((kind for kind, suffixes in SUFFIXES.items() if path.suffix in suffixes), None)
 
 
-def read_text(path: Path, kind: str) -> str | None:
+def read_text(path: Path) -> str | None:
     """Read a file's text with unified line ends, or None if it is huge, tiny, generated, minified or not UTF-8."""
     try:
-        if not 200 <= path.stat().st_size <= MAX_FILE_BYTES[kind]:
+        if not 200 <= path.stat().st_size <= MAX_FILE_BYTES:
             return None
         text = path.read_text("utf-8").replace("\r\n", "\n")
     except (UnicodeDecodeError, OSError):
@@ -106,7 +110,7 @@ def _document(package: str, path: Path, name: str, license: str) -> Document | N
     kind = kind_of(path)
     if kind is None or SKIPPED_FOLDERS & set(Path(name).parts[:-1]):
         return None
-    text = read_text(path, kind)
+    text = read_text(path)
     return None if text is None else Document(package, name, kind, license, text)
 
 
@@ -153,16 +157,13 @@ def select(
     """
     documents = [document for document in documents if document.kind in kinds]
 
-    def order(document: Document) -> str:
-        return hashlib.sha1(f"{seed}:{document.package}:{document.path}".encode()).hexdigest()
-
     def is_held_out(document: Document) -> bool:
         return any(document.package == name or document.package.startswith(name + ".") for name in held_out)
 
     seen: set[str] = set()
     used: dict[tuple[str, str], int] = {}
     halves: tuple[list[Document], list[Document]] = ([], [])
-    for document in sorted(documents, key=lambda d: (not is_held_out(d), order(d))):
+    for document in sorted(documents, key=lambda d: (not is_held_out(d), d.order(seed))):
         digest = hashlib.sha1(document.text.encode()).hexdigest()
         key = (document.package.split(".")[0] if is_held_out(document) else document.package, document.kind)
         if digest in seen or used.get(key, 0) + len(document.text) > package_cap:

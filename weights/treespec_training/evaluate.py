@@ -1,10 +1,9 @@
 """Evaluate models on held-out packages: loss, and how often drafts predict the target's next token."""
 
-import copy
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from treespec import LLM, SamplingParams
 from treespec.bench.report import distinct_share
 from treespec.training.draft_vocabulary import rows_of_tokens
 from treespec.training.student import open_model
@@ -22,6 +22,7 @@ from treespec_weights.draft_vocabulary import read_draft_vocabulary
 
 PROMPT_TOKENS = (48, 160)
 TOPS = (1, 2, 4)
+WINDOWS, WINDOW_TOKENS = 96, 512  # of each kind of held-out text
 
 
 @dataclass(frozen=True)
@@ -57,57 +58,40 @@ def cut_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int,
     return list(prompts.values())
 
 
-def prompts_as_json(prompts: Sequence[HeldOutPrompt]) -> list[dict[str, str]]:
-    """Convert prompts for `heldout_prompts.json`."""
-    return [asdict(prompt) for prompt in prompts]
-
-
 @torch.inference_mode()
-def held_out_loss(model: LlamaForCausalLM, stream: Stream, windows: int = 96, length: int = 512) -> float:
-    """Return the mean cross-entropy over evenly spaced windows, in nats per token."""
-    length = min(length, len(stream.tokens) - 1)
-    losses = []
-    device = next(model.parameters()).device
-    for batch in torch.from_numpy(stream.evenly_spaced(windows, length)).to(device).split(8):
-        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-        losses.append(F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none"))
-    return torch.cat(losses).mean().item()
+def held_out_losses(model: LlamaForCausalLM, streams: dict[str, Stream]) -> dict[str, float]:
+    """Return the mean cross-entropy in nats per token by kind of text, over `WINDOWS` evenly spaced windows.
+
+    Kinds of which the held-out packages have too little are left out.
+    """
+    result, device = {}, next(model.parameters()).device
+    for kind, stream in streams.items():
+        if len(stream.tokens) <= 64:
+            continue
+        losses = []
+        windows = stream.evenly_spaced(WINDOWS, min(WINDOW_TOKENS, len(stream.tokens) - 1))
+        for batch in torch.from_numpy(windows).to(device).split(8):
+            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+            losses.append(F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none"))
+        result[kind] = round(torch.cat(losses).mean().item(), 4)
+    return result
 
 
-@torch.inference_mode()
-def greedy_continuations(target: LlamaForCausalLM, prompts: Sequence[list[int]], new_tokens: int) -> list[Tensor]:
-    """Continue each prompt greedily with the target, ignoring end tokens. Returns int64 [prompt + new_tokens] each."""
-    device = next(target.parameters()).device
-    config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
-    generator = copy.copy(target)
-    generator.generation_config = config  # otherwise `generate` falls back to the end token of the model's config
-    results: dict[int, Tensor] = {}
-    by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    for start in range(0, len(prompts), 64):
-        indices = by_length[start : start + 64]
-        width = max(len(prompts[index]) for index in indices)
-        padding = [width - len(prompts[index]) for index in indices]
-        rows = torch.tensor([[0] * pad + prompts[i] for pad, i in zip(padding, indices, strict=True)], device=device)
-        mask = (torch.arange(width, device=device) >= torch.tensor(padding, device=device)[:, None]).long()
-        tokens = generator.generate(rows, attention_mask=mask)
-        for index, pad, row in zip(indices, padding, tokens, strict=True):
-            results[index] = row[pad:]
-    return [results[index] for index in range(len(prompts))]
+def greedy_continuations(target: Path, prompts: Sequence[list[int]], new_tokens: int, device: str) -> list[Tensor]:
+    """Continue prompts greedily in float32, beyond end tokens. Returns int64 [prompt + new_tokens] for each."""
+    llm = LLM(target, drafts=[], dtype="float32", device=device, max_num_seqs=64)
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, spec="off")
+    return [torch.tensor(output.prompt_token_ids + output.outputs[0].token_ids) for output in outputs]
 
 
 @dataclass(frozen=True)
 class RankedDraft:
-    """A draft of `treespec train`.
-
-    Attributes:
-        model: a transformers model.
-        rows: int64 [target's vocabulary], the draft's row of each token.
-        num_tokens: number of tokens that it can propose; unknown ones have a row from `num_tokens` on.
-    """
+    """A draft of `treespec train`."""
 
     model: LlamaForCausalLM
-    rows: np.ndarray
-    num_tokens: int
+    rows: np.ndarray  # int64 [target's vocabulary], the draft's row of each token
+    num_tokens: int  # number of tokens that it can propose; unknown ones have a row from `num_tokens` on
 
 
 def open_draft(folder: Path, target_size: int) -> RankedDraft:
@@ -129,7 +113,7 @@ def ranks(draft: RankedDraft, sequences: Sequence[Tensor], prompt_lengths: Seque
     rows, num_tokens = torch.from_numpy(draft.rows), draft.num_tokens
     results = []
     for sequence, length in zip(sequences, prompt_lengths, strict=True):
-        ids = rows[sequence.cpu()]
+        ids = rows[sequence]
         logits = draft.model(input_ids=ids[None, :-1], use_cache=False).logits[0, length - 1 :, :num_tokens]
         targets = ids[length:, None]
         scores = logits.gather(-1, targets.clamp(max=num_tokens - 1))
@@ -159,17 +143,18 @@ def _share(hits: Tensor) -> float:
 
 
 def agreement_report(
-    target: LlamaForCausalLM,
+    target: Path,
     drafts: dict[str, RankedDraft],
     prompts: Sequence[list[int]],
     kinds: Sequence[str],
     new_tokens: int,
+    device: str,
 ) -> dict[str, object]:
-    """Continue prompts greedily with the target and rank its tokens with the drafts.
+    """Continue prompts greedily with the target of a folder and rank its tokens with the drafts.
 
     The agreement is reported over all prompts and by the kind of each prompt.
     """
-    sequences = greedy_continuations(target, prompts, new_tokens)
+    sequences = greedy_continuations(target, prompts, new_tokens, device)
     lengths = [len(prompt) for prompt in prompts]
     distinct = [distinct_share(row[length:].tolist()) for row, length in zip(sequences, lengths, strict=True)]
     draft_ranks = {name: ranks(draft, sequences, lengths) for name, draft in drafts.items()}
@@ -185,8 +170,3 @@ def agreement_report(
         "new_tokens": new_tokens,
         "distinct_4grams": round(statistics.mean(distinct), 4),  # low if greedy decoding loops
     }
-
-
-def held_out_losses(model: LlamaForCausalLM, streams: dict[str, Stream]) -> dict[str, float]:
-    """Return `held_out_loss` per kind of text, without kinds of which the held-out packages have too little."""
-    return {kind: round(held_out_loss(model, stream), 4) for kind, stream in streams.items() if len(stream.tokens) > 64}

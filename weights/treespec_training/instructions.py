@@ -1,7 +1,6 @@
-"""Writes instructions for a chat model from installed documentation and source code, several kinds of tasks each."""
+"""Writes instructions and raw texts for a chat model from installed documentation and source code."""
 
 import ast
-import hashlib
 import itertools
 import random
 import re
@@ -14,6 +13,8 @@ from treespec_training.data import Document, syntax_tree
 PARAGRAPH_CHARACTERS = (200, 900)
 FUNCTION_LINES = (6, 32)
 SENTENCE_WORDS, HEADING_WORDS = (5, 20), (2, 8)
+CODE_SHARE = 0.4  # of the characters of raw texts
+LEAST_DOCSTRING = 120  # characters in raw texts; shorter ones say little
 HEADING = re.compile(
     r"^(?:#{1,4} +([A-Za-z][^\n#{}|`*_<>:\[\]]{6,60})|([A-Za-z][^\n{}|`*_<>:\[\]]{6,60})\n(?:=|-|~|\^|\"){4,})$",
     re.MULTILINE,
@@ -161,15 +162,7 @@ KINDS: dict[str, tuple[Callable[[Document], Iterator[str]], tuple[str, ...], tup
         ),
         ("Turn this text into a list of key points:\n\n{}",),
     ),
-    "write": (
-        _tasks,
-        (
-            "Write a Python function to {}.",
-            "How do I {} in Python?",
-            "Show me Python code to {}.",
-        ),
-        (),
-    ),
+    "write": (_tasks, ("Write a Python function to {}.", "How do I {} in Python?", "Show me Python code to {}."), ()),
     "topic": (
         _topics,
         (
@@ -181,11 +174,7 @@ KINDS: dict[str, tuple[Callable[[Document], Iterator[str]], tuple[str, ...], tup
     ),
     "question": (
         _ask,
-        (
-            "What is {} used for?",
-            "How do I use {}? Give a short example.",
-            "Write a short tutorial about {}.",
-        ),
+        ("What is {} used for?", "How do I use {}? Give a short example.", "Write a short tutorial about {}."),
         ("When would you use {}?",),
     ),
     "test": (_explain, ("Write a unit test for this function:\n\n{}",), ("Write a unit test with pytest:\n\n{}",)),
@@ -204,11 +193,7 @@ def instructions(documents: Iterable[Document], held_out: bool, per_kind: int, s
         per_kind: instructions of a kind.
         seed: orders the documents and chooses phrasings.
     """
-
-    def order(document: Document) -> str:
-        return hashlib.sha1(f"{seed}:{document.package}:{document.path}".encode()).hexdigest()
-
-    documents = sorted(documents, key=order)
+    documents = sorted(documents, key=lambda document: document.order(seed))
     result: list[Instruction] = []
     for kind, (texts, seen, unseen) in KINDS.items():
         if kind in (TRAINING_ONLY if held_out else UNSEEN):
@@ -239,3 +224,26 @@ def interleaved(unordered: Sequence[Instruction]) -> list[Instruction]:
         kinds.setdefault(instruction.kind, []).append(instruction)
     rounds = itertools.zip_longest(*kinds.values())
     return [instruction for row in rounds for instruction in row if instruction is not None]
+
+
+def docstrings(document: Document) -> str:
+    """Return the docstrings of a Python file as one text; empty if the file cannot be parsed."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef
+    nodes = [node for node in ast.walk(syntax_tree(document)) if isinstance(node, documented)]
+    texts = [ast.get_docstring(node) or "" for node in nodes]
+    return "\n\n".join(text for text in texts if len(text) >= LEAST_DOCSTRING)
+
+
+def raw_texts(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:
+    """Yield (kind, text): all prose and docstrings, then source code in the given order up to `CODE_SHARE`."""
+    written = 0
+    for document in documents:
+        text = docstrings(document) if document.kind == "code" else document.text if document.kind == "prose" else ""
+        if text:
+            written += len(text)
+            yield "prose", text
+    code = 0
+    for document in documents:
+        if document.kind == "code" and code < CODE_SHARE / (1 - CODE_SHARE) * written:
+            code += len(document.text)
+            yield "code", document.text

@@ -54,15 +54,10 @@ def build(shape: dict[str, int], vocab_size: int, seed: int) -> LlamaForCausalLM
     return model
 
 
-def logits_of(model: torch.nn.Module, tokens: Tensor) -> Tensor:
-    """Compute logits in mixed precision. tokens: int64 [batch, length]; returns [batch, length, vocab]."""
-    with mixed_precision(tokens.device):
-        return model(input_ids=tokens, use_cache=False).logits
-
-
 def next_token_loss(model: torch.nn.Module, windows: Tensor) -> Tensor:
-    """Compute the mean cross-entropy in nats per token. windows: int64 [batch, length + 1]."""
-    logits = logits_of(model, windows[:, :-1])
+    """Compute the mean cross-entropy in nats per token, in mixed precision. windows: int64 [batch, length + 1]."""
+    with mixed_precision(windows.device):
+        logits = model(input_ids=windows[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
 

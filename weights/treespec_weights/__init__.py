@@ -3,7 +3,7 @@
 from importlib import resources
 from pathlib import Path
 
-from treespec_weights.checkpoint import Checkpoint, TensorInfo
+from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.convert import as_folder, convert_checkpoint
 from treespec_weights.documents import read_config
 from treespec_weights.errors import (
@@ -11,7 +11,6 @@ from treespec_weights.errors import (
     CheckpointError,
     HubError,
     OptionError,
-    Problem,
     UnsupportedModelError,
     WriteError,
 )
@@ -23,13 +22,12 @@ from treespec_weights.load import load_weights
 from treespec_weights.rules import FamilyRules, ModelShape, TensorRule
 from treespec_weights.sizes import parse_bytes, parse_size
 from treespec_weights.timing import time_loading
-from treespec_weights.tokenizer import Vocabulary, read_vocabulary
-from treespec_weights.verify import Check, Verification, verify_checkpoint
+from treespec_weights.tokenizer import read_vocabulary
+from treespec_weights.verify import verify_checkpoint
 
 __all__ = [
     "FAMILIES",
     "LLAMA",
-    "Check",
     "Checkpoint",
     "CheckpointConfigError",
     "CheckpointError",
@@ -37,12 +35,8 @@ __all__ = [
     "HubError",
     "ModelShape",
     "OptionError",
-    "Problem",
-    "TensorInfo",
     "TensorRule",
     "UnsupportedModelError",
-    "Verification",
-    "Vocabulary",
     "WriteError",
     "as_folder",
     "compare_draft",

@@ -14,15 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_weights.draft_tensors import (
-    DraftTensors,
-    check_states,
-    config_error,
-    head_tokens,
-    layers_of,
-    own_embedding,
-    take_layers,
-)
+from treespec_weights.draft_tensors import DraftTensors, config_error, layers_of
 from treespec_weights.families import family_of
 from treespec_weights.load import load_weights
 from treespec_weights.rules import FamilyRules, ModelShape
@@ -150,45 +142,33 @@ def pard_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
 
 
 def load_block(
-    form: BlockForm,
-    shape: ModelShape,
-    target_hidden: int,
-    dtype: torch.dtype | None,
-    device: torch.device | str,
+    form: BlockForm, shape: ModelShape, target_hidden: int, dtype: torch.dtype | None, device: torch.device | str
 ) -> tuple[BlockWeights, np.ndarray | None]:
     """Load a block draft; arguments, result and errors as those of `load_head`."""
     if form.kind == "pard":
         return _load_pard(form, shape, dtype, device), None
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
     count, head = len(form.layers), tensors.raw("lm_head.weight")
-    check_states(tensors, count, target_hidden)
-    if hidden != target_hidden and (head is None or own_embedding(tensors, shape) is None):
+    tensors.check_states(count, target_hidden)
+    embed = tensors.own_embedding(shape)
+    if hidden != target_hidden and (head is None or embed is None):
         reason = f"{hidden}, the target has {target_hidden}, whose embeddings and vocabulary head the draft uses"
         raise config_error(form.folder, "hidden_size", reason)
-    tokens = None
-    if head is not None:
-        stored = {name: tensors.raw(name) for name in ("d2t", "t2d")}
-        tokens = head_tokens(form.folder, stored, len(head), shape.vocab_size)
-    decoder = take_layers(tensors, shape, form.rules, ())
+    tokens = None if head is None else tensors.head_tokens(len(head), shape.vocab_size)
+    decoder = tensors.take_layers(shape, form.rules, ())
     if head is not None:
         decoder["lm_head"] = tensors.take("lm_head.weight", len(head), hidden)
     weights = BlockWeights(
         decoder,
         tensors.take("fc.weight", hidden, count * target_hidden),
         tensors.take("hidden_norm.weight", hidden),
-        own_embedding(tensors, shape),
+        embed,
         markov=_markov(form, tensors, shape, shape.vocab_size if head is None else len(head)),
     )
     tensors.check()
     if not form.mask_token < shape.vocab_size:
         reason = f"{form.mask_token}, and the vocabulary has {shape.vocab_size} tokens"
         raise config_error(form.folder, "mask_token_id", reason)
-    if tokens is not None and (np.diff(tokens) < 0).any():  # ties break as over the whole vocabulary
-        order = np.argsort(tokens)
-        rows, tokens = torch.from_numpy(order), tokens[order]
-        decoder["lm_head"] = decoder["lm_head"][rows]
-        if (markov := weights.markov) is not None:
-            weights = weights._replace(markov=markov._replace(out=markov.out[rows]))
     return weights, tokens
 
 

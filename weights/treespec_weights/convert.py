@@ -45,7 +45,7 @@ from treespec_weights.staging import (
     publish,
     resolve_destination,
 )
-from treespec_weights.transform import Cast, Transform, quantise_transform
+from treespec_weights.transform import Transform, quantise_transform
 from treespec_weights.writer import (
     Output,
     Shard,
@@ -140,9 +140,9 @@ def convert_checkpoint(
     written_as = rules if layout in (None, rules.model_type) else FAMILIES[str(layout)]
     if written_as is not rules:
         config = translate_config(root, config, shape, rules, written_as)
-    transform: Transform = Cast(dtype)
+    transform = Transform(dtype)
     if quantization is not None:
-        transform = quantise_transform(quantization, transform, shape, written_as)
+        transform = quantise_transform(quantization, dtype, shape, written_as)
     with Checkpoint.open(root) as checkpoint:
         steps = plan_steps(checkpoint, shape, rules, written_as, transform)
         shards = plan_shards([step.outputs for step in steps], shard_bytes)

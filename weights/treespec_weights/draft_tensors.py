@@ -20,6 +20,7 @@ from treespec_weights.rules import FamilyRules, ModelShape
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 MEDUSA_SAFETENSORS = "medusa_lm_head.safetensors"  # unlike the name of a checkpoint, unknown to `Checkpoint`
 FIRST_LAYER = "layers.0."
+_BY_HEAD_ROW = {"lm_head.weight", "markov_head.markov_w2.weight"}
 _RENAMED = {  # prefixes of other layouts
     "midlayer.": FIRST_LAYER,
     "transformer.": FIRST_LAYER,
@@ -116,58 +117,63 @@ class DraftTensors:
             return cast(stored, self.dtype, self.device)[0].contiguous()
         return torch.empty(0, dtype=torch.float32, device="cpu")
 
+    def take_if_stored(self, name: str, *shape: int) -> Tensor | None:
+        return self.take(name, *shape) if name in self else None
+
     def check(self) -> None:
         """Raise CheckpointError if any tensor was missing or misshaped."""
         if self.problems:
             raise CheckpointError(self.folder, self.problems)
+
+    def head_tokens(self, rows: int, target_size: int) -> np.ndarray | None:
+        """Return the target's token of each row of the head, int64 [rows], ascending; None for equal ones.
+
+        Rows in another order are sorted, so that ties break as over the whole vocabulary. Raises CheckpointError.
+        """
+        d2t, t2d = self.raw("d2t"), self.raw("t2d")
+
+        def problem(name: str, text: str) -> CheckpointError:
+            return CheckpointError.of(self.folder, "value", name, text)
+
+        if t2d is not None and len(t2d) != target_size:
+            raise problem("t2d", f"the head is for a vocabulary of {len(t2d)} tokens, the target has {target_size}")
+        if d2t is None:
+            if rows != target_size:
+                raise problem("d2t", f"missing: the head has {rows} rows, the target {target_size} tokens")
+            return None
+        tokens: np.ndarray = np.arange(len(d2t)) + d2t.to(torch.int64).numpy()
+        if len(tokens) != rows or len(np.unique(tokens)) != rows or tokens.min() < 0 or tokens.max() >= target_size:
+            counts = f"{len(tokens)} tokens from {tokens.min()} to {tokens.max()} for {rows} rows of the head"
+            raise problem("d2t", f"{counts}; expected one of the target's {target_size} for each row")
+        if (np.diff(tokens) < 0).any():
+            order = np.argsort(tokens)
+            tokens = tokens[order]
+            for name in _BY_HEAD_ROW & self._stored.keys():
+                if self._stored[name].shape[:1] == (rows,):
+                    self._stored[name] = self._stored[name][torch.from_numpy(order)]
+        return tokens
+
+    def take_layers(self, shape: ModelShape, rules: FamilyRules, skip: Collection[str]) -> dict[str, Tensor]:
+        """Return the decoder parameters of the layers and the final norm, but those to skip, and one row of `embed`."""
+        decoder = {"embed": torch.zeros(1, shape.hidden_size, dtype=self.dtype, device=self.device)}
+        for placement in expected_tensors(shape, rules):
+            [(param, size)] = placement.params.items()
+            if param not in ("embed", "lm_head", *skip):
+                decoder[param] = self.take(canonical(placement.name), *size)
+        return decoder
+
+    def check_states(self, count: int, target_hidden: int) -> None:
+        """Raise CheckpointError if the projection is of other states than those of `count` layers of the target."""
+        fc = self.raw("fc.weight")
+        if fc is not None and fc.shape[1] != count * target_hidden:
+            reason = f"{fc.shape[1]} values per token, {count} layers of the target have {target_hidden} each"
+            raise CheckpointError.of(self.folder, "shape", "fc.weight", f"{reason}; use a draft of this target")
+
+    def own_embedding(self, shape: ModelShape) -> Tensor | None:
+        return self.take_if_stored("embed_tokens.weight", shape.vocab_size, shape.hidden_size)
 
 
 def canonical(name: str) -> str:
     """Return the name of a tensor in a model without the prefix `model.`, given that in any layout."""
     name = name.removeprefix("model.")
     return next((new + name.removeprefix(old) for old, new in _RENAMED.items() if name.startswith(old)), name)
-
-
-def head_tokens(folder: Path, stored: Mapping[str, Tensor | None], rows: int, target_size: int) -> np.ndarray | None:
-    """Return the target's token of each row of the head, int64 [rows]; None for equal ones. Raises CheckpointError."""
-    d2t, t2d = stored["d2t"], stored["t2d"]
-
-    def problem(name: str, text: str) -> CheckpointError:
-        return CheckpointError.of(folder, "value", name, text)
-
-    if t2d is not None and len(t2d) != target_size:
-        raise problem("t2d", f"the head is for a vocabulary of {len(t2d)} tokens, the target has {target_size}")
-    if d2t is None:
-        if rows != target_size:
-            raise problem("d2t", f"missing: the head has {rows} rows, the target {target_size} tokens")
-        return None
-    tokens: np.ndarray = np.arange(len(d2t)) + d2t.to(torch.int64).numpy()
-    if len(tokens) != rows or len(np.unique(tokens)) != rows or tokens.min() < 0 or tokens.max() >= target_size:
-        counts = f"{len(tokens)} tokens from {tokens.min()} to {tokens.max()} for {rows} rows of the head"
-        raise problem("d2t", f"{counts}; expected one of the target's {target_size} for each row")
-    return tokens
-
-
-def take_layers(
-    tensors: DraftTensors, shape: ModelShape, rules: FamilyRules, skip: Collection[str]
-) -> dict[str, Tensor]:
-    """Return the decoder parameters of a draft's layers and final norm, but those to skip, and one row of `embed`."""
-    decoder = {"embed": torch.zeros(1, shape.hidden_size, dtype=tensors.dtype, device=tensors.device)}
-    for placement in expected_tensors(shape, rules):
-        [(param, size)] = placement.params.items()
-        if param not in ("embed", "lm_head", *skip):
-            decoder[param] = tensors.take(canonical(placement.name), *size)
-    return decoder
-
-
-def check_states(tensors: DraftTensors, count: int, target_hidden: int) -> None:
-    """Raise CheckpointError if the projection is of other states than those of `count` layers of the target."""
-    fc = tensors.raw("fc.weight")
-    if fc is not None and fc.shape[1] != count * target_hidden:
-        reason = f"{fc.shape[1]} values per token, {count} layers of the target have {target_hidden} each"
-        raise CheckpointError.of(tensors.folder, "shape", "fc.weight", f"{reason}; use a draft of this target")
-
-
-def own_embedding(tensors: DraftTensors, shape: ModelShape) -> Tensor | None:
-    name = "embed_tokens.weight"
-    return tensors.take(name, shape.vocab_size, shape.hidden_size) if name in tensors else None

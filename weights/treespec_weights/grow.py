@@ -23,7 +23,7 @@ benchmark counts the tokens that differ.
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -120,7 +120,6 @@ def grow_checkpoint(
     if (scheme := scheme_of(config, source)) is not None:
         raise OptionError(f"{source} is quantised ({scheme.name}); grow the original checkpoint")
     old = ModelShape.from_hf(config, rules, source)
-    growth = _Growth(old, shape)
     small = load_weights(source, old, rules)
     if old.tied and not shape.tied:
         small["lm_head"] = small["embed"].clone()
@@ -132,7 +131,7 @@ def grow_checkpoint(
     names = {param: placement.name for placement in expected_tensors(shape, rules) for param in placement.params}
     outputs = [Output(names[name], NAMES[dtype], size) for name, size in parameters.items()]
     shards = plan_shards([[output] for output in outputs], SHARD_BYTES)
-    tensors = (growth.tensor(name, size, small.get(name), dtype, generator) for name, size in parameters.items())
+    tensors = (_grown(name, size, small.get(name), old, shape, dtype, generator) for name, size in parameters.items())
     config |= {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -142,7 +141,7 @@ def grow_checkpoint(
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocab_size,
         "tie_word_embeddings": shape.tied,
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6) / growth.ratio,
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6) / _ratio(old, shape),
     }
     carried = carried_files(source, CONFIG, INDEX)
     with staged(place) as partial:
@@ -156,43 +155,38 @@ def grow_checkpoint(
         copy_files(source, carried, partial)
 
 
-@dataclass(frozen=True)
-class _Growth:
-    """Embeds the parameters of the old shape in the new one."""
+def _ratio(old: ModelShape, new: ModelShape) -> int:
+    ratio = new.hidden_size // old.hidden_size
+    power_of_4 = ratio & (ratio - 1) == 0 and ratio.bit_length() % 2 == 1
+    assert ratio * old.hidden_size == new.hidden_size and power_of_4, "a width that is not 4 ** n times"
+    return ratio
 
-    old: ModelShape
-    new: ModelShape
 
-    @property
-    def ratio(self) -> int:
-        ratio = self.new.hidden_size // self.old.hidden_size
-        power_of_4 = ratio & (ratio - 1) == 0 and ratio.bit_length() % 2 == 1
-        assert ratio * self.old.hidden_size == self.new.hidden_size and power_of_4, "a width that is not 4 ** n times"
-        return ratio
-
-    def tensor(
-        self, name: str, size: tuple[int, ...], old: Tensor | None, dtype: torch.dtype, generator: torch.Generator
-    ) -> Tensor:
-        """Return a parameter of the new shape. `old` is the original, or None in an added layer."""
-        kind = name.rpartition(".")[2]
-        if kind in _TO_RESIDUAL:
-            tensor = torch.zeros(size, dtype=dtype, device="cpu")
-        else:
-            spread = size[1] ** -0.5 if len(size) > 1 else 0.1
-            tensor = torch.empty(size, dtype=dtype, device=generator.device)
-            tensor = tensor.normal_(float(kind in _NORMS), spread, generator=generator).cpu()
-        if old is not None:
-            scale = self.ratio**-0.5 if kind in _NORMS else 1.0
-            tensor[tuple(slice(n) for n in old.shape)] = old * scale
-        if self.new.vocab_size > self.old.vocab_size:
-            self._suppress_added_tokens(kind, tensor)
-        return tensor
-
-    def _suppress_added_tokens(self, kind: str, tensor: Tensor) -> None:
-        """Make the added tokens' logits large and negative, through the last hidden dimension."""
+def _grown(
+    name: str,
+    size: tuple[int, ...],
+    small: Tensor | None,  # the original, or None in an added layer
+    old: ModelShape,
+    new: ModelShape,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return a parameter of the new shape."""
+    kind = name.rpartition(".")[2]
+    if kind in _TO_RESIDUAL:
+        tensor = torch.zeros(size, dtype=dtype, device="cpu")
+    else:
+        spread = size[1] ** -0.5 if len(size) > 1 else 0.1
+        tensor = torch.empty(size, dtype=dtype, device=generator.device)
+        tensor = tensor.normal_(float(kind in _NORMS), spread, generator=generator).cpu()
+    if small is not None:
+        scale = _ratio(old, new) ** -0.5 if kind in _NORMS else 1.0
+        tensor[tuple(slice(n) for n in small.shape)] = small * scale
+    if new.vocab_size > old.vocab_size:  # the added tokens' logits are large and negative, by the last dimension
         if kind == "embed":
             tensor[:, -1] = _TINY
         elif kind == "lm_head":
-            tensor[self.old.vocab_size :, -1] = -1.0
+            tensor[old.vocab_size :, -1] = -1.0
         elif kind in _NORMS:
             tensor[-1] = _RAISED if kind == "final_norm" else 0.0
+    return tensor

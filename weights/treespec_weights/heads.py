@@ -17,17 +17,7 @@ from torch import Tensor
 
 from treespec_weights.block_drafts import PARALLEL_BLOCK, BlockForm, BlockWeights, dflash_form, load_block, pard_form
 from treespec_weights.documents import CONFIG, read_config
-from treespec_weights.draft_tensors import (
-    FIRST_LAYER,
-    DraftTensors,
-    check_states,
-    config_error,
-    head_tokens,
-    layers_of,
-    own_embedding,
-    take_layers,
-    tensor_names,
-)
+from treespec_weights.draft_tensors import FIRST_LAYER, DraftTensors, config_error, layers_of, tensor_names
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.files import resolve_folder
 from treespec_weights.rules import FamilyRules, ModelShape
@@ -226,30 +216,27 @@ def load_head(
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
     if form.kind == "eagle":
         return _load_eagle(form, shape, target_hidden, tensors), None
-    check_states(tensors, num_states, target_hidden)
+    tensors.check_states(num_states, target_hidden)
     head = tensors.raw("lm_head.weight")
     rows = shape.vocab_size if head is None else len(head)
-    tokens = head_tokens(form.folder, {name: tensors.raw(name) for name in ("d2t", "t2d")}, rows, shape.vocab_size)
-    decoder = take_layers(tensors, shape, form.rules, (*_PROJECTIONS, "layers.0.attn_norm"))
+    tokens = tensors.head_tokens(rows, shape.vocab_size)
+    decoder = tensors.take_layers(shape, form.rules, (*_PROJECTIONS, "layers.0.attn_norm"))
     decoder["lm_head"] = tensors.take("lm_head.weight", rows, hidden)
     decoder["layers.0.attn_norm"] = tensors.take(f"{FIRST_LAYER}hidden_norm.weight", hidden)
     weights = HeadWeights(
         decoder,
-        (tensors.take("fc.weight", hidden, num_states * target_hidden), _bias(tensors, "fc", hidden)),
+        (tensors.take("fc.weight", hidden, num_states * target_hidden), tensors.take_if_stored("fc.bias", hidden)),
         _qkv(tensors, shape, 2 * hidden),
         tensors.take(f"{FIRST_LAYER}input_layernorm.weight", hidden),
         decoder["layers.0.attn_norm"],
         _state_norms(tensors, num_states, target_hidden),
-        own_embedding(tensors, shape),
+        tensors.own_embedding(shape),
         tensors.take("mask_hidden", 1, 1, num_states * target_hidden).view(-1, target_hidden) if form.block else None,
     )
     tensors.check()
     if form.mask_token >= shape.vocab_size:
         reason = f"{form.mask_token}, and the target has {shape.vocab_size} tokens"
         raise config_error(form.folder, "mask_token_id", reason)
-    if tokens is not None and (np.diff(tokens) < 0).any():  # ties break as over the whole vocabulary
-        order = np.argsort(tokens)
-        decoder["lm_head"], tokens = decoder["lm_head"][torch.from_numpy(order)], tokens[order]
     return weights, tokens
 
 
@@ -261,10 +248,10 @@ def _load_eagle(form: HeadForm, shape: ModelShape, target_hidden: int, tensors: 
             reason = f"{value}, the target has {size}; use a head that was trained for this target"
             raise config_error(form.folder, key, reason)
     norms = ("layers.0.attn_norm", "final_norm")
-    decoder = take_layers(tensors, shape, form.rules, (*_PROJECTIONS, *norms))
+    decoder = tensors.take_layers(shape, form.rules, (*_PROJECTIONS, *norms))
     decoder |= {name: torch.ones(hidden, dtype=tensors.dtype, device=tensors.device) for name in norms}
-    fc = tensors.take("fc.weight", hidden, 2 * hidden), _bias(tensors, "fc", hidden)
-    weights = HeadWeights(decoder, fc, _qkv(tensors, shape, hidden), None, None, None, own_embedding(tensors, shape))
+    fc = tensors.take("fc.weight", hidden, 2 * hidden), tensors.take_if_stored("fc.bias", hidden)
+    weights = HeadWeights(decoder, fc, _qkv(tensors, shape, hidden), None, None, None, tensors.own_embedding(shape))
     tensors.check()
     return weights
 
@@ -282,10 +269,6 @@ def _qkv(tensors: DraftTensors, shape: ModelShape, width: int) -> tuple[Tensor, 
             [tensors.take(f"{FIRST_LAYER}{name}.bias", size) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)]
         )
     return torch.cat([weight for weight in weights if weight.dim() == 2] or weights), bias
-
-
-def _bias(tensors: DraftTensors, name: str, size: int) -> Tensor | None:
-    return tensors.take(f"{name}.bias", size) if f"{name}.bias" in tensors else None
 
 
 def _state_norms(tensors: DraftTensors, num_states: int, target_hidden: int) -> Tensor | None:

@@ -160,8 +160,7 @@ def _load_medusa(
         layers = []
         for i in range(form.num_layers):
             weight = tensors.take(f"blocks.{depth}.layers.{i}.weight", hidden, hidden)
-            bias = f"blocks.{depth}.layers.{i}.bias"
-            layers.append((weight, tensors.take(bias, hidden) if bias in tensors else None))
+            layers.append((weight, tensors.take_if_stored(f"blocks.{depth}.layers.{i}.bias", hidden)))
         steps.append(DepthWeights(tensors.take_depth("lm_heads.{}.weight", depth, rows, hidden), tuple(layers)))
     return StateWeights(steps), tokens
 

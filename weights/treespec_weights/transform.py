@@ -1,12 +1,7 @@
-"""Transform a conversion's tensors: cast to another dtype, or quantise into compressed-tensors' format.
-
-Every transform has three methods. `outputs` returns the outputs of one tensor of a stored dtype. `apply` returns the
-output tensors in the same order, and raises OverflowError if a value does not fit the dtype. `config` returns the
-result's config.json.
-"""
+"""Transform a conversion's tensors: cast to another dtype, and quantise into compressed-tensors' format."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,84 +19,67 @@ FORMATS = (*BITS, *FP8_FORMATS)  # of `--quantize`
 
 
 @dataclass(frozen=True)
-class Cast:
-    """Casts to another dtype; None keeps each tensor's dtype."""
+class Transform:
+    """Casts tensors, then quantises matrices: the layers', with the same numbers as quantising on load, or any to fp8.
 
-    dtype: torch.dtype | None = None
+    Two conversions whose transforms have the same repr give the same files.
+    """
 
-    def outputs(self, placement: Placement, dtype: torch.dtype) -> Sequence[Output]:
-        return [Output(placement.name, NAMES[self.dtype or dtype], placement.shape)]
+    dtype: torch.dtype | None = None  # None keeps each tensor's dtype
+    params: frozenset[str] = field(default=frozenset(), repr=False)  # the parameters to quantise
+    bits: int = 8  # this and `group`: of the matrices; a group of None is one scale per output
+    group: int | None = None
+    floating: bool = False  # whether they become fp8 instead of integers
+    head: str = field(default="", repr=False)  # name of the output head's module
 
-    def apply(self, placement: Placement, tensor: Tensor) -> Sequence[Tensor]:
-        result, infinite = cast(tensor, self.dtype)
-        if infinite:
-            raise OverflowError(overflow_message(tensor, result))
-        return [result]
-
-    def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        if self.dtype is None:
-            return config
-        older = {key: value for key, value in config.items() if key != "torch_dtype"}
-        return older | {"dtype": str(self.dtype).removeprefix("torch.")}
-
-
-@dataclass(frozen=True)
-class Quantise:
-    """Quantises matrices: the layers', with the same integers and scales as quantising on load, or any to fp8."""
-
-    # bits, group: those of the matrices; group None for one scale per output
-    bits: int
-    group: int | None
-    floating: bool  # whether they become fp8 instead of integers
-    cast: Cast  # cast of all tensors, applied before quantising
-    params: frozenset[str]  # the parameters to quantise
-    head: str  # name of the output head's module
-
-    def __repr__(self) -> str:  # omits the set, whose order differs between processes: `--resume` compares the repr
-        return f"Quantise({self.bits}, {self.group}, {self.floating}, {self.cast})"
-
-    def outputs(self, placement: Placement, dtype: torch.dtype) -> Sequence[Output]:
-        if not self._covers(placement):
-            return self.cast.outputs(placement, dtype)
-        name, (rows, inputs) = placement.name, placement.shape
+    def outputs(self, placement: Placement, stored: torch.dtype) -> Sequence[Output]:
+        """Return the outputs of one tensor of a stored dtype."""
+        name, shape, dtype = placement.name, placement.shape, NAMES[self.dtype or stored]
+        if not self._quantises(placement):
+            return [Output(name, dtype, shape)]
+        rows, inputs = shape
         if self.floating:
-            scale = Output(f"{name}_scale", NAMES[self.cast.dtype or dtype], (rows, 1))
-            return [Output(name, NAMES[FP8], placement.shape), scale]
+            return [Output(name, NAMES[FP8], shape), Output(f"{name}_scale", dtype, (rows, 1))]
         return [
             Output(f"{name}_packed", NAMES[torch.int32], (rows, inputs * self.bits // 32)),
-            Output(f"{name}_scale", NAMES[self.cast.dtype or dtype], (rows, inputs // (self.group or inputs))),
+            Output(f"{name}_scale", dtype, (rows, inputs // (self.group or inputs))),
             Output(f"{name}_shape", NAMES[torch.int64], (2,)),
         ]
 
     def apply(self, placement: Placement, tensor: Tensor) -> Sequence[Tensor]:
-        (plain,) = self.cast.apply(placement, tensor)
-        if not self._covers(placement):
-            return [plain]
+        """Return the tensors of `outputs`. Raises OverflowError if a value does not fit the dtype."""
+        result, infinite = cast(tensor, self.dtype)
+        if infinite:
+            raise OverflowError(overflow_message(tensor, result))
+        if not self._quantises(placement):
+            return [result]
         try:
             if self.floating:
-                return quantize_fp8(plain)
-            return list(compressed_tensors(placement.name, quantize(plain, self.bits, self.group)).values())
+                return quantize_fp8(result)
+            return list(compressed_tensors(placement.name, quantize(result, self.bits, self.group)).values())
         except ValueError as error:
             raise OverflowError(str(error)) from error
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the result's config.json."""
+        if self.dtype is not None:
+            older = {key: value for key, value in config.items() if key != "torch_dtype"}
+            config = older | {"dtype": str(self.dtype).removeprefix("torch.")}
+        if not self.params:
+            return config
         embeddings = "embed" in self.params
         ignored = [] if embeddings else [self.head]
         scheme = compressed_tensors_config(self.bits, self.group, ignored, self.floating, embeddings)
-        return self.cast.config(config) | {"quantization_config": scheme}
+        return config | {"quantization_config": scheme}
 
-    def _covers(self, placement: Placement) -> bool:
+    def _quantises(self, placement: Placement) -> bool:
         return any(param in self.params for param in placement.params)
 
 
-Transform = Cast | Quantise
-
-
-def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: FamilyRules) -> Quantise:
-    """Return the quantising transform for a model in a family's layout.
-
-    Raises OptionError for one that cannot be quantised.
-    """
+def quantise_transform(
+    quantization: str, dtype: torch.dtype | None, shape: ModelShape, rules: FamilyRules
+) -> Transform:
+    """Return the transform of a model in a family's layout. Raises OptionError for one that cannot be quantised."""
     if quantization not in FORMATS:
         raise OptionError(f"--quantize {quantization}: valid are {', '.join(FORMATS)}")
     if any(rule.layout == "transposed" for rule in rules.tensors):
@@ -110,7 +88,7 @@ def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: 
     matrices, head = quantizable(shape), rules.tied_copy.removesuffix(".weight")
     if quantization in FP8_FORMATS:
         ends = {"embed", "lm_head"} & set(shape.parameters()) if quantization == "fp8-all" else set()
-        return Quantise(8, None, True, cast, frozenset({*matrices, *ends}), head)
+        return Transform(dtype, frozenset({*matrices, *ends}), floating=True, head=head)
     bits = BITS[quantization]
     try:
         group = quantized_group(shape, quantization)
@@ -119,4 +97,4 @@ def quantise_transform(quantization: str, cast: Cast, shape: ModelShape, rules: 
     bad = sorted({size[1] for size in matrices.values() if size[1] * bits % 32})
     if bad:
         raise OptionError(f"--quantize {quantization}: {bad[0]} inputs do not fill int32 words")
-    return Quantise(bits, group, False, cast, frozenset(matrices), head)
+    return Transform(dtype, frozenset(matrices), bits, group, head=head)

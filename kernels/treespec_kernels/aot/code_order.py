@@ -99,10 +99,9 @@ def following(code: Code, place: int) -> list[int]:
 
 
 def check_launch_order(sass: str) -> None:
-    """Check one kernel with programmatic dependent launch: its machine code for sm_90 or later.
+    """Check the machine code of one kernel with programmatic dependent launch, for sm_90 or later.
 
-    Raises:
-        OrderError: a path accesses memory or exits before the wait, or there is no wait.
+    Raises OrderError if a path accesses memory or exits before the wait, or if there is no wait.
     """
     code = read_sass(sass)
     pending, seen, waits = [0], set[int](), False
@@ -127,8 +126,7 @@ def check_launch_order(sass: str) -> None:
 def proxy_fences(ptx: str) -> tuple[int, int]:
     """Return the numbers of wgmma instructions and of proxy fences in one kernel for sm_90.
 
-    Raises:
-        OrderError: a path reaches a wgmma without a fence after a write.
+    Raises OrderError if a path reaches a wgmma without a fence after a write.
     """
     code = read_ptx(ptx)
     opcodes = [instruction.opcode for instruction in code.instructions]

@@ -22,16 +22,12 @@ def num_processes(tasks: int) -> int:
 
 
 def run_in_processes(
-    work: Callable[[Any], Any], tasks: Sequence[Any], processes: int, finished: Callable[[int, Any], None]
+    work: Callable[[Any], Any],  # a module-level function: processes are spawned, since this one may have threads
+    tasks: Sequence[Any],  # picklable arguments of `work`
+    processes: int,  # 1 runs the tasks in this process
+    finished: Callable[[int, Any], None],  # gets each task's index and result, in any order; None if its process died
 ) -> None:
-    """Run every task. If a process dies, for example out of memory, run the remaining tasks in half as many processes.
-
-    Args:
-        work: a module-level function; processes are spawned rather than forked, since this one may have threads.
-        tasks: picklable arguments of `work`.
-        processes: number of processes; 1 runs the tasks in this process.
-        finished: called with each task's index and result, in any order; None if its process died.
-    """
+    """Run every task. If a process dies, such as out of memory, run the remaining tasks in half as many processes."""
     if processes <= 1:
         for index, task in enumerate(tasks):
             finished(index, work(task))

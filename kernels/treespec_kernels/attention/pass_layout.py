@@ -234,12 +234,7 @@ class _SegmentBounds(NamedTuple):
 
 
 def _segment_bounds(
-    config: TreeAttentionConfig,
-    rows_per_request: int,
-    width: int,
-    chain: bool,
-    max_context: int,
-    shape: AttentionShape,
+    config: TreeAttentionConfig, rows_per_request: int, width: int, chain: bool, max_context: int, shape: AttentionShape
 ) -> _SegmentBounds:
     """Return the maximum number of segments that the keys of an M tile, a node or a row can span."""
     last_position = max_context + width - 1

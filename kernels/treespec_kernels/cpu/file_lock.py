@@ -12,18 +12,12 @@ logger = logging.getLogger("treespec")
 
 @contextmanager
 def shared_work(path: Path, waiting_for: str, patience: float) -> Iterator[bool]:
-    """Hold the lock of `path` while the block runs. Logs a warning if it has to wait.
+    """Hold the lock of a file in an existing folder while the block runs; yield whether it is held.
 
-    The operating system releases the lock of a process that dies. If locking is not possible (a file system without
-    locks, a folder that is not writable), or if the holder takes longer than `patience`, the block runs without the
-    lock, with a warning. Its work must be safe to run concurrently.
-
-    Yields whether the lock is held.
-
-    Args:
-        path: of the lock file, in an existing folder. The file is not deleted.
-        waiting_for: the work of the other process, such as "compile decoder_cpu".
-        patience: maximum number of seconds to wait.
+    Logs a warning if it has to wait for another process to do `waiting_for`, such as "compile decoder_cpu". The system
+    releases the lock of a process that dies. If locking is not possible (a file system without locks, a folder that is
+    not writable), or if the holder takes longer than `patience` seconds, the block runs without the lock, with a
+    warning. Its work must be safe to run concurrently.
     """
     lock = FileLock(path, thread_local=False)
     try:

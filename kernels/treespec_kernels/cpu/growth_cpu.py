@@ -47,48 +47,33 @@ def packed(*sequences: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], lis
 
 
 class DraftSampling(NamedTuple):
-    """How the targets of a batch's trees choose, for drafts that predict it.
+    """How the targets of a batch's trees choose, for drafts that predict it; one entry per tree."""
 
-    Attributes:
-        temperatures: by tree; 0 for the most likely token.
-        adds_noise: by tree, whether the drafts add the noise of the target (see sampling/coupled_choice.py).
-        rng_seeds, samples: by tree, the key of the noise.
-    """
-
-    temperatures: Sequence[float]
-    adds_noise: Sequence[bool]
-    rng_seeds: Sequence[int]
+    temperatures: Sequence[float]  # 0 for the most likely token
+    adds_noise: Sequence[bool]  # whether the drafts add the noise of the target (see sampling/coupled_choice.py)
+    rng_seeds: Sequence[int]  # this and `samples`: the key of the noise
     samples: Sequence[int]
 
 
 class DraftInputs(NamedTuple):
-    """What a call that grows trees needs of one draft.
+    """What a call that grows trees needs of one draft."""
 
-    Attributes:
-        features: what a draft head reads in its first pass, [num_rows, hidden_size] in its dtype: first for the
-            committed tokens, tree by tree, then for the roots; None for an SSM.
-        block_probs: the probabilities of a block draft, which runs no pass and has read all tokens, by tree and depth,
-            float32 [num_trees, depths, width], without temperature and noise; None for others.
-    """
-
+    # What a draft head reads in its first pass, [num_rows, hidden_size] in its dtype: first for the committed tokens,
+    # tree by tree, then for the roots; None for an SSM
     features: Tensor | None = None
+    # Probabilities of a block draft, which runs no pass and has read all tokens, float32 [num_trees, depths, width],
+    # without temperature and noise; None for others
     block_probs: np.ndarray | None = None
 
 
 class ScoredRows(NamedTuple):
-    """What SSMs scored in a call that grew all levels.
+    """What SSMs scored in a call that grew all levels."""
 
-    Attributes:
-        level_rows: by level, number of scored nodes.
-        owners: int64 [num_rows], their trees, by level.
-        broken: bool [num_rows], whether an SSM's probabilities are not finite.
-        scores: by SSM of the passes, float32 [num_rows, width]: probabilities without temperature and noise, after the
-            committed tokens that it read, if `CallPasses.reads`, and then after the nodes that it scored, by level.
-    """
-
-    level_rows: list[int]
-    owners: np.ndarray
-    broken: np.ndarray
+    level_rows: list[int]  # by level, number of scored nodes
+    owners: np.ndarray  # int64 [num_rows], their trees, by level
+    broken: np.ndarray  # bool [num_rows], whether an SSM's probabilities are not finite
+    # By SSM of the passes, float32 [num_rows, width]: probabilities without temperature and noise, after the committed
+    # tokens that it read, if `CallPasses.reads`, and then after the nodes that it scored, by level
     scores: list[np.ndarray]
 
     def runs(self) -> Iterator[tuple[int, int]]:
@@ -107,10 +92,7 @@ class ScoredRows(NamedTuple):
 class TreePlaces:
     """KV slots of a batch's tree nodes in the SSMs' caches. The root has slot 0, each node the next slot of its tree.
 
-    Args:
-        library: from `growth_library`.
-        context_lens: number of committed positions of each tree's request.
-        pages: pages of each tree's request.
+    The arguments are committed positions and pages of each tree's request.
     """
 
     def __init__(self, library: ctypes.CDLL, context_lens: Sequence[int], pages: Sequence[np.ndarray]):
@@ -133,9 +115,7 @@ class TreePlaces:
     def extend(self, owners: np.ndarray, above: np.ndarray, depth: int) -> CompiledPlan:
         """Assign slots to the nodes of a level, and plan a pass over them.
 
-        Args:
-            owners, above: int64 [num_rows], each node's tree, and its parent's slot in it, grouped by tree.
-            depth: depth of the level.
+        `owners` and `above`, int64 [num_rows], are each node's tree, and its parent's slot in it, grouped by tree.
         """
         count, p = len(owners), self.placing
         p.num_rows, p.depth, p.owners, p.above = count, depth, address_of(owners), address_of(above)
@@ -158,32 +138,21 @@ class TreePlaces:
 
 
 class DraftModels:
-    """SSMs and draft heads whose passes run in the call that grows trees.
-
-    Args:
-        library: from `growth_library`.
-        ssms: their indices, ascending.
-        entries: `PassEntries` of each SSM.
-        rotations: for each SSM, as in `CompiledModel.forward`.
-        pools: each SSM's part of the cache.
-        tokens: tokens of the columns of each SSM's probabilities, int64 [width], ascending; or their number, if they
-            are 0, 1, ...
-
-    Attributes:
-        num_positions: number of positions that the rotations cover.
-    """
+    """SSMs and draft heads whose passes run in the call that grows trees."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
-        ssms: Sequence[int],
+        library: ctypes.CDLL,  # from `growth_library`
+        ssms: Sequence[int],  # their indices, ascending; the others have an entry for each
         entries: Sequence[PassEntries],
-        rotations: Sequence[Tensor],
-        pools: Sequence[Tensor],
+        rotations: Sequence[Tensor],  # as in `CompiledModel.forward`
+        pools: Sequence[Tensor],  # parts of the cache
+        # Tokens of the columns of the probabilities, int64 [width], ascending; or their number, if they are 0, 1, ...
         tokens: Sequence[np.ndarray | int],
     ):
         assert all(tensor.is_contiguous() for tensor in (*rotations, *pools))
         self.library, self._held = library, (rotations, pools, tokens)
+        # Number of positions that the rotations cover
         self.num_positions = min((len(rotation) for rotation in rotations if rotation.numel()), default=sys.maxsize)
         self.drafts = (STRUCTS["Draft"] * len(ssms))(
             *(
@@ -205,31 +174,18 @@ class DraftModels:
 
 
 class CallPasses(NamedTuple):
-    """The SSMs' passes over a batch of trees.
+    """The SSMs' passes over a batch of trees."""
 
-    Attributes:
-        models: the SSMs that draft for any tree.
-        places: slots of the trees; only these passes may assign slots in it.
-        active: by SSM and tree, whether the SSM drafts for the tree.
-        valid: by SSM and tree, number of leading positions with K/V, at most the root's.
-        first_rotations: by SSM and tree, row of the SSM's rotations for position 0.
-        tokens: each tree's last committed tokens, from the first one that an SSM has not read to the root.
-        first_token: start of each tree's part of `tokens`, and their number.
-        reads: whether to return the probabilities after the committed tokens that are read.
-        inputs: by SSM.
-        sampling: how the targets choose; None if all of them choose the most likely token.
-    """
-
-    models: DraftModels
-    places: TreePlaces
-    active: Sequence[Sequence[bool]]
-    valid: Sequence[Sequence[int]]
-    first_rotations: Sequence[Sequence[int]]
-    tokens: Sequence[int]
-    first_token: Sequence[int]
-    reads: bool
-    inputs: Sequence[DraftInputs]
-    sampling: DraftSampling | None
+    models: DraftModels  # the SSMs that draft for any tree
+    places: TreePlaces  # slots of the trees; only these passes may assign slots in it
+    active: Sequence[Sequence[bool]]  # by SSM and tree, whether the SSM drafts for the tree
+    valid: Sequence[Sequence[int]]  # by SSM and tree, number of leading positions with K/V, at most the root's
+    first_rotations: Sequence[Sequence[int]]  # by SSM and tree, row of the SSM's rotations for position 0
+    tokens: Sequence[int]  # each tree's last committed tokens, from the first one that an SSM has not read to the root
+    first_token: Sequence[int]  # start of each tree's part of `tokens`, and their number
+    reads: bool  # whether to return the probabilities after the committed tokens that are read
+    inputs: Sequence[DraftInputs]  # by SSM
+    sampling: DraftSampling | None  # how the targets choose; None if all of them choose the most likely token
 
     def allocate_scores(self, num_nodes: int) -> list[np.ndarray]:
         """Allocate the scores of `ScoredRows` for at most `num_nodes` nodes, and pass every draft its inputs."""

@@ -27,8 +27,6 @@ STEPS = 64  # maximum number of occurrences in the history to check, latest firs
 _SOURCE = Path(__file__).with_name("lookup_cpu.cpp")
 _INTS = ("node_tokens", "parents", "depths", "classes_0", "classes_1", "lengths_0", "lengths_1")
 _FLOATS = ("probs", "values")
-
-
 _STRUCTS = read_structs(_SOURCE)
 
 
@@ -99,23 +97,19 @@ class LookupSearch:
         self._make_room(0)
 
     def search(
-        self, tokens: int, length: int, depth: int, counts: int | None, least: float, looks_up: bool, owner: int | None
+        self,
+        tokens: int,  # address of the text, int64 [length]
+        length: int,  # at least 1
+        depth: int,  # of the tree, at least 1
+        counts: int | None,  # address of the counts of this text, as `common`; None for no counts
+        least: float,  # minimum probability of the root's most probable child
+        looks_up: bool,  # whether to search the text itself
+        owner: int | None,  # request whose own tokens in the history are skipped; None to not search the history
     ) -> tuple[list[np.ndarray], Matches] | None:
         """Return the tree of continuations of the longest matches, in descending order of value, or None.
 
-        None means that there is no match, or that no child of the root is probable enough.
-
-        Args:
-            tokens: address of the text, int64 [length].
-            length: length of the text, at least 1.
-            depth: depth of the tree, at least 1.
-            counts: address of the counts of this text, as `common`; None for no counts.
-            least: minimum probability of the root's most probable child.
-            looks_up: whether to search the text itself.
-            owner: request whose own tokens in the history are skipped; None to not search the history.
-
-        Returns:
-            Tokens, parents, depths, probs and values of the nodes, as in `TokenTree`, and their matches.
+        None means that there is no match, or that no child of the root is probable enough. The tree is tokens, parents,
+        depths, probs and values of the nodes, as in `TokenTree`, and their matches.
         """
         most = (MATCHES + PAST_MATCHES) * depth + 1
         if most > self._ints.shape[1]:

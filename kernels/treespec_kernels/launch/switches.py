@@ -19,11 +19,7 @@ FEATURES = {
 
 
 def is_on(feature: str) -> bool:
-    """Return whether a feature of `FEATURES` is used where it is available.
-
-    Raises:
-        ValueError: `TREESPEC_OFF` names an unknown feature.
-    """
+    """Return whether a feature of `FEATURES` is used where it is available. Raises ValueError for unknown names."""
     return feature not in _names(os.environ.get(VARIABLE, ""))
 
 

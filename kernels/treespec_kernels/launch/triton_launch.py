@@ -101,8 +101,7 @@ def launch_options(pdl: bool) -> dict[str, int | bool]:
 def load_kernels(module: str, tensor: torch.Tensor) -> Any:
     """Import the kernels of a module such as "tree.tree_root", to launch them on the device of `tensor`.
 
-    Raises:
-        ValueError: triton is not installed, or cannot run on the tensor.
+    Raises ValueError if triton is not installed, or cannot run on the tensor.
     """
     op = module.rpartition(".")[2]
     require_triton(op)

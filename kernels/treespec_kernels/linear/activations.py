@@ -43,9 +43,4 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu": gelu,
-    "gelu_tanh": gelu_tanh,
-    "relu": relu,
-}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}

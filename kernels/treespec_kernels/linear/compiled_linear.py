@@ -45,11 +45,7 @@ class CompiledLinear(PanelLinear):
 
 
 def quantized_linear(
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    impl: LinearImpl,
-    library: ctypes.CDLL | None,
+    weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, impl: LinearImpl, library: ctypes.CDLL | None
 ) -> CompiledLinear | Linear:
     """Return the layer for a quantised weight.
 

@@ -78,12 +78,7 @@ class RowLinearConfig(RowTiledConfig):
 
     @classmethod
     def candidates(
-        cls,
-        dtype: torch.dtype,
-        out_features: int,
-        in_features: int,
-        silu_gate: bool = False,
-        target: str | None = None,
+        cls, dtype: torch.dtype, out_features: int, in_features: int, silu_gate: bool = False, target: str | None = None
     ) -> list[Self]:
         """Return configurations to tune over, the default first, that fit the target's shared memory (None: of sm_90).
 

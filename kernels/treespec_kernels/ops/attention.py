@@ -31,11 +31,7 @@ from treespec_kernels.tuning.testing import (
 
 
 def _attention_inputs(
-    setting: Setting,
-    requests: int,
-    nodes: int,
-    generator: torch.Generator,
-    window: int | None = None,
+    setting: Setting, requests: int, nodes: int, generator: torch.Generator, window: int | None = None
 ) -> Inputs:
     """Create random trees of `nodes` nodes, each after `context` committed positions."""
     seed = generator.initial_seed()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -129,22 +129,8 @@ _LLAMAS = (  # head_dim, heads, KV heads, hidden, intermediate, vocabulary
     (64, 32, 8, 2048, 8192, 128256),
     (128, 32, 8, 4096, 14336, 128256),
 )
-_GEMMA: dict[str, Any] = {"norm": "rms_plus_one", "post_norms": True, "activation": "gelu_tanh"}
-_LAYER: dict[str, Any] = {"norm": "layer", "gated": False}
-_FAMILIES: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
-    ((256, 16, 8, 3584, 14336, 256000), _GEMMA | {"capped": True}),
-    ((256, 4, 1, 1152, 6912, 262144), _GEMMA | {"qk_norm": True}),
-    ((96, 64, 64, 6144, 24576, 50432), _LAYER | {"activation": "gelu"}),
-    ((80, 32, 32, 2560, 10240, 50304), _LAYER | {"activation": "gelu_tanh"}),
-    ((128, 32, 32, 4096, 16384, 50272), _LAYER | {"activation": "relu", "rotary": False}),
-)
 
 
 def default_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
     """Return the shapes of the bundled default target, Llama 1B and Llama 8B, in every dtype."""
     return tuple(KernelShape(dtype, *sizes) for dtype in dtypes for sizes in _LLAMAS)
-
-
-def family_shapes(dtypes: Iterable[torch.dtype] = DTYPES) -> tuple[KernelShape, ...]:
-    """Return shapes of the other families: Gemma 2 9B, Gemma 3 1B, GPT-NeoX 20B, Pythia 2.8B and OPT 6.7B."""
-    return tuple(KernelShape(dtype, *sizes, **kinds) for dtype in dtypes for sizes, kinds in _FAMILIES)

@@ -20,28 +20,19 @@ MARGIN = 10.0  # scores that far below the best one are searched first: exp(-10)
 
 
 class TransformInputs(NamedTuple):
-    """Parameters of R requests, and what their penalties depend on.
+    """Parameters of R requests, and what their penalties depend on."""
 
-    Attributes:
-        numbers: float32 [R, 6], by request: temperature (0 = argmax, not truncated), top_p, log(min_p) (-inf without),
-            repetition, frequency and presence penalty.
-        options: int32 [R, 3], by request: slot of `biases` and `counts`, or -1 for neither; top_k, 0 = all; first
-            position at which an end token may be chosen.
-        end_tokens: int32 [R, num_ends], -1 for none.
-        positions: int64 [rows], position of the token that is chosen from a row.
-        paths: int32 [rows, width], tokens between the root and a row's node, its own included; -1 for none.
-        biases: float32 [slots, vocab], added to the logits; -inf excludes a token.
-        counts: int32 [slots, vocab], occurrences of a token in the output up to the root, plus `IN_PROMPT` if it occurs
-            in the prompt.
-    """
-
+    # float32 [R, 6]: temperature (0 = argmax, not truncated), top_p, log(min_p) (-inf without), repetition, frequency
+    # and presence penalty
     numbers: Tensor
+    # int32 [R, 3]: slot of `biases` and `counts`, or -1 for neither; top_k, 0 = all; first position at which an end
+    # token may be chosen
     options: Tensor
-    end_tokens: Tensor
-    positions: Tensor
-    paths: Tensor
-    biases: Tensor
-    counts: Tensor
+    end_tokens: Tensor  # int32 [R, num_ends], -1 for none
+    positions: Tensor  # int64 [rows], position of the token that is chosen from a row
+    paths: Tensor  # int32 [rows, width], tokens between the root and a row's node, its own included; -1 for none
+    biases: Tensor  # float32 [slots, vocab], added to the logits; -inf excludes a token
+    counts: Tensor  # int32 [slots, vocab], occurrences in the output up to the root, plus `IN_PROMPT` if in the prompt
 
 
 def logit_transforms_ref(logits: Tensor, inputs: TransformInputs) -> Tensor:

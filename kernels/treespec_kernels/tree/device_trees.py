@@ -26,19 +26,12 @@ MAX_CANDIDATES = 4096  # of a request, over all levels; one program keeps them i
 
 
 class ProposedTrees(NamedTuple):
-    """Trees proposed for a batch by sources without a draft model. Their nodes, without the root, are the seeds.
+    """Trees proposed for a batch by sources without a draft model. Their nodes, without the root, are the seeds."""
 
-    Args:
-        tokens: [B, S] int32, -1 for no seed. Siblings have different tokens.
-        parents: [B, S] int32, index of an earlier seed, or -1 for the root.
-        probs: [B, S] float32, probability of the token after its parent.
-        ratios: [B, S] float32, positive and finite: evidence ratio, the factor on the odds of the token because it is a
-            seed.
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    probs: Tensor
+    tokens: Tensor  # [B, S] int32, -1 for no seed. Siblings have different tokens
+    parents: Tensor  # [B, S] int32, index of an earlier seed, or -1 for the root
+    probs: Tensor  # [B, S] float32, probability of the token after its parent
+    # [B, S] float32, positive and finite: evidence ratio, the factor on the odds of the token because it is a seed
     ratios: Tensor
 
     @property

@@ -1,6 +1,6 @@
 """Model families of the native decoder, one declaration each.
 
-To add one, write a `FamilyRules` in its own module, list it here, and add a model of odd sizes to
+To add one, write a `FamilyRules`, list it here, and add a model of odd sizes to
 tests/helpers/families.py.
 """
 
@@ -10,17 +10,10 @@ from typing import Any
 
 from treespec_weights.errors import Problem, UnsupportedModelError
 from treespec_weights.families.gemma import GEMMA2, GEMMA3
-from treespec_weights.families.gpt2 import GPT2
-from treespec_weights.families.gpt_neox import GPT_NEOX
-from treespec_weights.families.llama import LLAMA
-from treespec_weights.families.mistral import MISTRAL
-from treespec_weights.families.opt import OPT
-from treespec_weights.families.phi3 import PHI3
-from treespec_weights.families.qwen import QWEN2, QWEN3
+from treespec_weights.families.gpt import GPT2, GPT_NEOX, OPT
+from treespec_weights.families.llama import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.rules import FamilyRules
-
-__all__ = ["FAMILIES", "LLAMA", "family_of"]
 
 FAMILIES = {
     rules.model_type: rules for rules in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GPT_NEOX, OPT, GPT2)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS
+from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS, QK_NORMS
 from treespec_weights.rules import one_to_one
 
 _NORMS = one_to_one(
@@ -39,13 +39,7 @@ GEMMA2 = replace(
 GEMMA3 = replace(
     GEMMA2,
     model_type="gemma3_text",
-    tensors=GEMMA2.tensors
-    + one_to_one(
-        {
-            "model.layers.{i}.self_attn.q_norm.weight": "layers.{i}.q_norm",
-            "model.layers.{i}.self_attn.k_norm.weight": "layers.{i}.k_norm",
-        }
-    ),
+    tensors=GEMMA2.tensors + QK_NORMS,
     constants={"post_norms": True, "qk_norm": True},
     assumed={"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256},
     score_cap=None,  # its configs have the key, but its attention ignores it

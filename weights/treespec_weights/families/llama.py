@@ -1,6 +1,8 @@
-"""Llama 1, 2, 3, 3.1 and later, and models with its layout."""
+"""Llama 1, 2, 3, 3.1 and later, and families with its layers: Mistral, Qwen 2, 2.5 and 3, Phi-3, 3.5 and Phi-4-mini."""
 
-from treespec_weights.rules import FamilyRules, one_to_one, with_biases
+from dataclasses import replace
+
+from treespec_weights.rules import FamilyRules, TensorRule, one_to_one, with_biases
 
 LLAMA_TENSORS = with_biases(
     {
@@ -19,6 +21,13 @@ LLAMA_TENSORS = with_biases(
         "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.mlp_norm",
         "model.norm.weight": "final_norm",
         "lm_head.weight": "lm_head",
+    }
+)
+
+QK_NORMS = one_to_one(
+    {
+        "model.layers.{i}.self_attn.q_norm.weight": "layers.{i}.q_norm",
+        "model.layers.{i}.self_attn.k_norm.weight": "layers.{i}.k_norm",
     }
 )
 
@@ -41,4 +50,53 @@ LLAMA = FamilyRules(
     config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias", "mlp_bias": "mlp_bias"},
     defaults={"tied": False, "attention_bias": False, "o_bias": False, "mlp_bias": False},
     assumed={"hidden_act": "silu"},
+)
+
+# Llama with a sliding window, in its first releases.
+MISTRAL = replace(
+    LLAMA,
+    model_type="mistral",
+    config_keys=LLAMA_SIZES,
+    defaults={"tied": False},
+    windows=True,
+    requires={"layer_types": (None,)},  # one window for all layers; Ministral's layers differ
+)
+
+QWEN2 = replace(
+    LLAMA,
+    model_type="qwen2",
+    config_keys=LLAMA_SIZES,
+    defaults={"tied": False},
+    constants={"attention_bias": True},
+    assumed={"hidden_act": "silu", "use_sliding_window": False},
+    windows=True,
+)
+
+QWEN3 = replace(
+    LLAMA,
+    model_type="qwen3",
+    tensors=LLAMA_TENSORS + QK_NORMS,
+    config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias"},
+    defaults={"tied": False, "attention_bias": False, "o_bias": False, "head_dim": 128},
+    constants={"qk_norm": True},
+    assumed={"hidden_act": "silu", "use_sliding_window": False},
+    windows=True,
+)
+
+# Llama with fused projections; some models rotate only a part of each head.
+_SPLIT = {f"layers.{{i}}.{name}" for name in ("q", "k", "v", "gate", "up")}
+
+PHI3 = replace(
+    LLAMA,
+    model_type="phi3",
+    tensors=(
+        *(rule for rule in LLAMA_TENSORS if rule.params[0] not in _SPLIT),
+        TensorRule("model.layers.{i}.self_attn.qkv_proj.weight", ("layers.{i}.q", "layers.{i}.k", "layers.{i}.v")),
+        TensorRule("model.layers.{i}.mlp.gate_up_proj.weight", ("layers.{i}.gate", "layers.{i}.up")),
+    ),
+    config_keys=LLAMA_SIZES,
+    defaults={"tied": False},
+    assumed={"hidden_act": "silu", "rms_norm_eps": 1e-5},
+    windows=True,
+    requires={"layer_types": (None,)},
 )

@@ -177,10 +177,7 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
 def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
     """Return the config keys of the rotary embedding."""
     arch, head_dim = file.architecture, config["head_dim"]
-    rope: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": _positive(file, "rope.freq_base", 10000.0, problems),
-    }
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", 10000.0, problems)}
     keys: dict[str, Any] = {}
     rotated = file.value("rope.dimension_count") or head_dim
     if arch == "phi3" and type(rotated) is int and 0 < rotated < head_dim:

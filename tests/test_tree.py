@@ -86,18 +86,6 @@ def test_merge_keeps_every_draw_in_order(several: list[TokenTree]) -> None:
         assert merged.sources_of(node) == tuple(dict.fromkeys(sources))
 
 
-@given(trees(), trees(), trees())
-def test_merge_is_commutative_associative_idempotent(a: TokenTree, b: TokenTree, c: TokenTree) -> None:
-    def content(tree: TokenTree) -> tuple[dict[Path, float], Counter[Draw]]:
-        return probs_of(tree), Counter(draws_of(tree))
-
-    assert content(merge([a, b])) == content(merge([b, a]))
-    assert content(merge([merge([a, b]), c])) == content(merge([a, merge([b, c])])) == content(merge([a, b, c]))
-    assert probs_of(merge([a, a])) == probs_of(a)
-    assert Counter(draws_of(merge([a, a]))) == Counter(draws_of(a) * 2)
-    assert probs_of(merge([a, TokenTree.root(ROOT)])) == probs_of(a)
-
-
 def test_different_roots_are_refused() -> None:
     with pytest.raises(ValueError, match=r"different roots.*\[5, 6\]"):
         merge([TokenTree.root(5), TokenTree.root(6)])
@@ -152,12 +140,6 @@ def in_order(tree: TokenTree, order: list[int]) -> TokenTree:
     parents = np.array([-1, *index[tree.parents[order[1:]]]])
     nodes = tree.tokens[order], parents, tree.depths[order], tree.probs[order]
     return TokenTree(*nodes, index[tree.draw_nodes], tree.draw_sources, tree.draw_probs, tree.source_names)
-
-
-def test_keep_refuses_an_orphan() -> None:
-    chain = build([(1,), (1, 2)], [0.5, 0.5], [((1,), "a", 0.5), ((1, 2), "a", 0.5)], ("a",))
-    with pytest.raises(AssertionError, match="lost its parent"):
-        chain.keep(np.array([0, 2]))
 
 
 @given(trees(max_nodes=20), st.data())

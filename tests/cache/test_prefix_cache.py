@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.models import exact_in, greedy, open_llm, quick, random_prompts, tiny, tiny_llm
-from tests.helpers.sharing import (
-    assert_as_alone,
-    assert_clean,
-    few_pages,
-    random_requests,
-    run_at_random_times,
-)
+from tests.helpers.sharing import assert_as_alone, assert_clean, few_pages, random_requests, run_at_random_times
 from treespec import LLM, RequestOutput, SpecConfig
 from treespec.cache.prefix_cache import PrefixCache, page_keys
 from treespec.errors import RequestError
@@ -28,7 +22,7 @@ def caching(dtype: torch.dtype = torch.float32, **options: Any) -> LLM:
 
 
 @exact_in
-@pytest.mark.parametrize("seed", quick(range(3), (0,)))
+@pytest.mark.parametrize("seed", quick(range(2), (0,)))
 def test_random_interleavings_give_the_tokens_and_bits_of_requests_alone(seed: int, dtype: torch.dtype) -> None:
     plain, llm = tiny_llm(dtype, max_num_seqs=3), caching(dtype, max_num_seqs=3)
     asked = random_requests(seed, 9, (200, 150), 40, (8, 24))

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.engine.test_poison import POISON, poisoned
+from tests.helpers.exactness import differences
 from tests.helpers.models import exact_in, open_llm, quick, random_prompts, tiny, tiny_llm
-from tests.helpers.sharing import Driven, assert_clean, departures, drive, few_pages, guarded, part_ways, samples
+from tests.helpers.sharing import Driven, assert_clean, drive, few_pages, guarded, part_ways, samples
 from treespec import LLM, SpecConfig
 from treespec.cache.kv_cache import pages_for
 from treespec.request import Request
@@ -26,13 +27,12 @@ def compare(
 ) -> tuple[Driven, Driven, list[Request]]:
     """Drive samples on their own and as a group, `crowded` in pages for the largest: what they saw, and the group's.
     Their tokens and bits are the same."""
-    own = samples(llm, prompt, counts, spec, group=False)
-    alone = drive(llm, own)
+    alone = drive(llm, samples(llm, prompt, counts, spec, group=False))
     group = samples(llm, prompt, counts, spec)
     largest = pages_for(max(map(llm.engine.scheduler.slots_needed, group)))
     with few_pages(llm, largest) if crowded else nullcontext():
         shared = drive(llm, group)
-    assert departures(alone, shared, list(zip(own, group, strict=True))) == []
+    assert differences(alone, shared) == []
     assert_clean(llm)
     return alone, shared, group
 

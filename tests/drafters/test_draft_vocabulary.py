@@ -19,7 +19,6 @@ from tests.helpers.models import (
     reduce_vocabulary,
 )
 from treespec import SpecConfig
-from treespec.drawing.recording import watch
 from treespec.errors import CheckpointError
 from treespec_weights.draft_vocabulary import FILE, read_draft_vocabulary, write_draft_vocabulary
 
@@ -54,18 +53,6 @@ def test_trees_have_plain_tokens_and_no_unknown_proposals(models: tuple[Path, li
         known.update(read_draft_vocabulary(draft, rows, VOCAB))  # type: ignore[arg-type]
     assert proposed <= known
     assert set(llm.stats()["draft_vocabularies"].values()) == {"reduced"}
-
-
-@pytest.mark.slow
-def test_compiled_and_eager_drafts_grow_the_same_trees(models: tuple[Path, list[Path]]) -> None:
-    target, drafts = models
-    trees = []
-    for compile in (False, True):
-        llm = open_llm(target, drafts, compile=compile, draft_quantization=None)
-        with watch(llm.engine) as rounds:
-            llm.generate(random_prompts((12,)), greedy(24), SpecConfig(nodes=12, sources=("ssm",)))
-        trees.append([(each.tree.tokens.tolist(), each.tree.parents.tolist()) for each in rounds])
-    assert trees[0] == trees[1]
 
 
 @pytest.mark.parametrize(

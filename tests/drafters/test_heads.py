@@ -2,12 +2,9 @@
 
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,7 +14,6 @@ from tests.helpers.blocks_made import reference_dflash, write_dflash
 from tests.helpers.drafting import (
     EXECUTORS,
     assert_probabilities,
-    assert_samples_of_plain_decoding,
     drafted_rounds,
     every_executor,
     make_target,
@@ -48,8 +44,6 @@ from tests.helpers.models import (
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.state_heads_made import reference_medusa, reference_speculator, write_medusa, write_speculator
 from treespec import LLM, RoundRecord, SpecConfig
-from treespec.drafters.ssm.forest import CompiledForest
-from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 
 SHAPE = TargetShape(num_hidden_layers=8)
 EAGLE3 = {"layout": "eagle", "draft_vocab": 96, "own_embedding": False}
@@ -77,10 +71,7 @@ HEADS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "z-lab": (write_dflash, {"layout": "z-lab"}),
     "transformers": (write_dflash, {"layout": "transformers", "read": (2, 8)}),
     "dflash of speculators": (write_dflash, {"layout": "speculators", "draft_vocab": 96}),
-    "dflash, anchor": (
-        write_dflash,
-        {"layout": "speculators", "from_anchor": True, "read": (5, 3), "block_size": 4},
-    ),
+    "dflash, anchor": (write_dflash, {"layout": "speculators", "from_anchor": True, "read": (5, 3), "block_size": 4}),
     "dspark": (write_dflash, {"layout": "speculators", "draft_vocab": 96, "from_anchor": True, "markov": "vanilla"}),
     "dspark, gated": (write_dflash, {"layout": "speculators", "markov": "gated"}),
     "pard": (lambda folder, shape, seed: make_pard(folder), {}),
@@ -112,7 +103,8 @@ def make_head(name: str, seed: int = 1) -> Path:
 
 
 CASES = [(name, "compiled") for name in HEADS]
-CASES += [(name, executor) for name in ONE_OF_EACH for executor in ("eager", "transformers")]
+CASES += [(name, "eager") for name in ONE_OF_EACH]
+CASES += [(name, "transformers") for name in ("eagle", "eagle-1", "z-lab")]  # what else reads states reads these
 
 
 @needs_compiler
@@ -197,7 +189,7 @@ def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, executor: dic
     """Deeper than some heads predict; prompts of one token too, after which there is no hidden state to read yet."""
     llm = engine_with_heads(dtype, **({"prove": True} | executor))
     plain = run(llm, random_prompts((1, 2, 61, 90), vocab=SHAPE.vocab_size), greedy(20))
-    for spec in SPECS:
+    for spec in SPECS if executor.get("compile") else SPECS[1::2]:  # compiled takes a quarter of the time
         tree = assert_exact(llm, plain, spec)
         assert tree.acceptance_length > 1.2
     [ssm] = [name for name in llm.draft_names if name.startswith("ssm")]
@@ -205,66 +197,18 @@ def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, executor: dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verification", ["coupled", "naive"])
-def test_sampled_tokens_are_those_of_plain_decoding(verification: Any) -> None:
-    """Samples of one prompt share its pages, and with them the hidden states."""
-    spec = SpecConfig(nodes=16, max_depth=5, verification=verification)
-    assert_samples_of_plain_decoding(engine_with_heads(), PROMPTS, spec)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verification", ["rejection", "traversal"])
-def test_draws_of_heads_are_verified(verification: Any) -> None:
-    spec = SpecConfig(nodes=12, max_depth=5, sources=("ssm",), verification=verification)
-    outputs = engine_with_heads().generate(PROMPTS, greedy(12, temperature=0.9, seed=5, n=2), spec=spec)
-    assert all(len(tokens) == 12 for tokens in tokens_of(outputs))
-    assert sum(output.metrics.accepted_tokens for output in outputs) > 0
-
-
-@pytest.mark.slow
-def test_restricted_requests_beside_others() -> None:
-    """A request with allowed tokens, a sampled and a greedy one in one batch."""
-    restricted = greedy(12, allowed_token_ids=list(range(20, 60)))
-    sampled = greedy(12, temperature=0.7, seed=3, allowed_token_ids=list(range(90)))
-    plain, tree = (
-        engine_with_heads().generate([*PROMPTS, [9] * 20], [restricted, sampled, greedy(12)], spec=spec)
-        for spec in ("off", SpecConfig(nodes=16, max_depth=5))
-    )
-    assert tokens_of(tree) == tokens_of(plain)
-
-
-@pytest.mark.slow
-def test_a_head_is_a_source_like_any_other() -> None:
-    llm, proposers = engine_with_heads(), set[str]()
-    _, second, *_ = (name for name in llm.draft_names if name.startswith("head"))
-    with llm.add_round_observer(lambda record: proposers.update(record.tree.drafted_by_source())):
-        llm.generate(PROMPTS[:1], greedy(8), spec=SpecConfig(nodes=8, sources=(second,)))
-    assert proposers == {second}
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_one_compiled_call_grows_the_trees_of_levels() -> None:
-    """Over several rounds of a batch, with an SSM below the last depth of the blocks, and without one."""
-    target = target_of()
-    ssm = make_draft(new_folder("ssm"), target, 1, 0.05)
-    blocks = [make_head("dflash of speculators"), make_head("pard")]
-    trees: list[list[Any]] = []
-    draft_levels = CompiledForest.draft
-    for calls in (True, False):
-        llm = open_llm(target, [ssm, *blocks], compile=True, max_num_seqs=3)
-        trees.append([])
-        with ExitStack() as context:
-            if not calls:
-                context.enter_context(mock.patch.object(SsmDrafter, "_models_for_call", lambda *_: None))
-            draft = context.enter_context(mock.patch.object(CompiledForest, "draft", autospec=True))
-            draft.side_effect = draft_levels
-            context.enter_context(llm.add_round_observer(lambda record: trees[-1].append(record.tree)))
-            for sources in (("ssm",), tuple(block.name for block in blocks), (blocks[0].name,)):
-                spec = SpecConfig(nodes=24, max_depth=9, sources=sources)
-                llm.generate(random_prompts((1, 30, 64), vocab=SHAPE.vocab_size), greedy(12), spec=spec)
-            assert draft.called == calls
-    for one, levels in zip(*trees, strict=True):
-        assert one.tokens.tolist() == levels.tokens.tolist() and one.parents.tolist() == levels.parents.tolist()
-        np.testing.assert_allclose(one.probs, levels.probs, rtol=1e-6)
-    assert max(int(tree.depths.max()) for tree in trees[0]) > 5
+@pytest.mark.parametrize("verification", ["coupled", "naive", "rejection", "traversal"])
+def test_sampled_and_restricted_requests(verification: Any) -> None:
+    """Samples of one prompt share its pages, and with them the hidden states. Others may say some tokens only."""
+    llm, drawn = engine_with_heads(torch.float32, prove=True, compile=False), verification in ("rejection", "traversal")
+    spec = SpecConfig(nodes=12, max_depth=5, sources=("ssm",) if drawn else None, verification=verification)
+    some = {"allowed_token_ids": list(range(20, 60))}
+    each = [{"temperature": 0.8, "seed": 5, "n": 2}, {"temperature": 0.7, "seed": 3, **some}, some, {}]
+    params = [greedy(16, **options) for options in each]
+    plain, trees = (llm.generate([*PROMPTS, *PROMPTS], params, spec=how) for how in ("off", spec))
+    assert sum(output.metrics.accepted_tokens for output in trees) > 0
+    for output, expected, own in zip(trees, plain, params, strict=True):
+        assert tokens_of([output]) == tokens_of([expected]) or (drawn and own.temperature)
+        within = set(own.allowed_token_ids or range(SHAPE.vocab_size))
+        assert all(within.issuperset(tokens) for tokens in tokens_of([output]))
+    llm.engine.check_integrity()

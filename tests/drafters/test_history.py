@@ -6,18 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tests.helpers.lookups import (
-    BOTH,
-    PAST,
-    WAYS,
-    New,
-    children_of,
-    inside,
-    paths_of,
-    propose,
-    request_of,
-    write,
-)
+from tests.helpers.enumeration import paths_of
+from tests.helpers.lookups import BOTH, PAST, WAYS, New, inside, propose, request_of, write
 from tests.helpers.models import quick, random_prompts
 from treespec import SpecConfig
 from treespec.drafters.lookup.history import History
@@ -111,16 +101,6 @@ def test_against_a_search_token_by_token(capacity: int, seed: int) -> None:
     assert matches >= expected[0] and longest >= expected[1], "there was something to find"
 
 
-@pytest.mark.parametrize(("ended", "found"), [(STEPS - 2, {4}), (STEPS - 1, set())])
-def test_the_latest_places_are_looked_at(new: New, ended: int, found: set[int]) -> None:
-    """STEPS of them, those at the end of a text and in the request's own among them."""
-    drafter = new(1024)
-    write(drafter, [1, 2, 3, 4])
-    for _ in range(ended):
-        write(drafter, [1, 2, 3])
-    assert guesses(drafter, [1, 2, 3]) == found
-
-
 # --- what is told apart of a guess
 
 
@@ -166,10 +146,11 @@ def test_votes_are_counted_at_each_node(new: New) -> None:
     for tail in ([7, 5], [7, 5], [7, 6], [8, 4], [7]):
         write(drafter, [1, 2, 3, *tail])
     _, tree, found = found_after(drafter, [0, 1, 2, 3], depth=3)
-    nodes = {path: node for path, node in paths_of(tree).items() if path}
-    places = {path: int(found.classes[1, node]) for path, node in nodes.items()}
-    assert places == {(7,): MAJORITY, (8,): SECOND, (7, 5): MAJORITY, (7, 6): SECOND, (8, 4): SOLE}
-    assert {path: int(found.lengths[1, node]) for path, node in nodes.items()} == {p: 2 + len(p) for p in places}
+    classes, lengths = (
+        dict(zip(paths_of(tree), own[1].tolist(), strict=True)) for own in (found.classes, found.lengths)
+    )
+    assert classes == {(): 0, (7,): MAJORITY, (8,): SECOND, (7, 5): MAJORITY, (7, 6): SECOND, (8, 4): SOLE}
+    assert all(lengths[path] == 2 + len(path) for path in classes if path)
 
 
 def test_a_token_of_both_sources_has_the_larger_probability(new: New) -> None:
@@ -179,13 +160,13 @@ def test_a_token_of_both_sources_has_the_larger_probability(new: New) -> None:
         for _ in range(2):
             write(drafter, [*past, 7, 20])
         _, tree, found = found_after(drafter, [*own, 7, 30, 4, 5, 0, 1, 2, 3], BOTH, depth=2)
-        (seven,) = children_of(tree, 0)
+        (seven,) = np.flatnonzero(tree.parents == 0)
         assert tree.tokens[seven] == 7 and found.classes[:, seven].tolist() == [0, UNANIMOUS]
         both = inside(drafter).prior[[0, UNANIMOUS], found.lengths[:, seven]].tolist()
         assert tree.probs[seven] == pytest.approx(max(both)) and max(both) == both[larger] > min(both)
         assert tree.sources_of(seven) == NAMES == ("lookup", "suffix")
         assert sorted(tree.draw_sources[tree.draw_nodes == seven].tolist()) == [0, 1]
-        below = {int(tree.tokens[node]): tree.sources_of(node) for node in children_of(tree, seven)}
+        below = {int(tree.tokens[node]): tree.sources_of(node) for node in np.flatnonzero(tree.parents == seven)}
         assert below == {30: ("lookup",), 20: ("suffix",)}
         assert len(tree.draw_nodes) == 4
 
@@ -264,7 +245,8 @@ def test_forget(new: New) -> None:
     for request in (running, plain):
         request.tokens += [request.tokens[0] + 3, 80]
     propose(drafter, running, 1)
-    drafter.commit([running], [np.array([0])])
+    drafter.forget([running, plain])
+    drafter.commit([running], [np.array([0])])  # of what was proposed before
     drafter.forget([running, plain])
     assert drafter.remembered == 0
     assert guesses(drafter, [1, 2, 3]) == guesses(drafter, [11, 12, 13]) == set()
@@ -278,23 +260,3 @@ def test_forget(new: New) -> None:
     for first in (11, 21):
         assert guesses(drafter, [first, first + 1, first + 2]) == set()
         assert guesses(drafter, [first + 5, first + 6, first + 7]) == {first + 8}
-
-
-def test_forgetting_between_proposal_and_commit(new: New) -> None:
-    drafter = new(1000)
-    write(drafter, [1, 2, 3, 4])
-    request = request_of([1, 2, 3], PAST)
-    propose(drafter, request, 1)
-    drafter.forget([request])
-    drafter.commit([request], [np.array([0, 1])])
-    drafter.forget([request])
-    assert inside(drafter).counts.hits.sum() == 1, "how often guesses held says nothing of the texts"
-    request.tokens += [4, 5]
-    assert len(propose(drafter, request, 1)) == 1
-
-
-@pytest.mark.parametrize(("tokens", "kept"), [(0, 0), (1, 1), (2, 2), (3, 4), (7, 8), (100, 128), (128, 128)])
-def test_tokens_are_rounded_up(new: New, tokens: int, kept: int) -> None:
-    drafter = new(tokens)
-    write(drafter, list(range(200)))
-    assert drafter.remembered == kept

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import treespec.hf
-from tests.helpers.models import OracleDrafter, greedy, open_llm, random_prompts, tiny, tiny_llm
+from tests.helpers.models import VOCAB, OracleDrafter, greedy, open_llm, random_prompts, tiny, tiny_llm
 from tests.helpers.sampled import tokens_of
 from tests.helpers.sharing import assert_clean
 from treespec import LLM, Drafter, SpecConfig, TokenTree
@@ -63,7 +64,7 @@ class Mine(OracleDrafter):
 def shared() -> tuple[LLM, Mine]:
     """An engine and its drafter, for one fault after the other."""
     drafter = Mine()
-    return open_llm(tiny()[0], [drafter], max_num_seqs=2), drafter
+    return open_llm(tiny()[0], [tiny()[1][0], drafter], max_num_seqs=2), drafter
 
 
 @contextmanager
@@ -232,6 +233,84 @@ def test_arrays_of_other_types_are_taken() -> None:
     assert tokens_of(outputs) == continuations() and outputs[0].metrics.acceptance_length > 3
 
 
+# --- proposals that break the rules: "whatever it proposes, the output is the target's"
+
+
+def making(make: Callable[[Request], Any]) -> Callable[[str, Sequence[Request]], Any]:
+    """Proposes whatever `make(request)` returns."""
+    return lambda method, requests: (lambda trees: list(map(make, requests))) if method == "propose" else None
+
+
+def chain(request: Request, tokens: list[int], probs: list[float] | float = 0.5) -> TokenTree:
+    return TokenTree.from_parents([request.tokens[-1], *tokens], range(-1, len(tokens)), probs, "mine")
+
+
+def star(request: Request, tokens: list[int]) -> TokenTree:
+    return TokenTree.from_parents([request.tokens[-1], *tokens], [-1] + [0] * len(tokens), 0.5, "mine")
+
+
+def true_next(request: Request, count: int) -> list[int]:
+    """What the target goes on with."""
+    texts = (text for text in truths() if text[: len(request.tokens)] == request.tokens)
+    return next(texts)[len(request.tokens) :][:count]
+
+
+BAD_TREES: dict[str, Callable[[Request], TokenTree]] = {
+    "wrong root": lambda r: TokenTree.from_parents([(r.tokens[-1] + 1) % VOCAB, 5], [-1, 0], 0.5, "mine"),
+    "equal siblings": lambda r: star(r, 2 * true_next(r, 1)),
+    "token out of range": lambda r: star(r, [VOCAB]),
+    "negative token": lambda r: star(r, [-1]),
+    "too wide": lambda r: star(r, [*range(200)]),
+    "too deep": lambda r: chain(r, [*range(300)]),
+    "probabilities of NaN": lambda r: chain(r, true_next(r, 2), [1.0, math.nan, 0.5]),
+    "probabilities above one": lambda r: chain(r, true_next(r, 2), [1.0, 7.0, 9.0]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TREES)
+@pytest.mark.parametrize("shape", [{}, {"nodes": 16}, {"branching": (2, 2)}], ids=["auto", "nodes", "static"])
+def test_a_bad_tree_changes_no_token(name: str, shape: dict[str, Any]) -> None:
+    """It is used as far as it is sound, alone and beside an SSM's, or refused by name; never are there other tokens."""
+    with engine_with(making(BAD_TREES[name])) as (llm, _):
+        for sources in (("mine",), None):
+            try:
+                outputs = llm.generate(PROMPTS, greedy(10), SpecConfig(**shape, sources=sources))
+            except DraftError as error:
+                assert "drafter 'mine'" in str(error)
+            else:
+                assert tokens_of(outputs) == [tokens[:10] for tokens in continuations()]
+
+
+def drawn_chain(request: Request, tokens: list[int], probs: np.ndarray, excluded: Any = None) -> TokenTree:
+    """Tokens one below the other, each said to be drawn from the same distribution."""
+    rows = np.zeros(len(tokens), dtype=np.int64)
+    return replace(chain(request, tokens), draw_rows=rows, draw_excluded=excluded, draft_probs=(probs,))
+
+
+UNIFORM, HALF = np.full(VOCAB, 1 / VOCAB), np.repeat([2 / VOCAB, 0.0], VOCAB // 2)
+BAD_DRAWS: dict[str, tuple[Callable[[Request], TokenTree], str]] = {
+    "impossible": (lambda r: drawn_chain(r, [VOCAB - 1], HALF), "token 511 as drawn from row 0"),
+    "excluded itself": (lambda r: drawn_chain(r, [3], UNIFORM, ((3,),)), "token 3 as drawn from row 0"),
+    "excluded beyond": (lambda r: drawn_chain(r, [3], UNIFORM, ((VOCAB,),)), r"excluded tokens \(512,\)"),
+    "no distribution": (lambda r: drawn_chain(r, [3], UNIFORM * 2), "not probabilities of 512 tokens"),
+    "short distribution": (lambda r: drawn_chain(r, [3], UNIFORM[:9]), "not probabilities of 512 tokens"),
+    "too many": (lambda r: drawn_chain(r, [3] * 16, UNIFORM), "drew 17 nodes at random"),
+    "too deep": (lambda r: drawn_chain(r, [3] * 300, UNIFORM), "at most 256 are possible"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DRAWS)
+def test_bad_random_draws_are_refused(name: str) -> None:
+    """Rules that need the drafts' distributions reject the tree; the others accept it."""
+    make, message = BAD_DRAWS[name]
+    params = greedy(8, temperature=1.0, seed=1)
+    with engine_with(making(make)) as (llm, _):
+        with pytest.raises(DraftError, match=f"mine.*{message}"):
+            llm.generate(PROMPTS[0], params, replace(MINE, verification="rejection"))
+        plain, trees = (llm.generate(PROMPTS[0], params, spec) for spec in ("off", MINE))
+    assert tokens_of(trees) == tokens_of(plain)
+
+
 # --- construction
 
 
@@ -271,8 +350,7 @@ class Nameless:
         ([Headless()], r"Headless has no commit\(\), release\(\); a Drafter has propose\(\), commit\(\) and release"),
         ([Nameless()], "Nameless.name is None; give it a name, such as name = 'nameless'"),
         ([named("lookup")], "Whole.name is 'lookup', which names a source of the engine"),
-        ([named("twice"), named("twice")], "Whole.name is 'twice', as is another draft's; rename one of them"),
-        ([named("ssm-1"), tiny()[1][0]], "Whole.name is 'ssm-1', as is another draft's"),
+        ([named("ssm-1"), tiny()[1][0]], "Whole.name is 'ssm-1', as is another draft's; rename one of them"),
         ([object()], "neither a folder, a hub id, a model nor a Drafter"),
     ],
 )
@@ -288,16 +366,6 @@ def test_the_least_drafter() -> None:
 
 
 # --- trees
-
-
-def test_a_tree_from_parents() -> None:
-    tree = TokenTree.from_parents([7, 1, 2, 3], [-1, 0, 0, 1], [0.0, 0.5, 0.25, 0.5], "mine")
-    tree.check_integrity()
-    assert tree.depths.tolist() == [0, 1, 1, 2] and tree.values.tolist() == [1.0, 0.5, 0.25, 0.25]
-    assert [tree.sources_of(node) for node in range(4)] == [(), ("mine",), ("mine",), ("mine",)]
-    chain = TokenTree.from_parents([7, *(1, 2)], range(-1, 2), 0.5, "mine")
-    assert chain.probs.tolist() == [1.0, 0.5, 0.5] and chain.parents.tolist() == [-1, 0, 1]
-    assert len(TokenTree.from_parents([7], [-1], 0.5, "mine")) == 1
 
 
 @pytest.mark.parametrize(

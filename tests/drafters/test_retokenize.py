@@ -123,25 +123,6 @@ def test_known_words_are_taken_one_to_one(codecs: dict[str, Codec]) -> None:
 
 
 @pytest.mark.slow
-def test_words_with_unknown_tokens_are_written_anew(codecs: dict[str, Codec]) -> None:
-    """Tokens merge across the border of the target's."""
-    own, draft = translation(codecs, "embedded", "small"), codecs["small"]
-    known = codecs["embedded"].ids_of_bytes()
-    pieces, whole = next(
-        ([known[data[:cut]], known[data[cut:]]], id)
-        for id, data in enumerate(draft.tokens)
-        if data and data.isalpha() and draft.encode(data.decode()) == [id]
-        for cut in range(1, len(data))
-        if own.to_draft[known.get(data[:cut], 0)] < 0 and data[:cut] in known and data[cut:] in known
-    )
-    context = Context(own)
-    context.extend(pieces[:1])
-    assert len(context.tokens) > 1
-    assert context.extend(pieces[1:]) == 0
-    assert context.tokens == [whole]
-
-
-@pytest.mark.slow
 def test_no_more_than_a_word_is_written_again(codecs: dict[str, Codec]) -> None:
     own = translation(codecs, "embedded", "small")
     context = Context(own)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.exactness import differences, run
 from tests.helpers.models import greedy, make_draft, new_folder, open_llm, quick, random_prompts, tiny, tiny_llm
-from tests.helpers.speech import checked, scripted, speaking_folder
+from tests.helpers.speech import checked, speaking_folder
 from treespec import LLM, SamplingParams, SpecConfig, StructuredOutputsParams
 from treespec.config.engine_options import MAX_SUFFIX_TOKENS
 from treespec.errors import ConfigError
@@ -55,21 +55,6 @@ def test_tokens_are_those_of_plain_decoding(name: str, temperature: float) -> No
             least = {"named": 2.0, "static": 2.5, "auto": 2.0}.get(name, 4.0)
             assert tree.acceptance_length > least
             assert accepted(tree.outputs) > 0.5 * len(prompts) * 40 * (1 - 1 / least)
-
-
-def test_attribution() -> None:
-    """A text that goes on as its prompt, then as another one's output, and then as both, four guesses at a time."""
-    llm, spec = remembering(), SpecConfig(nodes=16, max_depth=4, sources=("lookup", "suffix"))
-    own, past, both = (list(range(first, first + 12)) for first in (10, 100, 300))
-    written = [200, *past, 201, *both]
-    prompt, output = [*own, *both, 210], [*own, 211, *past, 212, *both, 213]
-    with scripted(llm, [written, prompt + output], depth=0):
-        llm.generate(written[:2], greedy(len(written) - 2), spec)
-        metrics = llm.generate(prompt, greedy(len(output)), spec)[0].metrics
-    # Of the first 12 tokens 2 to 5, 7 to 10 and 12 are guessed, and of the second 4 to 7 and 9 to 12: three must stand
-    # there first. Of the third 2 to 5 are guessed from the text, which needs one, and 7 to 10 and 12 from both.
-    assert metrics.accepted_only_by_source == {"lookup": 9 + 4, "suffix": 8}
-    assert metrics.accepted_by_source == {"lookup": 13 + 5, "suffix": 8 + 5}
 
 
 @pytest.mark.slow

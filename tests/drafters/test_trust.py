@@ -54,18 +54,6 @@ def test_against_a_dictionary(seed: int) -> None:
         assert np.allclose(trust.weights([0, 1, 2]), naive_weights(scores))
 
 
-def test_it_turns_with_the_text() -> None:
-    """Forty tokens of the one's kind, then of the other's: within sixteen tokens the weights have turned."""
-    trust = Trust(2)
-    for i, probs in enumerate(((0.8, 0.2), (0.2, 0.8))):
-        for own, prob in enumerate(probs):
-            trust.observe(own, 1 + 40 * i, np.full(40, prob))
-        assert trust.weights([0, 1])[i] > 0.95
-    trust.observe(0, 81, np.full(16, 0.8))
-    trust.observe(1, 81, np.full(16, 0.2))
-    assert trust.weights([0, 1])[0] > 0.5
-
-
 @pytest.fixture(scope="module")
 def good_and_bad() -> LLM:
     """A draft that is nearly the target beside two that know next to nothing."""
@@ -128,22 +116,6 @@ def test_resting_ssms_read_what_they_missed(good_and_bad: LLM, monkeypatch: pyte
     ends = [before for before, after in itertools.pairwise(lags) if after < before]
     assert all(end < 16 or 24 <= end < 32 or 56 <= end < 64 for end in ends), ends
     assert any(24 <= end < 32 for end in ends) and 56 <= ends[-1] < 64, ends
-
-
-def test_advantage_is_a_lower_bound_in_nats_per_token() -> None:
-    trust = Trust(2)
-    trust.observe(0, 1, np.full(7, 0.8))
-    trust.observe(1, 1, np.full(7, 0.4))
-    assert trust.advantage(0, 1) is None, "too few tokens"
-    trust.observe(0, 8, np.full(9, 0.8))
-    trust.observe(1, 8, np.full(9, 0.4))
-    assert trust.advantage(0, 1) == pytest.approx(np.log(2))
-    assert trust.advantage(1, 0) == pytest.approx(-np.log(2))
-    noisy = Trust(2)
-    noisy.observe(0, 1, np.tile([0.9, 0.1], 16))
-    noisy.observe(1, 1, np.tile([0.1, 0.9], 16))
-    both = noisy.advantage(0, 1), noisy.advantage(1, 0)
-    assert both == pytest.approx((-np.log(9) / np.sqrt(32),) * 2), "chance is no advantage"
 
 
 def unread_state() -> SsmState:

@@ -65,9 +65,7 @@ def sampling_llm(*drafts: Path, text: bool = False, compile: bool | str = "auto"
 
 CASES = {
     "rejection 3-2": (SpecConfig(branching=(3, 2), verification="rejection", **SSM), "other"),
-    "traversal 2-1-1": (SpecConfig(branching=(2, 1, 1), verification="traversal", **SSM), "other"),
     "traversal 8 with lookup": (SpecConfig(nodes=8, verification="traversal"), "other"),
-    "coupled 8": (SpecConfig(nodes=8, **SSM), "other"),
     "rejection beside an SSM": (SpecConfig(nodes=10, verification="rejection", **SSM), "both"),
     "traversal by text": (SpecConfig(nodes=4, verification="traversal", **SSM), "text"),
 }

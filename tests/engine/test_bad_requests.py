@@ -1,32 +1,16 @@
-"""Bad requests and bad drafters: the request is refused or ends alone, and the engine goes on."""
+"""Bad requests: they are refused or end alone, and the engine goes on."""
 
-import functools
-import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.helpers.models import (
-    VOCAB,
-    OracleDrafter,
-    greedy,
-    open_llm,
-    random_prompts,
-    tiny,
-    tiny_llm,
-    tokens_of,
-    tree_of,
-)
+from tests.helpers.models import greedy, open_llm, random_prompts, tiny, tiny_llm, tokens_of
 from tests.helpers.speech import speaking_llm
-from treespec import LLM, SamplingParams, SpecConfig
-from treespec.errors import ConfigError, DraftError, RequestError
-from treespec.request import Request
-from treespec.tree import TokenTree
+from treespec import SamplingParams, SpecConfig
+from treespec.errors import ConfigError, RequestError
 
 TREE = SpecConfig(nodes=16, max_depth=5)
 
@@ -141,109 +125,3 @@ def test_text_without_a_tokenizer() -> None:
         tiny_llm().generate("hello")
     with pytest.raises(RequestError, match=r"stop=\('x',\) needs a tokenizer; use stop_token_ids"):
         tiny_llm().generate([1, 2], SamplingParams(stop="x"))
-
-
-# --- drafters that do not keep the rules: "whatever it proposes, the output is the target's"
-
-
-class BadDrafter(OracleDrafter):
-    """Proposes whatever `make(request)` returns."""
-
-    make: Callable[[Request], Any]
-
-    def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
-        return [self.make(request) for request in requests]
-
-
-def made(tokens: list[int], parents: Sequence[int], probs: list[float] | float = 0.5) -> TokenTree:
-    return TokenTree.from_parents(tokens, parents, probs, "bad")
-
-
-TRUTH = 10
-
-
-@functools.cache
-def true_tokens(prompt: tuple[int, ...]) -> list[int]:
-    (whole,) = tiny_llm(ssms=(0,)).generate(prompt, greedy(TRUTH + 8), "off")
-    return whole.outputs[0].token_ids
-
-
-def true_next(request: Request) -> list[int]:
-    """What the target goes on with."""
-    return true_tokens(tuple(request.prompt_token_ids))[request.num_generated :]
-
-
-def deep_and_wide(root: int, depth: int, width: int) -> TokenTree:
-    paths = {tuple(range(10, 10 + d)): 0.9 for d in range(1, depth + 1)}
-    return tree_of(root, paths | {(100 + i,): 0.8 for i in range(width)}, "bad")
-
-
-BAD_TREES: dict[str, Any] = {
-    "wrong root": lambda r: made([(r.tokens[-1] + 1) % VOCAB, 5], [-1, 0]),
-    "equal siblings": lambda r: made([r.tokens[-1], true_next(r)[0], true_next(r)[0]], [-1, 0, 0]),
-    "token out of range": lambda r: made([r.tokens[-1], VOCAB], [-1, 0]),
-    "negative token": lambda r: made([r.tokens[-1], -1], [-1, 0]),
-    "huge": lambda r: deep_and_wide(r.tokens[-1], 300, 200),
-    "too deep": lambda r: deep_and_wide(r.tokens[-1], 60, 0),
-    "probabilities of NaN": lambda r: made([r.tokens[-1], *true_next(r)[:2]], [-1, 0, 1], [1.0, math.nan, 0.5]),
-    "probabilities above one": lambda r: made([r.tokens[-1], *true_next(r)[:2]], [-1, 0, 1], [1.0, 7.0, 9.0]),
-}
-
-
-@functools.cache
-def bad_llm(num_ssms: int) -> tuple[LLM, BadDrafter]:
-    """An engine with SSMs and a bad drafter, whose `make` each test sets."""
-    drafter = BadDrafter([], 1, name="bad")
-    return open_llm(tiny()[0], [*tiny()[1][:num_ssms], drafter], max_num_seqs=2), drafter
-
-
-@pytest.mark.parametrize("name", BAD_TREES)
-@pytest.mark.parametrize("spec", [SpecConfig(), TREE, SpecConfig(branching=(2, 2))], ids=["auto", "nodes", "static"])
-def test_a_bad_drafter_changes_no_token(name: str, spec: SpecConfig) -> None:
-    """Its tree is used as far as it is sound, or refused with an error that names the drafter; never other tokens."""
-    prompts = random_prompts((70, 20))
-    expected = [true_tokens(tuple(prompt))[:TRUTH] for prompt in prompts]
-    for num_ssms in (0, 1):
-        llm, drafter = bad_llm(num_ssms)
-        drafter.make = BAD_TREES[name]
-        try:
-            outputs = llm.generate(prompts, greedy(TRUTH), spec)
-        except DraftError as error:
-            assert "bad" in str(error)
-        else:
-            assert tokens_of(outputs) == expected
-        llm.engine.check_integrity()
-        assert llm.engine.scheduler.is_idle
-
-
-def drawn_chain(request: Request, tokens: list[int], probs: np.ndarray, excluded: Any = None) -> TokenTree:
-    """Tokens one below the other, each said to be drawn from the same distribution."""
-    tree = made([request.tokens[-1], *tokens], list(range(-1, len(tokens))))
-    rows = np.zeros(len(tokens), dtype=np.int64)
-    return replace(tree, draw_rows=rows, draw_excluded=excluded, draft_probs=(probs,))
-
-
-UNIFORM, HALF = np.full(VOCAB, 1 / VOCAB), np.repeat([2 / VOCAB, 0.0], VOCAB // 2)
-BAD_DRAWS: dict[str, tuple[Any, str]] = {
-    "impossible": (lambda r: drawn_chain(r, [VOCAB - 1], HALF), "token 511 as drawn from row 0"),
-    "excluded itself": (lambda r: drawn_chain(r, [3], UNIFORM, ((3,),)), "token 3 as drawn from row 0"),
-    "excluded beyond": (lambda r: drawn_chain(r, [3], UNIFORM, ((VOCAB,),)), r"excluded tokens \(512,\)"),
-    "no distribution": (lambda r: drawn_chain(r, [3], UNIFORM * 2), "not probabilities of 512 tokens"),
-    "short distribution": (lambda r: drawn_chain(r, [3], UNIFORM[:9]), "not probabilities of 512 tokens"),
-    "too many": (lambda r: drawn_chain(r, [3] * 16, UNIFORM), "drew 17 nodes at random"),
-    "too deep": (lambda r: drawn_chain(r, [3] * 300, UNIFORM), "at most 256 are possible"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_DRAWS)
-def test_bad_random_draws_are_refused(name: str) -> None:
-    """Rules that need the drafts' distributions reject the tree; the others accept it."""
-    llm, drafter = bad_llm(0)
-    drafter.make, message = BAD_DRAWS[name]
-    (prompt,) = random_prompts((20,))
-    params = SamplingParams(temperature=1.0, seed=1, max_tokens=8, ignore_eos=True)
-    with pytest.raises(DraftError, match=f"bad.*{message}"):
-        llm.generate(prompt, params, SpecConfig(nodes=16, verification="rejection"))
-    llm.engine.check_integrity()
-    expected = llm.generate(prompt, params, "off")[0].outputs[0].token_ids
-    assert llm.generate(prompt, params, SpecConfig(nodes=16))[0].outputs[0].token_ids == expected

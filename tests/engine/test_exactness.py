@@ -16,8 +16,6 @@ from tests.helpers.models import (
     exact_in,
     exact_in_compiled,
     greedy,
-    make_draft,
-    new_folder,
     open_llm,
     quick,
     random_prompts,
@@ -34,7 +32,7 @@ from treespec_kernels.attention import tree_attention_cpu
 from treespec_kernels.linear.linear import Linear, onednn_available
 from treespec_weights import default_names
 
-SUBSETS = quick([(0,), (0, 2), (0, 1, 2)], [(0, 1, 2)])
+SUBSETS = quick([(0,), (0, 1, 2)], [(0, 1, 2)])
 LENGTHS = (1, 2, 9, 31, 50, 62, 63, 64, 65, 90, 126)  # 11 requests for 8 slots; outputs cross positions 64 and 128
 TOKENS = 12
 SPECS = {
@@ -76,7 +74,6 @@ def test_two_hundred_prompts() -> None:
 
 ENGINES: dict[str, dict[str, Any]] = {
     "chunks of one": {"prefill_chunk": 1},
-    "one at a time, chunks of 7": {"prefill_chunk": 7, "max_num_seqs": 1},
     "three at a time, chunks of 7": {"prefill_chunk": 7, "max_num_seqs": 3},
     "chunks of 64": {"prefill_chunk": 64, "max_num_seqs": 3},
     "gathered attention": {"attention": "cpu-gathered"},
@@ -138,7 +135,7 @@ def test_company_in_the_batch_changes_nothing(spec: str) -> None:
 
 
 @exact_in
-@pytest.mark.parametrize("depth", quick((1, 4, 7, 12), (4, 12)))
+@pytest.mark.parametrize("depth", quick((1, 4, 12), (4, 12)))
 def test_an_oracle_loses_nothing(dtype: torch.dtype, depth: int) -> None:
     """The true continuation among wrong siblings: every pass emits depth + 1 tokens, until max_tokens cuts the last."""
     plain = oracle_truth(dtype)
@@ -165,22 +162,6 @@ def oracle_truth(dtype: torch.dtype) -> Run:
 @functools.cache
 def oracle_llm(dtype: torch.dtype) -> LLM:
     return open_llm(tiny(dtype)[0], [OracleDrafter([], 1)])
-
-
-def test_an_oracle_beside_the_ssms() -> None:
-    """Its tree and theirs are merged; the deep path is the oracle's, and sources are told apart."""
-    target, root = tiny()[0], new_folder("weak")  # better SSMs, following the oracle's path, would find all of it too
-    drafts = [make_draft(root / f"ssm-{i}", target, i, 0.5) for i in (1, 2, 3)]
-    plain = oracle_truth(torch.float32)
-    llm = open_llm(target, [*drafts, OracleDrafter(plain.sequences, 7, wrong=1, sure=0.999)])
-    tree = assert_exact(llm, plain, SpecConfig(nodes=64, max_depth=7))
-    for output in tree.outputs:
-        assert output.metrics.target_passes == -(-ORACLE_TOKENS // 8)
-        by_source, only = output.metrics.accepted_by_source, output.metrics.accepted_only_by_source
-        assert set(by_source) == {"ssm-1", "ssm-2", "ssm-3", "oracle"}
-        assert by_source["oracle"] == ORACLE_TOKENS - output.metrics.target_passes
-        assert only.get("oracle", 0) > 0
-        assert not only.keys() & {"ssm-1", "ssm-2", "ssm-3"}  # whatever they found, the oracle had too
 
 
 @pytest.mark.skipif("target" not in default_names(), reason="no embedded models in this checkout")

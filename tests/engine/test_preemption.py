@@ -33,7 +33,7 @@ def crowded(num_pages: int, model: Any = None, **options: Any) -> LLM:
 
 
 @pytest.mark.parametrize("caching", quick((False, True), (True,)))
-@pytest.mark.parametrize("seed", quick((0, 2, 4), (0,)))
+@pytest.mark.parametrize("seed", quick((0, 2), (0,)))
 def test_random_interleavings_give_what_requests_alone_give(seed: int, caching: bool) -> None:
     llm = crowded(10, max_num_seqs=16, enable_prefix_caching=caching)
     asked = random_requests(seed, 6, (100,), 30, (80, 110), priorities=3)

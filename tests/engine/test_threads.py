@@ -124,15 +124,3 @@ def test_a_round_that_breaks_off_tells_the_other_callers(error: type[BaseExcepti
             next(stream)
     assert_idle(llm)
     assert len(generated(llm, PROMPTS[1], greedy(24))[0]) == 24
-
-
-def test_a_processor_that_generates_with_its_own_engine() -> None:
-    llm = tiny_llm(max_num_seqs=4)
-
-    def nested(ids: Any, scores: Any) -> Any:
-        llm.generate(PROMPTS[0], greedy(2))
-        return scores
-
-    with pytest.raises(RequestError, match="cannot generate with the engine that called it"):
-        llm.generate(PROMPTS[1], greedy(4, logits_processors=(nested,)))
-    assert_idle(llm)

@@ -65,12 +65,13 @@ class World(NamedTuple):
     depth: int  # of the deepest draft
     target: dict[Path, np.ndarray]
     sources: tuple[dict[Path, np.ndarray], ...]
+    end: int | None = None  # a token that ends the output: nothing but itself follows it
 
     def joint(self, prefix: Path = ()) -> np.ndarray:
         """[vocab] * (depth + 1 - len(prefix)): the target's distribution of the tokens that follow the prefix."""
         if len(prefix) > self.depth:
             return np.ones(())
-        probs = self.target[prefix]
+        probs = np.eye(self.vocab)[self.end] if self.end in prefix else self.target[prefix]
         return np.stack([probs[token] * self.joint((*prefix, token)) for token in range(self.vocab)])
 
 
@@ -218,11 +219,15 @@ def reference(rule: str) -> Verifier:
 
 
 def engine(rule: str) -> Verifier:
-    """The engine's `verify_drawn`."""
+    """The engine's `verify_drawn`; below an end of the output there are no distributions."""
 
     def verify(tree: TokenTree, world: World, oracle: Oracle) -> tuple[list[int], int]:
         paths = paths_of(tree)
-        path, bonus = verify_drawn(rule, tree, lambda node: world.target[paths[node]], oracle)
+
+        def target(node: int) -> np.ndarray | None:
+            return None if world.end in paths[node] else world.target[paths[node]]
+
+        path, bonus = verify_drawn(rule, tree, target, oracle)
         return path.tolist(), bonus
 
     return verify

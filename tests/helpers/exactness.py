@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from tests.helpers.models import greedy, random_prompts
+from tests.helpers.models import greedy, random_prompts, tokens_of
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.outputs import RequestOutput
 from treespec.request import Request
@@ -22,13 +22,10 @@ class Run:
     """What a call generated, and the logits of every row of its target passes by the tokens that lead to it."""
 
     prompts: list[list[int]]
-    outputs: list[RequestOutput]
+    tokens: list[list[int]]
     logits: dict[Prefix, Tensor]
     unequal: list[Prefix]  # prefixes that were computed twice with other bits
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        return [output.outputs[0].token_ids for output in self.outputs]
+    outputs: list[RequestOutput] = field(default_factory=list)
 
     @property
     def sequences(self) -> list[list[int]]:
@@ -79,27 +76,26 @@ def run(
     with recorded(llm) as (logits, unequal):
         outputs = llm.generate(prompts, params, spec=spec)
     llm.engine.check_integrity()
-    return Run(list(prompts), outputs, logits, unequal)
+    return Run(list(prompts), tokens_of(outputs), logits, unequal, outputs)
 
 
 def differences(plain: Run, tree: Run) -> list[str]:
     """Where `tree` departs from `plain`, a line each; empty where tokens and bits are the same."""
     found = [
-        f"prompt {i}: token {_first_difference(a, b)} of {a[-8:]} and {b[-8:]}"
-        for i, (a, b) in enumerate(zip(plain.tokens, tree.tokens, strict=True))
-        if a != b
+        f"prompt {i}: {a} and {b}" for i, (a, b) in enumerate(zip(plain.tokens, tree.tokens, strict=True)) if a != b
     ]
     common = plain.logits.keys() & tree.logits.keys()
     found += [f"logits after {len(p)} tokens" for p in common if not torch.equal(plain.logits[p], tree.logits[p])]
     found += [f"logits after {len(p)} tokens, computed twice" for p in [*plain.unequal, *tree.unequal]]
-    if len(common) < len(plain.logits):  # every prefix of the true output is a root or an accepted node
-        found.append(f"{len(plain.logits) - len(common)} true prefixes were never scored")
+    for prompt, sequence in zip(plain.prompts, plain.sequences, strict=True):
+        ends = [end for end in range(len(prompt), len(sequence)) if tuple(sequence[:end]) not in common]
+        found += [f"the true prefix of {end} tokens was never scored" for end in ends]  # as a root or an accepted node
     return found
 
 
-def assert_exact(llm: LLM, plain: Run, spec: SpecConfig | str) -> Run:
-    """Asserts that an engine has the tokens and bits of a greedy run of plain decoding; returns what it did."""
-    tree = run(llm, plain.prompts, greedy(len(plain.tokens[0])), spec)
+def assert_exact(llm: LLM, plain: Run, spec: SpecConfig | str, params: list[SamplingParams] | None = None) -> Run:
+    """Asserts that an engine has the tokens and bits of a run of plain decoding, by default greedy; returns its own."""
+    tree = run(llm, plain.prompts, params or greedy(len(plain.tokens[0])), spec)
     assert not (found := differences(plain, tree)), (spec, found[:10])
     return tree
 
@@ -111,10 +107,6 @@ def assert_every_node_exact(llm: LLM, spec: SpecConfig) -> None:
     assert len(plain.logits) > 80
     assert not [len(p) for p in plain.logits if not torch.equal(plain.logits[p], tree.logits[p])]
     assert not differences(plain, plain)
-
-
-def _first_difference(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @contextmanager

@@ -81,7 +81,6 @@ every_engine = pytest.mark.parametrize(
     [ENGINES["eager"], *(pytest.param(ENGINES[name], marks=needs_compiler) for name in ("compiled", "int8"))],
     ids=list(ENGINES),
 )
-every_form = pytest.mark.parametrize("name", FORMS)
 PROMPTS = ["import argparse\n", "the parser of the arguments is", "("]
 SPECS: dict[str, Any] = {
     "tree": TREE,

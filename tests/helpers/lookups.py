@@ -63,12 +63,3 @@ class Inside(NamedTuple):
 
 def inside(drafter: LookupDrafter) -> Inside:
     return Inside(drafter._counts, drafter._own, drafter.proposed.trees, drafter._texts, drafter._prior)
-
-
-def paths_of(tree: TokenTree) -> dict[tuple[int, ...], int]:
-    """The node at the end of every path below the root."""
-    return {tuple(tree.tokens[tree.path_to(node)[1:]].tolist()): node for node in range(len(tree))}
-
-
-def children_of(tree: TokenTree, node: int) -> list[int]:
-    return np.flatnonzero(tree.parents == node).tolist()

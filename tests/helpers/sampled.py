@@ -16,7 +16,6 @@ REJECTION = SpecConfig(branching=(2, 2, 1), verification="rejection")
 TRAVERSAL = SpecConfig(branching=(2, 2, 1), verification="traversal")
 SAME = {"tree": TREE, "naive": NAIVE}  # the tokens of plain decoding
 DRAWN = {"rejection": REJECTION, "traversal": TRAVERSAL}
-same_tokens = pytest.mark.parametrize("spec", SAME.values(), ids=SAME.keys())
 quick_rule = pytest.mark.parametrize("spec", [TREE, pytest.param(NAIVE, marks=pytest.mark.slow)], ids=SAME.keys())
 every_rule = pytest.mark.parametrize(
     "spec", [TREE, pytest.param(REJECTION, marks=pytest.mark.slow), TRAVERSAL], ids=["tree", *DRAWN]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.helpers.exactness import Prefix, recorded
+from tests.helpers.exactness import Run, recorded
 from tests.helpers.lookups import inside
 from tests.helpers.models import VOCAB, greedy, random_prompts
 from tests.helpers.speech import altered_logits
@@ -42,11 +42,9 @@ def part_ways(request: Request, tree: TokenTree, logits: Tensor) -> None:
 
 
 @dataclass
-class Driven:
-    """What a drive has seen."""
+class Driven(Run):
+    """What a drive has seen; logits are those before any noise."""
 
-    logits: dict[Prefix, Tensor]  # as `recorded`, before any noise
-    unequal: list[Prefix]
     peak: int = 0  # the most pages that were held at a time
     running: list[list[Request]] = field(default_factory=list)  # after each step
 
@@ -55,7 +53,7 @@ def drive(llm: LLM, requests: Sequence[Request], change: Any = part_ways) -> Dri
     """Run requests to their end, as `LLM` does, checking every step and every write."""
     engine = llm.engine
     with recorded(llm) as (logits, unequal), altered_logits(llm, change), guarded(llm):
-        driven, step = Driven(logits, unequal), engine.step
+        driven, step = Driven([], [], logits, unequal), engine.step
 
         def watched() -> list[Request]:
             touched = step()
@@ -73,6 +71,8 @@ def drive(llm: LLM, requests: Sequence[Request], change: Any = part_ways) -> Dri
             for _ in llm.rounds.run(requests):
                 pass
     assert engine.scheduler.is_idle
+    driven.prompts = [request.prompt_token_ids for request in requests]
+    driven.tokens = [request.tokens[request.num_prompt :] for request in requests]
     return driven
 
 
@@ -202,18 +202,3 @@ def assert_clean(llm: LLM) -> None:
     assert not remembered(llm)
     for pool in llm.engine.cache.pools:
         assert pool[:, :, 1:].isfinite().all(), "stale NaN or infinity is left for the next request"
-
-
-def departures(alone: Driven, shared: Driven, pairs: Sequence[tuple[Request, Request]]) -> list[str]:
-    """Where samples that share depart from those on their own, a line each."""
-    found = [f"sample {b.sample}: {a.tokens} {b.tokens}" for a, b in pairs if a.tokens != b.tokens]
-    found += [f"logits after {len(prefix)} tokens, computed twice" for prefix in [*alone.unequal, *shared.unequal]]
-    common = alone.logits.keys() & shared.logits.keys()
-    for prefix in common:
-        if not torch.equal(alone.logits[prefix], shared.logits[prefix]):
-            found.append(f"logits after {len(prefix)} tokens")
-    for request, _ in pairs:  # every prefix of the output was scored
-        for end in range(request.num_prompt, len(request.tokens)):
-            if tuple(request.tokens[:end]) not in common:
-                found.append(f"the prefix of {end} tokens was never scored")
-    return found

@@ -10,16 +10,7 @@ import pytest
 import torch
 from llguidance import LLParserLimits
 
-from tests.helpers.forms import (
-    PROMPTS,
-    asked,
-    every_form,
-    form_of,
-    grammars,
-    no_form_read,
-    parsed,
-    speaking_tokenizer,
-)
+from tests.helpers.forms import FORMS, PROMPTS, asked, form_of, grammars, no_form_read, parsed, speaking_tokenizer
 from tests.helpers.models import VOCAB
 from tests.helpers.sampled import TREE
 from tests.helpers.speech import speaking_llm
@@ -37,7 +28,7 @@ def excluded_from_scratch(name: str, text: Sequence[int]) -> np.ndarray:
     return np.unpackbits(bits, bitorder="little")[:VOCAB] == 0
 
 
-@every_form
+@pytest.mark.parametrize("name", FORMS)
 def test_what_may_follow_depends_on_the_text_alone(name: str) -> None:
     """Asked in any order, below any path, with texts between that do not fit."""
     rng = random.Random(name)

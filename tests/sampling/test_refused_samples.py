@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from tests.helpers.sampled import (
     TRAVERSAL,
     TREE,
     company_alone,
-    same_tokens,
     sampled,
     tokens_of,
     two_ssms,
@@ -33,16 +31,9 @@ from treespec.tree import TokenTree
 pytestmark = pytest.mark.slow
 
 
-def spoil(value: float) -> Callable[[Tensor, Tensor], Tensor]:
-    def spoiled(ids: Tensor, scores: Tensor) -> Tensor:
-        scores[:, 3] = value
-        return scores
-
-    return spoiled
-
-
-def raising(ids: Tensor, scores: Tensor) -> Tensor:
-    raise ZeroDivisionError("division by me")
+def spoil(ids: Tensor, scores: Tensor) -> Tensor:
+    scores[:, 3] = math.nan
+    return scores
 
 
 def nothing_left(ids: Tensor, scores: Tensor) -> Tensor:
@@ -50,13 +41,10 @@ def nothing_left(ids: Tensor, scores: Tensor) -> Tensor:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "raises": ({"logits_processors": [raising]}, "logits processor raising failed: ZeroDivisionError: division by me"),
-    "wrong shape": ({"logits_processors": [lambda i, s: s[0]]}, "expected floating point [1, 512]"),
-    "one NaN": ({"logits_processors": [spoil(math.nan)]}, "made NaN or infinity at position 9"),
-    "infinity": ({"logits_processors": [spoil(math.inf)]}, "made NaN or infinity at position 9"),
+    "one NaN": ({"logits_processors": [spoil]}, "made NaN or infinity at position 9"),
     "nothing left": ({"logits_processors": [nothing_left]}, "no token is left at position 9"),
     "only an end": (
-        {"logits_processors": [], "min_tokens": 3, "stop_token_ids": range(VOCAB)},
+        {"logits_processors": [], "min_tokens": 3, "stop_token_ids": [*range(VOCAB)]},
         "no token is left at position 9",
     ),
     "bias out of range": ({"logit_bias": {512: 1.0}}, "logit_bias: token 512; valid: 0 to 511"),
@@ -70,7 +58,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_bad_request_ends_alone(name: str) -> None:
     llm = two_ssms()
     options, message = BAD[name]
-    options = {key: list(value) if isinstance(value, range) else value for key, value in options.items()}
     bad, mates = sampled(**options), COMPANY[:3]
     alone = [company_alone()[i] for i in range(3)]
     for spec in ("off", TREE, REJECTION):
@@ -90,7 +77,7 @@ def test_a_bad_request_ends_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@same_tokens
+@pytest.mark.parametrize("spec", SAME.values(), ids=SAME)
 def test_a_processor_that_fails_midway(spec: SpecConfig, temperature: float) -> None:
     """The tokens before are those of plain decoding, wherever in an accepted path it fails."""
     llm = two_ssms()

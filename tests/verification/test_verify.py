@@ -120,6 +120,16 @@ def test_lossless(name: str, seed: int) -> None:
         assert (np.diff(accepted) >= -EXACT).all(), accepted
 
 
+@pytest.mark.parametrize("name", ["independent draws", "two sources, each without replacement", "mixed"])
+@pytest.mark.parametrize("rule", DRAWN)
+def test_nothing_follows_an_end(name: str, rule: str) -> None:
+    """A node without a distribution ends the output, and the tokens up to it keep theirs."""
+    world, drafts = drafted(name, 0)
+    world = world._replace(end=2)
+    emitted, _ = output_distribution(world, drafts, engine(rule))
+    assert total_variation(emitted, world.joint()) < EXACT
+
+
 @pytest.mark.parametrize("name", ["chain", "cross-source without replacement", "deep"])
 @pytest.mark.parametrize("rule", DRAWN)
 @pytest.mark.parametrize("make", [reference, engine])

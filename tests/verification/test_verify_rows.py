@@ -1,4 +1,4 @@
-"""Verification at the engine's sizes: float32 rows, rounding, what is read and written, chance itself, bad input."""
+"""Verification at the engine's sizes: float32 rows, rounding, chance itself, bad input."""
 
 import functools
 import itertools
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.enumeration import Builder, Path, Proposal, World, draft, engine, outcomes, reference
+from tests.helpers.enumeration import Builder, Path, Proposal, World, draft, engine, reference
 from treespec.errors import ConfigError
 from treespec.tree import TokenTree
-from treespec.verification.oracle import Oracle, RandomOracle
-from treespec.verification.verify import verify_drawn, verify_tree
+from treespec.verification.oracle import RandomOracle
+from treespec.verification.verify import verify_tree
 
 RULES = ("rejection", "traversal")
 VOCAB = 4096
@@ -170,55 +170,6 @@ def test_a_sum_that_cancels_is_taken_anew() -> None:
     assert chances[1] == pytest.approx([0.5, 0.6, 1 - 5e-4, 1 / (VOCAB - 3)], rel=1e-6)
 
 
-# --- what is read and written
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("draws", [1, 2, 3])
-def test_a_node_without_a_distribution_ends_the_output(rule: str, draws: int) -> None:
-    """Nothing is asked below it, and the tokens up to it keep their distribution."""
-    root, later = np.array([0.7, 0.2, 0.1]), np.array([0.1, 0.3, 0.6])
-    draft = np.array([0.3, 0.2, 0.5])
-    ends = 2  # after this token there is no distribution
-
-    def program(oracle: Oracle) -> tuple[int, ...]:
-        built = Builder()
-        for _ in range(draws):
-            built.add(0, oracle.choose(draft), 0, draft)
-        for node in range(1, len(built.paths)):
-            built.add(node, oracle.choose(draft), 0, draft)  # below a token without a distribution too
-        tree = built.tree()
-
-        def target(node: int) -> np.ndarray | None:
-            return root if node == 0 else None if tree.tokens[node] == ends else later
-
-        path, bonus = verify_drawn(rule, tree, target, oracle)
-        tokens = (*tree.tokens[path[1:]].tolist(), bonus)
-        assert ends not in tokens[:-1], "something follows a node without a distribution"
-        if len(tokens) == 1 and tokens[0] != ends:
-            tokens = (*tokens, oracle.choose(later))
-        return tokens[:2]
-
-    probs: dict[tuple[int, ...], float] = {}
-    for weight, _, tokens in outcomes(program):
-        probs[tokens] = probs.get(tokens, 0.0) + weight
-    expected = {(ends,): root[ends]} | {(a, b): root[a] * later[b] for a in (0, 1) for b in range(3)}
-    assert probs.keys() == expected.keys()
-    assert sum(abs(probs[tokens] - p) for tokens, p in expected.items()) / 2 < 1e-12
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_an_error_of_the_target_comes_through(rule: str) -> None:
-    def failing(node: int) -> np.ndarray:
-        raise LookupError("this request's processor")
-
-    _, tree = random_case(0, 64)
-    with pytest.raises(LookupError, match="processor"):
-        verify_drawn(rule, tree, failing, Unlucky())
-    with pytest.raises(ConfigError, match=r"'rejektion' \(did you mean 'rejection'\?\).*traversal"):
-        verify_drawn("rejektion", tree, failing, Unlucky())
-
-
 # --- chance
 
 
@@ -300,7 +251,3 @@ def test_a_chain_too_deep_is_refused() -> None:
     arrays = {"target_probs": np.ones((n, 1)), "draft_probs": np.empty((0, 1))}
     with pytest.raises(ConfigError, match="node 257 is 257 deep"):
         verify_tree("traversal", **chain, **arrays, oracle=Unlucky())
-    short = {name: value[:257] for name, value in chain.items()} | {"draws": chain["draws"][:256]}
-    arrays["target_probs"] = np.ones((257, 1))
-    path, token = verify_tree("traversal", **short, **arrays, oracle=Unlucky())
-    assert path == list(range(257)) and token == 0

@@ -66,15 +66,6 @@ def gives_all_pages_back(llm: "LLM") -> Iterator[None]:
     assert_all_pages_are_back(llm)
 
 
-@pytest.fixture
-def lent_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`treespec bench` gets an engine that is there already."""
-    from tests.helpers.models import tiny_llm
-
-    engine = tiny_llm()  # before anything that the command prints is captured
-    monkeypatch.setattr("treespec.bench.run.LLM", lambda *given, **options: engine)
-
-
 def pytest_collectstart() -> None:
     """Import hypothesis where tests are collected, not in the process that starts those processes and waits."""
     from hypothesis import settings
@@ -102,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _calls(item, "run_cases", "run_uninterpreted", "uninterpreted_document"):
             item.add_marker(pytest.mark.slow)
     # The longest first, so that no process ends with minutes of Triton's interpreter or compiler while others wait.
-    order = ("run_cases",), ("runs_alone", "uninterpreted_document", "run_uninterpreted", "rows_of")
+    order = ("run_cases",), ("uninterpreted_document", "run_uninterpreted", "rows_of")
     items.sort(key=lambda item: next((i for i, names in enumerate(order) if _calls(item, *names)), len(order)))
     if torch.cuda.is_available():
         return

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.commands import run
-from tests.helpers.models import make_llama, new_folder, open_llm, random_prompts, tiny
+from tests.helpers.models import make_llama, new_folder, open_llm, tiny
 from tests.helpers.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec.bench.measure import MEANING, Sample
 from treespec.bench.modes import PLAIN, Mode, our_modes, peer_modes, select
@@ -31,19 +31,10 @@ FIGURES = set(
 )
 
 
-@pytest.fixture
-def ids_file(tmp_path: Path) -> Path:
-    """Prompts of two kinds for models without a tokenizer."""
-    kinds = zip(random_prompts([5, 9, 17, 30]), ["code", "data"] * 2, strict=True)
-    path = tmp_path / "ids.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt_token_ids": tokens, "kind": kind}) for tokens, kind in kinds))
-    return path
-
-
 def arguments(ids_file: Path, *more: object) -> list[str]:
     target, drafts = tiny()
     models = ["--model", target, *(part for draft in drafts for part in ("--draft", draft))]
-    sizes = ["--samples", 3, "--max-tokens", 12, "--repeats", 2, "--k-values", 3, "--nodes", 8]
+    sizes = ["--samples", 3, "--max-tokens", 8, "--repeats", 1, "--warmup", 0, "--k-values", 3, "--nodes", 8]
     return [str(each) for each in ("bench", *models, "--prompts", ids_file, *sizes, *more)]
 
 
@@ -144,6 +135,10 @@ def test_looping_outputs_are_left_out() -> None:
     figures = summarise(Mode("m", "m", {"nodes": 8}), [tree], [plain], prompts)
     assert figures["acceptance_length"] == 80 / 30 and figures["acceptance_length_not_looping"] == 2.0
     assert figures["acceptance_length_by_kind"] == {"code": 2.0, "data": 4.0}
+    # At a temperature, over all repeats: the first prompt's outputs loop in one of two.
+    repeats = [sample_of(outputs, passes=[20, 20]) for outputs in ([lively, looping], [looping, looping])]
+    sampled = summarise(Mode("m", "m", {"nodes": 8}, keeps_tokens=False), repeats, repeats, prompts, sampled=True)
+    assert sampled["acceptance_length_not_looping"] == 2.0 and sampled["mismatches"] is None
 
 
 def test_speedup_is_within_a_repeat_and_efficiency_by_its_definition() -> None:
@@ -203,8 +198,7 @@ def test_modes() -> None:
 
 
 def test_document_of_all_kinds_of_modes(ids_file: Path, lent_engine: None) -> None:
-    more = options(ids_file, batch=(1, 2), repeats=2, warmup=1)
-    document = bench(more)
+    document = bench(options(ids_file, batch=(1, 2), warmup=1))
     json.dumps(document)
     assert document["num_prompts"] == 3 and document["kinds"] == {"code": 2, "data": 1}
     assert document["dtype"] == "float32" and document["versions"]["transformers"] and document["grown"] is None
@@ -266,18 +260,31 @@ def test_grown_figures_say_so(tmp_path: Path, ids_file: Path, monkeypatch: pytes
     "given, message",
     [
         (["--only", "nothing"], "--only nothing: no such mode"),
-        (["--nodes", "1"], "nodes=(8, 1); valid: whole numbers from 2"),
+        (["--nodes", "8", "1"], "nodes=(8, 1); valid: whole numbers from 2"),
         (["--k-values", "5", "x"], "--k-values x: valid: whole numbers"),
         (["--grow", "huge"], "--grow huge: valid are sizes"),
         (["--grow-vocab", "600"], "go with grow"),
         (["--out", "no/such/folder/out.json"], "there is no folder"),
         (["--max-tokens", "1000"], "has room"),
-        (["--batch", "1,4"], "--batch 4, but there are 3 prompts; give more --samples"),
+        (["--batch", "1,5"], "--batch 5, but there are 4 prompts; give more --samples"),
+        (["--verification", "greedy"], "--verification greedy: valid are coupled"),
+        (["--branching", "2,1"], "branching needs verification"),
+        (["--verification", "all", "--branching", "2,x"], "--branching 2,x"),
+        (["--verification", "all", "--branching", "900"], "branching=(900,)"),
+        (["--verification", "all", "--nodes", "8", "--only", "tree-*"], "valid: plain, coupled-n7"),
+        (["--temperature", "-1"], "temperature=-1"),
+        (["--temperature", "1", "--only", "hf-plain"], "--only hf-plain"),
     ],
 )
 def test_bad_options(given: list[str], message: str, ids_file: Path, lent_engine: None) -> None:
-    given = given if "--only" in given else [*given, "--only", "chain-k3"]
-    assert message in run(*arguments(ids_file, *given, "--json"), code=2).document["error"]["message"]
+    given = given if {"--only", "--verification"} & {*given} else [*given, "--only", "chain-k3"]
+    error = run("bench", "--prompts", ids_file, *given, "--json", code=2).document["error"]
+    assert message in error["message"]
+
+
+def test_rules_need_an_ssm(ids_file: Path, lent_engine: None) -> None:
+    with pytest.raises(ConfigError, match="no SSM; give --draft"):
+        bench(options(ids_file, verification=("coupled",), drafts=[]))
 
 
 def test_text_prompts_need_a_tokenizer(ids_file: Path, lent_engine: None) -> None:

@@ -1,7 +1,6 @@
 """`treespec bench` at a temperature: paired seeds, rules on one tree, intervals, and the shares of a round."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +9,13 @@ import numpy as np
 import pytest
 
 import treespec.sampling.sampler
-from tests.bench.test_bench import arguments, options, sample_of
+from tests.bench.test_bench import arguments, options
 from tests.helpers.commands import run
 from tests.helpers.models import random_prompts, tiny_llm
 from treespec import SamplingParams, SpecConfig
 from treespec.bench.measure import MEANING, profiled, run_ours
-from treespec.bench.modes import PLAIN, Mode, default_branching, parse_rules, rule_modes
-from treespec.bench.report import PAIRS, intervals, summarise
+from treespec.bench.modes import PLAIN, default_branching, parse_rules, rule_modes
+from treespec.bench.report import PAIRS, intervals
 from treespec.bench.run import bench
 from treespec.config.configs import RANDOM_DRAWS, VERIFICATIONS
 from treespec.engine import executor
@@ -24,16 +23,8 @@ from treespec.engine.executor import StageClock
 from treespec.errors import ConfigError
 from treespec.planning.round_costs import RoundSeconds
 from treespec.sampling.noise import Noise
-from treespec.text.prompt_files import Prompt
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "ids.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt_token_ids": tokens}) for tokens in random_prompts([5, 9, 17])))
-    return path
 
 
 # --- what is run
@@ -48,22 +39,12 @@ def test_trees_of_about_a_number_of_nodes() -> None:
         assert list(branching) == sorted(branching, reverse=True) and len(branching) <= 6
 
 
-def test_modes_of_rules() -> None:
-    plain, *modes = rule_modes(("coupled", "traversal"), [(3, 2, 1), (2, 1)], sampled=True)
-    assert plain.name == PLAIN
-    assert [mode.name for mode in modes] == ["coupled-n16", "traversal-n16", "coupled-n5", "traversal-n5"]
-    assert [mode.keeps_tokens for mode in modes] == [True, False, True, False]
-    assert all(mode.keeps_tokens for mode in rule_modes(VERIFICATIONS, [(2,)], sampled=False))
-    assert modes[1].spec == SpecConfig(branching=(3, 2, 1), sources=("ssm",), verification="traversal")
-    assert modes[1].figures["nodes"] == 16 and modes[1].figures["k"] is None
-    assert modes[1].figures["branching"] == [3, 2, 1] and modes[1].figures["verification"] == "traversal"
-
-
 def test_rules_that_were_asked_for() -> None:
     assert parse_rules(["all"]) == VERIFICATIONS and parse_rules([]) == ()
     assert parse_rules(["traversal", "coupled", "coupled"]) == ("coupled", "traversal")
     with pytest.raises(ConfigError, match="--verification greedy: valid are coupled, naive, rejection, traversal"):
         parse_rules(["greedy"])
+    assert all(mode.keeps_tokens for mode in rule_modes(VERIFICATIONS, [(2,)], sampled=False))
 
 
 def test_a_sampled_batch_has_its_seeds() -> None:
@@ -139,9 +120,9 @@ def test_the_parts_of_a_round(rule: str | None) -> None:
 # --- the document
 
 
-def test_rules_in_one_document(prompts: Path, lent_engine: None) -> None:
+def test_rules_in_one_document(ids_file: Path, lent_engine: None) -> None:
     more: dict[str, Any] = {"branching": (2, 2), "nodes": (16,), "repeats": 2, "batch": (1, 2)}
-    document = bench(options(prompts, temperature=0.9, verification=VERIFICATIONS, **more))
+    document = bench(options(ids_file, temperature=0.9, verification=VERIFICATIONS, **more))
     json.dumps(document, allow_nan=False)
     assert document["temperature"] == 0.9 and "not the tokens" in str(document["definitions"])
     for figures in document["runs"]:
@@ -159,7 +140,7 @@ def test_rules_in_one_document(prompts: Path, lent_engine: None) -> None:
             assert set(mode["accepted_by_source"]) <= {"ssm-1", "ssm-2", "ssm-3"}
 
 
-def test_a_planted_fault_is_counted(prompts: Path, lent_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_counted(ids_file: Path, lent_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     temper = treespec.sampling.sampler.Sampler.walk
 
     def wrong(self: Any, tree: Any, *rest: Any) -> Any:
@@ -167,28 +148,18 @@ def test_a_planted_fault_is_counted(prompts: Path, lent_engine: None, monkeypatc
         return path, (bonus + (len(tree) > 1)) % 512
 
     for is_right in (True, False):
-        figures = bench(options(prompts, temperature=1.0, only=("tree-ssms-*", "chain-k3")))["runs"][0]
+        figures = bench(options(ids_file, temperature=1.0, only=("tree-ssms-*", "chain-k3")))["runs"][0]
         plain, *drafted = figures["modes"]
         assert [mode["mode"] for mode in drafted] == ["chain-k3", "tree-ssms-n8"] and figures["rules"] is None
         assert plain["mismatches"] == 0 and all((mode["mismatches"] == 0) == is_right for mode in drafted)
         monkeypatch.setattr(treespec.sampling.sampler.Sampler, "walk", wrong)
 
 
-def test_looping_is_judged_over_repeats() -> None:
-    lively, looping = list(range(40)), [1, 2] * 20
-    repeats = [sample_of(outputs, passes=[20, 20]) for outputs in ([lively, looping], [looping, looping])]
-    repeats = [replace(sample, stages=dict.fromkeys(MEANING, 1.0)) for sample in repeats]
-    mode = Mode("m", "m", {"nodes": 8}, keeps_tokens=False)
-    figures = summarise(mode, repeats, repeats, [Prompt([1]), Prompt([2])], sampled=True)
-    assert figures["acceptance_length_not_looping"] == 2.0 and figures["mismatches"] is None
-    assert figures["verify_share"] == figures["noise_share"] == pytest.approx(1 / len(MEANING))
-
-
 # --- the command
 
 
-def test_prints_rules(prompts: Path, lent_engine: None) -> None:
-    given = arguments(prompts, "--verification", "all", "--branching", "2,1", "--temperature", 0.9)
+def test_prints_rules(ids_file: Path, lent_engine: None) -> None:
+    given = arguments(ids_file, "--verification", "all", "--branching", "2,1", "--temperature", 0.9)
     at = given.index("--nodes")
     ran = run(*given[:at], *given[at + 2 :])
     setting = ["temperature 0.9", "2,1 (5 nodes)", "SSM drafts only", "transformers is skipped"]
@@ -197,29 +168,6 @@ def test_prints_rules(prompts: Path, lent_engine: None) -> None:
         assert part in ran.stdout, part
     [line] = [line for line in ran.stdout.splitlines() if line.startswith("rejection, 5 nodes") and "(" in line]
     assert line.split()[-1] == "-"
-    document = run(*arguments(prompts, "--verification", "naive", "--json")).document
+    document = run(*arguments(ids_file, "--verification", "naive", "--json")).document
     assert document["temperature"] == 0.8, "by default"
     assert [mode["branching"] for mode in document["runs"][0]["modes"]] == [None, [2, 1, 1]]
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (["--verification", "greedy"], "--verification greedy: valid are coupled"),
-        (["--branching", "2,1"], "branching needs verification"),
-        (["--verification", "all", "--branching", "2,x"], "--branching 2,x"),
-        (["--verification", "all", "--branching", "900"], "branching=(900,)"),
-        (["--verification", "all", "--only", "tree-*"], "valid: plain, coupled-n7"),
-        (["--temperature", "-1", "--only", "chain-k3"], "temperature=-1"),
-        (["--temperature", "1", "--only", "hf-plain"], "--only hf-plain"),
-    ],
-)
-def test_bad_options(given: list[str], message: str, prompts: Path, lent_engine: None) -> None:
-    sizes = ["--nodes", "8"] if "--branching" not in given else []
-    document = run("bench", "--prompts", prompts, *sizes, *given, "--json", code=2).document
-    assert message in document["error"]["message"]
-
-
-def test_rules_need_an_ssm(prompts: Path, lent_engine: None) -> None:
-    with pytest.raises(ConfigError, match="no SSM; give --draft"):
-        bench(options(prompts, verification=("coupled",), drafts=[]))

@@ -1,6 +1,5 @@
 """The command line: what each option of `generate` does, what is printed where, and how commands end."""
 
-import io
 import json
 import re
 from pathlib import Path
@@ -11,13 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 import treespec.engine.host_executor
-from tests.cli.conftest import VOCAB, Models
 from tests.helpers.commands import lend, program, run
-from tests.helpers.models import open_llm
+from tests.helpers.models import VOCAB, tiny_llm
+from tests.helpers.speech import speaking_folder
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.cli import app
 from treespec.cli.generate import pairs_of_seconds, speed_up, summary
-from treespec.cli.group import uses_colour
 from treespec.engine.host_executor import verify_request
 
 PROMPT = "def add(a, b):\n    return"
@@ -32,26 +30,26 @@ def test_a_text_its_stream_and_its_document(loaded: LLM) -> None:
     assert document["token_ids"] == output.outputs[0].token_ids and document["text"] == output.outputs[0].text
     assert document["acceptance_length"] == 24 / document["target_passes"] > 1
     assert document["tokens_per_second"] == pytest.approx(24 / document["seconds"])
-    assert document["accepted_by_source"].keys() <= {"ssm-a", "ssm-b", "lookup"}
+    assert document["accepted_by_source"].keys() <= {"ssm-1", "ssm-2", "lookup"}
     ran = run(*given)
     assert ran.stdout == run(*given, "--stream", "--check").stdout == PROMPT + document["text"] + "\n"
     assert f"24 tokens in {document['target_passes']} target passes" in ran.stderr
     assert "finish reason: length" in ran.stderr and run(*given, "--json").stderr == ""
 
 
-def test_options_of_models_and_trees(models: Models) -> None:
-    given = ("generate", PROMPT, *models.arguments, "--max-tokens", 16)
+def test_options_of_models_and_trees(models: list[str]) -> None:
+    given = ("generate", PROMPT, *models, "--max-tokens", 16)
     plain = run(*given, "--no-spec", "--no-compile", "--json").document
     assert plain["target_passes"] == 16 and plain["acceptance_length"] == 1 and plain["accepted_by_source"] == {}
     tree = run(*given, "--branching", "3,2", "--max-depth", 2, "--device", "cpu", "--dtype", "float32")
     assert tree.stdout == PROMPT + plain["text"] + "\n" and "16 tokens in 16" not in tree.stderr
-    assert "ssm-a" in tree.stderr and "ssm-b" in tree.stderr
-    drawn = run("tree", PROMPT, *models.arguments, "--branching", "3,2", "--round", 1, "--json").document
+    assert "ssm-1" in tree.stderr and "ssm-2" in tree.stderr
+    drawn = run("tree", PROMPT, *models, "--branching", "3,2", "--round", 1, "--json").document
     assert drawn["depths"] == [0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
 
 
 def test_the_summary_counts_every_token_once(loaded: LLM) -> None:
-    for sources in (("ssm", "lookup"), ("lookup",), ("ssm-a",)):
+    for sources in (("ssm", "lookup"), ("lookup",), ("ssm-1",)):
         [output] = loaded.generate(PROMPT * 3, SamplingParams(max_tokens=64), SpecConfig(nodes=16, sources=sources))
         metrics = output.metrics
         assert metrics.accepted_tokens <= sum(metrics.accepted_by_source.values())
@@ -60,7 +58,7 @@ def test_the_summary_counts_every_token_once(loaded: LLM) -> None:
         counts = [int(number) for number in re.findall(r"(\d+) (?:guessed|by)", told)]
         assert sum(counts) == 64 and counts[-1] == 64 - metrics.accepted_tokens
         silent = {"lookup"} - metrics.accepted_only_by_source.keys()  # the SSMs proposed all of its tokens, too
-        assert {*re.findall("ssm-[ab]|lookup", told)} == metrics.accepted_by_source.keys() - silent
+        assert {*re.findall("ssm-[12]|lookup", told)} == metrics.accepted_by_source.keys() - silent
 
 
 def test_check_says_identical_and_states_a_measured_speed_up(loaded: LLM) -> None:
@@ -127,8 +125,8 @@ def test_prompts_from_a_file_and_from_a_pipe(loaded: LLM, tmp_path: Path) -> Non
         assert run("generate", *given, *options, stdin=stdin).document["token_ids"] == expected
 
 
-def test_token_ids_where_there_is_no_tokenizer(folders: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    lend(open_llm(folders.bare), monkeypatch)
+def test_token_ids_where_there_is_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    lend(tiny_llm(ssms=()), monkeypatch)
     document = run("generate", "12, 7 301", "--max-tokens", 6, "--json").document
     assert document["text"] is None and len(document["token_ids"]) == 6
     printed = " ".join(map(str, [12, 7, 301, *document["token_ids"]])) + "\n"
@@ -189,27 +187,16 @@ def test_a_bug_keeps_its_traceback_and_ctrl_c_has_none(loaded: LLM, monkeypatch:
     loaded.engine.check_integrity()
 
 
-def test_commands(folders: Models) -> None:
+def test_commands() -> None:
     message = run("server", "--anything", "x", "--json", code=2).document["error"]["message"]
     assert "'server'" in message
     assert message.endswith("Valid: generate, serve, bench, tree, train, autotune, weights")
     assert "inspect" in run("weights", "--help").stdout and "inspect" in run("weights").stdout
-    assert run("weights", "inspect", folders.target, "--json").document["family"] == "llama"
-    assert run("weights", "verify", folders.target, "--json").document["ok"] is True
+    assert run("weights", "inspect", speaking_folder(), "--json").document["family"] == "llama"
+    assert run("weights", "verify", speaking_folder(), "--json").document["ok"] is True
     assert run("weights", "inspect", "/nowhere", "--json", code=2).document["error"]["type"] == "FileNotFoundError"
     assert run("weights", "inspect", "--json", code=2).document["error"]["type"] == "UsageError"
     assert "generate" in run().stdout and run("--version").stdout.startswith("treespec ")
-
-
-def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    for term, no_colour, is_used in (("xterm", "", True), ("xterm", "1", False), ("dumb", "", False)):
-        monkeypatch.setenv("TERM", term)
-        monkeypatch.setenv("NO_COLOR", no_colour)
-        assert uses_colour(Terminal()) is is_used and not uses_colour(io.StringIO())
 
 
 # --- as programs
@@ -217,7 +204,8 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_help_does_not_wait_for_torch() -> None:
     code = (
-        "import sys; from treespec.cli import app\n"
+        "import sys, treespec; from treespec.cli import app; assert 'LLM' in dir(treespec)\n"
+        "from treespec.startup import smollm2; smollm2.model_file()\n"
         "for arguments in ['--help'], ['--version'], ['generate', '--help']:\n"
         "    try: app(arguments)\n"
         "    except SystemExit as end: assert not end.code\n"
@@ -227,8 +215,8 @@ def test_help_does_not_wait_for_torch() -> None:
     assert done.returncode == 0 and "Also decode plainly" in done.stdout, done.stderr
 
 
-def test_the_program(models: Models) -> None:
-    given = ["generate", PROMPT, *models.arguments[:2], "--max-tokens", "8", "--check", "--json"]
+def test_the_program(models: list[str]) -> None:
+    given = ["generate", PROMPT, *models[:2], "--max-tokens", "8", "--check", "--json"]
     done = program("-m", "treespec", *given)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["identical"] is True
@@ -270,19 +258,19 @@ sys.exit(main())
         pytest.param("transformers", "raised", marks=pytest.mark.slow),
     ],
 )
-def test_ctrl_c_while_it_starts(module: str, handled: str, models: Models) -> None:
+def test_ctrl_c_while_it_starts(module: str, handled: str, models: list[str]) -> None:
     """Whatever is being imported: no traceback, and it ends."""
-    command = ["generate", "x", "--model", str(models.target), "--no-compile"]
+    command = ["generate", "x", *models[:2], "--no-compile"]
     ran = program("-c", INTERRUPTED_START, module, handled, *command)
     assert (ran.returncode, ran.stderr, ran.stdout) == (130, "interrupted\n", "")
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_libraries_are_compiled(models: Models, tmp_path: Path) -> None:
+def test_ctrl_c_while_libraries_are_compiled(models: list[str], tmp_path: Path) -> None:
     """As from a terminal: the compilers get it, too."""
     compiler = tmp_path / "compiler"
     compiler.write_text(f"#!/bin/sh\nmkdir {tmp_path}/first && kill -INT 0\nexec sleep 60\n")
     compiler.chmod(0o755)
-    command = ["generate", "x", "--model", str(models.target), "--compile"]
+    command = ["generate", "x", *models[:2], "--compile"]
     ran = program("-m", "treespec", *command, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path / "empty"))
     assert (ran.returncode, ran.stderr) == (130, "interrupted\n")

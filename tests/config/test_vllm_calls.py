@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.helpers.models import EOS, greedy, open_llm, tiny, tiny_llm
+from tests.helpers.models import EOS, edit_config, greedy, open_llm, tiny, tiny_llm
 from tests.helpers.speech import END, scripted, speaking_folder, speaking_llm
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import ConfigError, ModelError
@@ -23,7 +23,7 @@ from treespec.sampling_params import LEAST_TEMPERATURE
 PROMPT = "def add("
 
 
-def test_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_and_unknown_keywords(capsys: pytest.CaptureFixture[str]) -> None:
     llm = tiny_llm()
     capsys.readouterr()
     llm.generate([[1, 2], [3]], greedy(3))
@@ -36,10 +36,6 @@ def test_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert bar.call_args.kwargs["total"] == 2
     with pytest.raises(ConfigError, match="use_tqdm='no'"):
         llm.generate([1, 2], greedy(3), use_tqdm="no")  # type: ignore[arg-type]
-
-
-def test_unknown_keywords_of_chat() -> None:
-    llm = speaking_llm()
     with pytest.raises(ConfigError, match=r"chat: unknown 'tool' \(did you mean 'tools'\?\)"):
         llm.chat([{"role": "user", "content": PROMPT}], tool=[])
 
@@ -80,10 +76,7 @@ def test_numbers_of_numpy() -> None:
 
 
 def folder_with(tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None) -> Path:
-    folder = tmp_path / "model"
-    shutil.copytree(speaking_folder(), folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    folder = edit_config(Path(shutil.copytree(speaking_folder(), tmp_path / "model")), **config)
     (folder / "generation_config.json").unlink(missing_ok=True)
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
@@ -101,9 +94,7 @@ def test_whole_numbers_with_a_point_and_tiny_temperatures(tmp_path: Path, caplog
     neutral = open_llm(folder, generation_config="vllm").get_default_sampling_params()
     assert neutral == SamplingParams(temperature=1.0, max_tokens=16)
     (folder / "generation_config.json").write_text(json.dumps(asked | {"top_k": 50.5}))
-    with pytest.raises(
-        ModelError, match=r"generation_config\.json: top_k=50\.5; valid: .*generation_config='treespec'"
-    ):
+    with pytest.raises(ModelError, match=r"\.json: top_k=50\.5; valid: .*generation_config='treespec'"):
         open_llm(folder)
 
 

@@ -1,7 +1,6 @@
 """The table of docs/vllm.md: which of vLLM's offline examples run, and what the others are told to do instead."""
 
 import json
-import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,14 +9,13 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.commands import ROOT
 from tests.helpers.models import CURVE, _differing_rows_once, open_llm, quick, tiny
 from tests.helpers.serving import TEMPLATE
 from tests.helpers.speech import speaking_folder
 from tests.helpers.vllm_scripts import ANSWERED, IMPORTS, SERVED, Script, ported
 from treespec import LLM, LLMEngine, RequestOutput, SamplingParams
 from treespec.errors import ConfigError, RequestError
-
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +81,7 @@ def test_examples_that_are_answered(name: str, run: Callable[[Script], dict[str,
 
 
 def test_the_documented_table() -> None:
-    text = DOCS.read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
     assert not [name for names in SERVED for name in names.split(" & ") if f"| {name} | runs" not in text]
     assert not [name for name in ANSWERED if f"| {name} | " not in text or f"| {name} | runs" in text]
     assert not [old for old, new in IMPORTS if f"| `{old}` | `{new}` |" not in text]
@@ -123,18 +121,6 @@ def test_a_stepped_request_is_aborted(reference: LLM) -> None:
     (output,) = engine.step()
     assert output.finished and output.outputs[0].finish_reason == "abort" and not engine.has_unfinished_requests()
     assert engine.step() == [] and reference.engine.scheduler.is_idle
-
-
-# --- hints and methods
-
-
-@pytest.mark.slow
-def test_hints_are_named_in_one_line(run: Callable[[Script], dict[str, Any]], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "treespec"):
-        run(SERVED["qwen_1m"])
-    (line,) = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
-    assert all(name in line for name in ("block_size=32", "max_num_batched_tokens=131072", "swap_space=8"))
-    assert not any(name in line for name in ("tensor_parallel_size", "cpu_offload_gb", "enforce_eager"))
 
 
 @pytest.mark.slow

@@ -5,14 +5,16 @@ import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.helpers.commands import lend, run
-from tests.helpers.scripts import run_script
+from tests.helpers.commands import ROOT, lend, run
+from tests.helpers.scripts import load_script
 from treespec.startup import smollm2
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
@@ -64,9 +66,10 @@ def test_the_example_and_the_main_command_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in DOCS if examples(path)], ids=lambda path: path.name)
-def test_the_examples_of_a_document_run(path: Path, tmp_path: Path) -> None:
+def test_the_examples_of_a_document_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, as a reader would run them in one session."""
-    run_script("\n".join([*examples(path), *SHOWN.get(path.name, ())]), cwd=tmp_path, timeout=400)
+    monkeypatch.chdir(tmp_path)
+    exec("\n".join([*examples(path), *SHOWN.get(path.name, ())]), {})
 
 
 SHOWN = {
@@ -97,25 +100,19 @@ def test_links_lead_somewhere() -> None:
 
 
 @pytest.mark.slow
-def test_the_example_inside_transformers_runs(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("engines_start_quickly")
+def test_the_examples_inside_transformers_run() -> None:
     text = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)\n```$", text, flags=re.DOTALL | re.MULTILINE)
     code = "\n".join(blocks).replace('"smaller-model"', "model")
-    before = """
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
-model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)).eval()
-inputs = {"input_ids": torch.arange(9)[None], "attention_mask": torch.ones(1, 9, dtype=torch.int64)}
-class Streamer:
-    count = 0
-    put = lambda self, value: setattr(self, "count", self.count + value.numel())
-    end = lambda self: print("streamed", self.count)
-streamer = Streamer()
-"""
-    code = before + code.replace(
-        "last_metrics(model).acceptance_length", "last_metrics(model).acceptance_length > 1 or 1/0"
-    )
-    assert run_script(code, cwd=tmp_path) == f"streamed {9 + 64}\nstreamed {9 + 64 + 9 + 64}\n"
+    code = code.replace("treespec.hf.last_metrics", "length = treespec.hf.last_metrics")
+    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)
+    inputs = {"input_ids": torch.arange(9)[None], "attention_mask": torch.ones(1, 9, dtype=torch.int64)}
+    names: dict[str, Any] = {"model": GPT2LMHeadModel(config).eval(), "inputs": inputs, "streamer": mock.Mock()}
+    exec(code, names)
+    streamer = names["streamer"]
+    assert sum(call.args[0].numel() for call in streamer.put.call_args_list) == 2 * (9 + 64)
+    assert streamer.end.call_count == 2 and names["length"] > 1
 
 
 def test_the_test_command_is_what_the_checks_run() -> None:
@@ -124,3 +121,11 @@ def test_the_test_command_is_what_the_checks_run() -> None:
     assert awk
     done = subprocess.run(["bash", "-c", awk[1]], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == fenced("<!-- test command -->")
+
+
+@pytest.mark.parametrize("name", ["write_api_docs", "draw_architecture"])
+def test_files_that_scripts_write_are_current(name: str) -> None:
+    documents = load_script(ROOT / "tools" / f"{name}.py").documents()
+    for path, text in documents.items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is outdated: python tools/{name}.py"
+    assert name != "write_api_docs" or set((ROOT / "docs" / "api").iterdir()) == set(documents), "a page is left over"

@@ -102,16 +102,6 @@ def test_characters_split_over_tokens(spec: SpecConfig | str) -> None:
         assert any(chunk.token_ids and not chunk.text for chunk in chunks)
 
 
-def test_a_prompt_that_ends_within_a_character() -> None:
-    llm, said = speaking_llm(), ids("😀 ok")
-    prompt, rest = ids("say: ") + said[:2], said[2:]
-    with scripted(llm, [prompt + rest]):
-        chunks = list(llm.stream(prompt, greedy(len(rest))))
-        (whole,) = llm.generate(prompt, greedy(len(rest)))
-    assert "".join(chunk.text or "" for chunk in chunks) == whole.outputs[0].text
-    assert (whole.outputs[0].text or "").endswith(" ok")
-
-
 # --- where a request ends
 
 

@@ -35,6 +35,7 @@ class ScriptedRounds:
     limits = RoundLimits(4, NODES, 99, 256)
     sampling = SamplingState(2, 512, torch.device("cpu"), limits.width)
     has_captured = has_followed = in_flight = False
+    knows = 0.5, 0.5  # what each SSM gave to the tokens that it read
 
     def __init__(self, truths: Sequence[tuple[list[int], list[int]]], accepts: int | None):
         self.truths, self.accepts = truths, accepts  # prompts, and these with what follows
@@ -82,7 +83,8 @@ class ScriptedRounds:
         return 0.0, 0.0
 
     def _result(self, request: RoundInput, proposal: TokenTree | None, levels: int) -> RoundResult:
-        read_probs = np.full((len(request.weights), len(request.new_tokens) - 1), 0.5, dtype=np.float32)
+        knows = np.array(self.knows[: len(request.weights)], dtype=np.float32)
+        read_probs = np.repeat(knows[:, None], len(request.new_tokens) - 1, 1)
         if self.accepts is None:
             return chain([0, 0], 0, read_probs)._replace(path=np.zeros(0, dtype=np.int64))
         at = request.context_len + 1
@@ -171,17 +173,9 @@ def test_what_ssms_have_missed_is_not_charged_to_a_round() -> None:
     assert rounds.seen and len(slow) == 1 and max(took) < 0.5
 
 
-class Weighed(ScriptedRounds):
-    """Rounds in which the second SSM knows what it reads, and the first one does not."""
-
-    def _result(self, request: RoundInput, proposal: TokenTree | None, levels: int) -> RoundResult:
-        result = super()._result(request, proposal, levels)
-        result.read_probs[:] = np.array([[0.02], [0.98]])[: len(result.read_probs)]
-        return result
-
-
 def test_ssms_are_weighed_by_what_they_read() -> None:
-    llm, rounds, prompts, _ = scripted(2, Weighed)
+    llm, rounds, prompts, _ = scripted(2)
+    rounds.knows = 0.02, 0.98
     llm.generate(prompts[:1], greedy(30), spec=CHAINS)
     weights = [requests[0].weights[0] for requests, levels, _ in rounds.seen if levels]
     assert weights[0] == weights[1], "the first round is learned from while the second one runs"

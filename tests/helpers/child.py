@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 INTERPRETED = Path(__file__).parents[1] / "interpreted"
-_ALONE = "TREESPEC_TEST_ALONE"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 # Processes fork from one that has imported torch, which is two thirds of what starting them costs, and neither triton
@@ -71,18 +70,6 @@ def faster_interpreter() -> dict[str, str]:
     """Environment variables for programs that run kernels in Triton's interpreter."""
     folders = [INTERPRETED / "startup", INTERPRETED.parents[1], *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-
-
-def runs_alone(node_id: str) -> bool:
-    """Whether this process runs that test and no other. Where it does not, one that does is run, and must pass."""
-    if os.environ.get(_ALONE) == node_id:
-        return True
-    command = [sys.executable, "-m", "pytest", node_id, "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    root = Path(__file__).parents[2]
-    child = subprocess.run(command, capture_output=True, text=True, env=os.environ | {_ALONE: node_id}, cwd=root)
-    if child.returncode != 0:
-        pytest.fail(f"{node_id} in a process of its own:\n{child.stdout}\n{child.stderr}", pytrace=False)
-    return False
 
 
 def run_uninterpreted(script: str) -> subprocess.CompletedProcess[str]:

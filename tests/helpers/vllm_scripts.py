@@ -52,10 +52,8 @@ _PARAMS = (
     _PARSER
     + """
 group = parser.add_argument_group("sampling")
-group.add_argument("--max-tokens", type=int)
-group.add_argument("--temperature", type=float)
-group.add_argument("--top-p", type=float)
-group.add_argument("--top-k", type=int)
+for name, kind in (("--max-tokens", int), ("--temperature", float), ("--top-p", float), ("--top-k", int)):
+    group.add_argument(name, type=kind)
 options = vars(parser.parse_args(ARGV))
 asked = {name: options.pop(name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
 
@@ -80,16 +78,8 @@ first, second, other = ([each.outputs[0].token_ids for each in LLM(model=MODEL, 
 assert first == second != other
 llm = LLM(model=MODEL, disable_log_stats=False)
 outputs = llm.generate(prompts, params)
-for output in outputs:
-    print(f"{output.prompt!r} {output.outputs[0].text!r}")
-found = {}
-for metric in llm.get_metrics():
-    if isinstance(metric, Gauge | Counter):
-        found[metric.name] = metric.value
-    elif isinstance(metric, Vector):
-        found[metric.name] = metric.values
-    elif isinstance(metric, Histogram):
-        found[metric.name] = (metric.sum, metric.count, metric.buckets)
+fields = {Counter: "value", Gauge: "value", Vector: "values", Histogram: "buckets"}
+found = {metric.name: getattr(metric, fields[type(metric)]) for metric in llm.get_metrics()}
 assert found["vllm:generation_tokens"] == sum(len(output.outputs[0].token_ids) for output in outputs)
 assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
 """

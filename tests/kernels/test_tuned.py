@@ -6,6 +6,7 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -42,7 +43,10 @@ def load(folder: Path, *entries: TunedEntry) -> KernelConfigs:
     return KernelConfigs.load("cuda", name=GPU, folder=folder)
 
 
-def test_a_tuned_configuration_is_found_by_its_key(tmp_path: Path) -> None:
+def test_a_tuned_configuration_is_found_by_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for empty in (load(tmp_path), KernelConfigs.load("cpu")):
+        assert empty.get("tree_attention", KEY, DEFAULT) is DEFAULT
+        assert empty.file is None and empty.tuned == [] and len(empty.fallbacks) == 1
     configs = load(tmp_path, entry())
     given = {"dtype": torch.bfloat16, "group": 4, "head_dim": 128}
     expected = TreeAttentionConfig(32, 64, 4, 2, SegmentPartition(128, 1024, 8192))
@@ -58,13 +62,6 @@ def test_a_tuned_configuration_is_found_by_its_key(tmp_path: Path) -> None:
     assert gate.get("row_linear", {"silu_gate": True, "dtype": "torch.float16"}, DEFAULT) != DEFAULT
     assert gate.get("row_linear", {"silu_gate": False, "dtype": "float16"}, DEFAULT) is DEFAULT
     assert configs.describe().startswith("1 of 5 kernel shapes tuned") and "lm_head" in configs.describe()
-
-
-@pytest.mark.slow
-def test_without_a_file_everything_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for configs in (load(tmp_path), KernelConfigs.load("cpu")):
-        assert configs.get("tree_attention", KEY, DEFAULT) is DEFAULT
-        assert configs.file is None and configs.tuned == [] and len(configs.fallbacks) == 1
     assert not caplog.records
 
 
@@ -117,27 +114,16 @@ def test_an_invalid_configuration_is_skipped_alone(tmp_path: Path, caplog: pytes
     assert len(configs.fallbacks) == 2
 
 
-def test_entries_are_merged(tmp_path: Path) -> None:
-    other = entry(key=KEY | {"head_dim": 64})
-    load(tmp_path, entry(), other)
+def test_entries_are_merged_in_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = KEY | {"head_dim": 64}
+    load(tmp_path, entry(), entry(key=other))
     configs = load(tmp_path, entry(config={"block_m": 128}))
-    assert configs.get("tree_attention", KEY, DEFAULT).block_m == 128
-    assert configs.get("tree_attention", other.key, DEFAULT).block_m == 32
-
-
-@pytest.mark.slow
-def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / FILE
-    load(tmp_path, entry())
-    before = path.read_bytes()
-
-    def full(*_: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, "replace", full)
+    assert [configs.get("tree_attention", key, DEFAULT).block_m for key in (KEY, other)] == [128, 32]
+    before = (tmp_path / FILE).read_bytes()
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("no space left")))
     with pytest.raises(OSError, match="no space"):
-        load(tmp_path, entry(key=KEY | {"head_dim": 64}))
-    assert path.read_bytes() == before and [file.name for file in tmp_path.iterdir()] == [path.name]
+        load(tmp_path, entry())
+    assert (tmp_path / FILE).read_bytes() == before and [*tmp_path.iterdir()] == [tmp_path / FILE]
 
 
 @pytest.mark.slow
@@ -158,11 +144,8 @@ def test_the_hash_follows_the_kernels_and_what_they_import(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config", [DEFAULT, RowLinearConfig(64, 128, 64, 1, 4, 6, larger=(RowTile(128, 8, 6), RowTile(256, 16, 4)))]
-)
-def test_configurations_survive_json(config: Any) -> None:
-    assert tuned.config_of(json.loads(json.dumps(asdict(config))), replace(config, num_stages=1)) == config
-    assert tuned.config_of({}, config) == config
-    with pytest.raises(TypeError):
-        tuned.config_of({"blocks": 3}, config)
+def test_configurations_survive_json() -> None:
+    tiles = RowLinearConfig(64, 128, 64, 1, 4, 6, larger=(RowTile(128, 8, 6), RowTile(256, 16, 4)))
+    for config in (DEFAULT, tiles):
+        assert tuned.config_of(json.loads(json.dumps(asdict(config))), replace(config, num_stages=1)) == config
+        assert tuned.config_of({}, config) == config

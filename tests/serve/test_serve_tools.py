@@ -156,16 +156,9 @@ def test_the_parser(form: str, text: str, expected: Parsed, reasons: bool) -> No
         assert grows(parser, "<think> a ") == Parsed("a") == grows(parser, " a ", is_reasoning=True)
 
 
-PIECES = [
-    *'{}[]",:\\ xn<>',
-    "\n",
-    "<tool_call>",
-    "</tool_call>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    '{"name": "now", "arguments": {',
-]
-PIECES += ["<think>", "</think>", "<function=now>", "<parameter=a>", "</parameter>", "</function>", "<|python_tag|>"]
+PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<|python_tag|>"]
+PIECES += ["<function=now>", "<parameter=a>", "</parameter>", "</function>", '{"name": "now", "arguments": {']
+PIECES += '{}[]",:\\ xn<>\n'
 
 
 @settings(max_examples=80)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.libraries import share_libraries
-from tests.helpers.models import open_llm, tiny
+from tests.helpers.models import _differing_rows_once, open_llm, tiny, tiny_llm
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
@@ -27,6 +27,7 @@ KEY = {"device": "cpu", "processor": "p", "dtype": "float32", "threads": 1, "tor
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share_libraries(tmp_path / "treespec")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("treespec.startup.build.differing_rows", _differing_rows_once)
 
 
 def test_a_broken_entry_is_skipped_alone(tmp_path: Path) -> None:
@@ -34,15 +35,8 @@ def test_a_broken_entry_is_skipped_alone(tmp_path: Path) -> None:
     file = costs.save(curve, KEY, tmp_path)
     [good] = json.loads(file.read_text())
     older = {name: value for name, value in good.items() if name != "draft_start_seconds"}  # in a level's seconds
-    broken = [
-        older,
-        3,
-        {},
-        {"key": {}},
-        good | {"rows": [1]},
-        good | {"verify_seconds": ["slow", 2]},
-        good | {"key": 7},
-    ]
+    wrong: list[dict[str, Any]] = [{"rows": [1]}, {"verify_seconds": ["slow", 2]}, {"key": 7}]
+    broken = [older, 3, {}, {"key": {}}, *(good | change for change in wrong)]
     file.write_text(json.dumps([*broken, good]))
     assert costs.load_all(tmp_path) == [good] and costs.load(KEY, tmp_path) == curve
     file.write_text("{")
@@ -101,7 +95,7 @@ TILES = 1, 2, 4, 6, 8, 16, 17, 32
     ("first", "rows"), [(1e-3, costs.ROWS), (1e-2, (*TILES, 33, 64)), (1e-1, TILES)], ids=["quick", "slow", "slowest"]
 )
 def test_passes_are_measured_on_both_sides_of_a_tile(first: float, rows: tuple[int, ...]) -> None:
-    llm = open_llm(tiny()[0], [])
+    llm = tiny_llm(ssms=())
     with mock.patch.object(costs, "least_seconds", lambda runs, *rest: [first] * len(runs)):
         assert costs.measure(llm.engine.runner, None).rows == rows
 

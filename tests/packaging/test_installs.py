@@ -1,4 +1,4 @@
-"""An editable install as the README makes it: what is importable, and what a type checker sees through it."""
+"""What wheels hold, and what is importable from an editable install, as the README makes it, and seen by mypy."""
 
 import json
 import os
@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.scripts import run_script
+from tests.packaging.test_layout import PACKAGES, ROOT
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"treespec", "treespec_kernels", "treespec_weights"}
 
 # Line by line: a code of mypy, what is revealed, or nothing wrong.
 SCRIPT = """\
@@ -47,20 +45,75 @@ params.max_token = 4  # attr-defined
 """
 
 
+def copy_without_weights(source: str, target: str) -> None:
+    if source.endswith(".safetensors"):
+        Path(target).touch()
+    else:
+        shutil.copy(source, target)
+
+
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that holds an editable install of a copy of the project, and nothing else."""
-    folder = tmp_path_factory.mktemp("editable")
-    source = folder / "project"
-    clutter = shutil.ignore_patterns("__pycache__", "*.egg-info", "default")
-    for name in ("treespec", "kernels", "weights", "tools"):
-        shutil.copytree(ROOT / name, source / name, ignore=clutter)
-    (source / "tests").mkdir()
-    (source / "tests" / "__init__.py").touch()
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project, so that the checkout stays clean."""
+    project = tmp_path_factory.mktemp("installs") / "project"
+    clutter = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
+    for name in ("treespec", "kernels", "weights", "tests", "tools"):
+        shutil.copytree(ROOT / name, project / name, ignore=clutter, copy_function=copy_without_weights)
     for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
+        shutil.copy(ROOT / name, project)
+    return project
+
+
+@pytest.fixture(scope="module")
+def wheel_names(project: Path) -> set[str]:
+    """Names of the files in the wheel, built by way of the sdist."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "out", "."]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (project / "out").glob("*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def on_disk(package: str, pattern: str) -> set[str]:
+    """Files of a package as the wheel should name them."""
+    folder = PACKAGES[package]
+    files = (path for path in folder.glob(pattern) if path.is_file() and "__pycache__" not in path.parts)
+    return {f"{package}/{path.relative_to(folder).as_posix()}" for path in files}
+
+
+def test_every_module_and_nothing_else_is_in(wheel_names: set[str]) -> None:
+    top = {name.split("/")[0] for name in wheel_names}
+    assert {name for name in top if not name.endswith(".dist-info")} == set(PACKAGES)
+    modules = set.union(*(on_disk(package, "**/*.py") for package in PACKAGES))
+    assert modules == {name for name in wheel_names if name.endswith(".py")}
+
+
+@pytest.mark.parametrize(
+    ("package", "pattern", "one"),
+    [
+        ("treespec", "serve/page/*", "treespec/serve/page/index.html"),
+        ("treespec_kernels", "tuned/*.json", None),
+        ("treespec_weights", "smollm2/**/*", None),
+        ("treespec_weights", "default/**/*", "treespec_weights/default/target/tokenizer.json"),
+        *((package, "py.typed", f"{package}/py.typed") for package in PACKAGES),
+    ],
+)
+def test_data_files_are_in(package: str, pattern: str, one: str | None, wheel_names: set[str]) -> None:
+    """An editable install would hide missing data."""
+    files = on_disk(package, pattern)
+    assert files <= wheel_names, sorted(files - wheel_names)
+    assert one is None or one in files
+
+
+# --- an editable install
+
+
+@pytest.fixture(scope="module")
+def python(project: Path) -> Path:
+    """The interpreter of an environment that holds an editable install, and nothing else."""
+    folder = project.parent
     build = "import sys; sys.path.insert(0, 'tools'); from build_backend import build_editable; build_editable('..')"
-    run_script(build, source)
+    run_script(build, project)
     (wheel,) = folder.glob("*.whl")
     venv.create(folder / "venv", symlinks=True)
     interpreter = folder / "venv" / "bin" / "python"
@@ -77,9 +130,9 @@ def printed(python: Path, code: str, folder: Path) -> str:
 
 def test_nothing_but_the_packages_is_importable(python: Path, tmp_path: Path) -> None:
     others = {"kernels", "weights", "tests", "perf", "tools", "load_model", "treespec_training"}
-    names = sorted(PACKAGES | others)
+    names = sorted({*PACKAGES, *others})
     code = f"import json, importlib.util as u; print(json.dumps([n for n in {names} if u.find_spec(n)]))"
-    assert set(json.loads(printed(python, code, tmp_path))) == PACKAGES
+    assert set(json.loads(printed(python, code, tmp_path))) == set(PACKAGES)
     code = (
         "from importlib.metadata import entry_points, version\n"
         "print(version('treespec'), 'treespec' in entry_points(group='console_scripts').names)"
@@ -87,11 +140,11 @@ def test_nothing_but_the_packages_is_importable(python: Path, tmp_path: Path) ->
     assert printed(python, code, tmp_path) == "0.1.0 True"
 
 
-def test_edits_are_seen(python: Path, tmp_path: Path) -> None:
+def test_edits_are_seen(python: Path, project: Path, tmp_path: Path) -> None:
     """New files too, without another install."""
-    project = python.parents[2] / "project"
     (project / "treespec" / "added.py").write_text("value = 3\n")
     assert printed(python, "import treespec.added as a; print(a.value)", tmp_path) == "3"
+    (project / "treespec" / "added.py").unlink()
 
 
 def test_a_type_checker_sees_the_api(python: Path, tmp_path: Path) -> None:

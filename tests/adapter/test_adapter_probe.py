@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.architectures import VOCAB, continuations, logits_after, make_model, open_adapter_llm
-from tests.helpers.faults import FAULTS, WINDOW_FAULTS, open_with
-from tests.helpers.models import greedy, random_prompts, tokens_of
+from tests.helpers.architectures import VOCAB, make_model, open_adapter_llm
+from tests.helpers.faults import FAULTS, WINDOW_FAULTS, Fault, open_with
+from tests.helpers.models import random_prompts
 from treespec.adapter.decoder import PackedLinear
 from treespec.adapter.probe import BOUNDS
 from treespec.adapter.row_attention import attend_rows
@@ -71,18 +71,11 @@ def test_noisy_models_are_accepted(kind: str, dtype: torch.dtype) -> None:
         if kind in ("llama", "gpt2"):
             rounding = max(rounding, distance(model, "sdpa", model, "eager"))
         assert rounding > 0.2 > BOUNDS[dtype]
-    open_with(model, None)  # the faults' own attention, without one
-    llm = open_adapter_llm(model, dtype=dtype, exact=False)
-    prompts = random_prompts([40], vocab=VOCAB)
-    found = tokens_of(llm.generate(prompts, greedy(1)))
-    first = logits_after(model, prompts[0])
-    gap = first.topk(2).values
-    if gap[0] - gap[1] > 0.5 * first.std():
-        assert found == continuations(model, prompts, 1)
+    open_with(model, Fault(), layer=0)
 
 
-CASES = [(kind, fault, torch.bfloat16) for kind in ("llama", "gpt2", "gemma2") for fault in FAULTS]
-CASES.remove(("gpt2", "one head reads another group's keys", torch.bfloat16))  # every head has its own
+CASES = [("gpt2", "positions off by one", torch.bfloat16)]  # learned ones
+CASES += [(kind, fault, torch.bfloat16) for kind in ("llama", "gemma2") for fault in FAULTS]
 CASES += [("gemma2", fault, torch.bfloat16) for fault in WINDOW_FAULTS]
 CASES += [
     ("llama", fault, dtype)
@@ -135,10 +128,10 @@ def test_a_model_that_does_not_compute_in_float32(caplog: pytest.LogCaptureFixtu
     model = make_model("gpt2", torch.bfloat16)  # it rounds little enough for that bound
     model.get_output_embeddings().register_forward_pre_hook(refuse_float32)
     with caplog.at_level(logging.INFO, "treespec"):
-        open_with(model, None)
+        open_with(model, Fault(), layer=0)
     assert "does not compute in float32" in caplog.text
     with pytest.raises(ModelError, match=REFUSED):
-        open_with(model, FAULTS["tree mask ignored"])
+        open_with(model, FAULTS["tree mask ignored"], layer=0)
 
 
 # --- computing in a wider dtype

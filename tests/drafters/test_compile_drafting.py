@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.blocks_made import write_dflash
 from tests.helpers.enumeration import paths_of
-from tests.helpers.families import TYPICAL, make_model
+from tests.helpers.families import TYPICAL, fitting, make_model
 from tests.helpers.heads_made import MASK, TargetShape
 from tests.helpers.models import (
     VOCAB,
@@ -28,7 +28,6 @@ from tests.helpers.models import (
     tokens_of,
 )
 from tests.helpers.quantized_checkpoints import needs_compiler
-from tests.models.test_compile_families import fitting
 from treespec import RoundRecord, SamplingParams, SpecConfig
 from treespec.drafters.ssm import ssm_drafter as ssm
 from treespec.drafters.ssm.forest import CompiledForest

@@ -35,7 +35,6 @@ MTP = {"num_nextn_predict_layers": 1, "mtp_layer_types": ["sliding_attention"], 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": GROUPED | {"head_dim": 12, "num_key_value_heads": 1},
     "mistral": GROUPED | {"sliding_window": 17},
-    "qwen3": GROUPED | {"head_dim": 12},
     "gpt_neox": SIZES,
     "opt": SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 24},
     "gpt2": GPT,
@@ -44,7 +43,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cohere2": GROUPED | WINDOWS | {"logit_scale": 0.3},
     "olmo2": GROUPED,
     "granite": GROUPED | {"logits_scaling": 0.5, "attention_multiplier": 0.3, "embedding_multiplier": 2.0},
-    "starcoder2": GROUPED | {"sliding_window": 19},
     "gpt_bigcode": GPT,
     "diffllama": GROUPED,  # two attentions in each layer
     "deepseek_v3": SIZES | EXPERTS | LATENT,  # keys and values of different widths

@@ -2,56 +2,17 @@
 
 import cProfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.helpers.models import make_llama
-from treespec_weights import FAMILIES, LLAMA, ModelShape, TensorRule, family_of, load_weights, read_config
+from treespec_weights import ModelShape, family_of, load_weights, read_config
 
 Q = "model.layers.1.self_attn.q_proj.weight"
-
-# Families of the same parameters as Llama's, written down here: one renames and fuses, one has every other layout.
-SIZES = {field: key for field, key in LLAMA.config_keys.items() if not field.endswith("bias")}
-NO_BIAS = {"attention_bias": False, "o_bias": False, "mlp_bias": False}
-SPLIT = {f"layers.{{i}}.{part}" for part in ("q", "k", "v", "gate", "up")}
-QKV = ("layers.{i}.q", "layers.{i}.k", "layers.{i}.v")
-RENAMED = replace(LLAMA, model_type="mistral", config_keys=SIZES, defaults={"tied": False}, constants=NO_BIAS)
-FUSED = replace(
-    RENAMED,
-    model_type="phi3",
-    tensors=(
-        *(rule for rule in LLAMA.tensors if rule.params[0] not in SPLIT),
-        TensorRule("model.layers.{i}.self_attn.qkv_proj.weight", QKV),
-        TensorRule("model.layers.{i}.mlp.gate_up_proj.weight", ("layers.{i}.gate", "layers.{i}.up")),
-    ),
-)
-ODD = replace(
-    RENAMED,
-    tied_copy="out",
-    tensors=(
-        *(
-            replace(rule, name=f"x.{rule.name}")
-            for rule in LLAMA.tensors
-            if rule.params[0] not in {*SPLIT, "layers.{i}.down", "lm_head"} and "bias" not in rule.name
-        ),
-        TensorRule("h.{i}.qkv", QKV, "per_head"),
-        TensorRule("h.{i}.up_gate", ("layers.{i}.up", "layers.{i}.gate"), "transposed"),
-        TensorRule("h.{i}.down", ("layers.{i}.down",), "transposed"),
-        TensorRule("out", ("lm_head",)),
-    ),
-)
-
-
-def add_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the test at hand convert to FUSED and RENAMED, in the place of the families of their names."""
-    for family in (FUSED, RENAMED):
-        monkeypatch.setitem(FAMILIES, family.model_type, family)
 
 
 def make(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:

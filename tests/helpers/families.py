@@ -141,6 +141,17 @@ def small(name: str, layers: int = 2, vocab: int = 61) -> dict[str, Any]:
     return {"num_hidden_layers": layers, "vocab_size": vocab} | kinds
 
 
+def fitting(case: Case) -> dict[str, Any]:
+    """Sizes in place of a case's own that compiled passes take: multiples of 16, odd otherwise."""
+    if case.model_type == "gpt2":
+        return {"n_embd": 64, "n_inner": 80}
+    if case.model_type == "opt":
+        return {"hidden_size": 64, "ffn_dim": 80, "word_embed_proj_dim": 64}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 80}
+    derived = case.model_type in ("phi3", "gpt_neox")  # heads are as wide as the rotations that their cases name
+    return sizes if derived else sizes | {"head_dim": 32 if case.config.get("head_dim") else 16}
+
+
 def make_model(folder: Path, case: Case, seed: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
     """A checkpoint with every parameter random, biases, norms and positions too; `changes` go before the config's."""
     torch.manual_seed(seed)

@@ -11,20 +11,14 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.helpers.families import TYPICAL, WINDOW, Case, make_model
 from tests.helpers.models import make_llama, new_folder
-from treespec_weights import Checkpoint, FamilyRules, ModelShape, family_of, read_config
-from treespec_weights.load import expected_tensors
+from treespec_weights import FamilyRules, ModelShape, family_of, read_config
 
 ARCHITECTURES = {"gemma3_text": "gemma3"}  # where they differ from model_type
-NAMES = {"embed": "token_embd", "final_norm": "output_norm", "lm_head": "output", "attn_norm": "attn_norm"}
-NAMES |= {"q": "attn_q", "k": "attn_k", "v": "attn_v", "q k v": "attn_qkv", "o": "attn_output"}
-NAMES |= {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "attn_post_norm": "post_attention_norm"}
-NAMES |= {"gate": "ffn_gate", "up": "ffn_up", "gate up": "ffn_up", "down": "ffn_down"}
-NAMES |= {"mlp_norm": "ffn_norm", "mlp_post_norm": "post_ffw_norm"}
-"""GGUF names by the parameters of a tensor."""
 
 Types = Callable[[str], str]
 """The type of a matrix, by GGUF name."""
@@ -37,6 +31,7 @@ def write_gguf(
     change: Callable[[gguf.GGUFWriter], None] | None = None,
     drop: Sequence[str] = (),
     tokenizer: Mapping[str, Any] | None = None,  # as from `metadata_of`
+    split: int = 0,  # tensors of a file, where they are split
     **metadata: Any,
 ) -> Path:
     """Writes a checkpoint of a Hugging Face folder as a GGUF file; vectors are always F32.
@@ -48,7 +43,7 @@ def write_gguf(
     rules = family_of(config, folder)
     shape = ModelShape.from_hf(config, rules, folder)
     arch = ARCHITECTURES.get(rules.model_type, rules.model_type)
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     values = _metadata(config, rules, shape) | {key.replace("__", "."): value for key, value in metadata.items()}
     for key, value in values.items():
         if key not in drop and value is not None:
@@ -59,7 +54,7 @@ def write_gguf(
         own, token = f"tokenizer.ggml.{key}_token_id", config.get(f"{key.removesuffix('ding')}_token_id")
         if own not in (tokenizer or {}) and token is not None:
             writer.add_uint32(own, token)
-    tensors = _tensors(folder, rules, shape) | _rope_factors(config, shape)
+    tensors = _tensors(folder, arch, shape) | _rope_factors(config, shape)
     for name, tensor in tensors.items():
         if name not in drop:
             kind = "F32" if tensor.dim() < 2 else types if isinstance(types, str) else types(name)
@@ -164,23 +159,16 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     add(key, value)
 
 
-def _tensors(folder: Path, rules: FamilyRules, shape: ModelShape) -> dict[str, Tensor]:
+def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
     """The tensors by GGUF name, with what the converter changes of them."""
-    found = {}
-    with Checkpoint.open(folder) as checkpoint:
-        for placement in expected_tensors(shape, rules):
-            tensor = checkpoint.tensor(placement.name).float()
-            params = [param.rpartition(".")[2] for param in placement.params]
-            bias = params[0].endswith("_bias")
-            layer = placement.name.split(".")[2] if ".layers." in placement.name else None
-            stem = NAMES[" ".join(param.removesuffix("_bias") for param in params)]
-            if rules.model_type == "llama" and stem in ("attn_q", "attn_k"):
-                heads = shape.num_heads if stem == "attn_q" else shape.num_kv_heads
-                tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-            if rules.norm == "rms_plus_one" and stem.endswith("norm"):
-                tensor = tensor + 1
-            prefix = "" if layer is None else f"blk.{layer}."
-            found[f"{prefix}{stem}.{'bias' if bias else 'weight'}"] = tensor
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names, found = gguf.get_tensor_name_map(kind, shape.num_layers), {}
+    for own, stored in load_file(folder / "model.safetensors").items():
+        name, tensor = names.get_name(own, (".weight", ".bias")), stored.float()
+        if arch == "llama" and ("attn_q." in name or "attn_k." in name):
+            heads = shape.num_heads if "attn_q." in name else shape.num_kv_heads
+            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        found[name] = tensor + 1 if arch.startswith("gemma") and "norm." in name else tensor
     return found
 
 

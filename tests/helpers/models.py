@@ -8,7 +8,7 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,17 +117,18 @@ def add_noise(model: Any, noise: float, seed: int = 1) -> Any:
     return model
 
 
+def change_rows(source: Path, folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """Copy a model with other rows of its embedding and its head."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    rows = {name: change(rows) for name, rows in tensors.items() if "embed_tokens" in name or "lm_head" in name}
+    save_file(tensors | rows, folder / "model.safetensors", metadata={"format": "pt"})
+    return edit_config(folder, vocab_size=len(next(iter(rows.values()))))
+
+
 def reduce_vocabulary(folder: Path, draft: Path, target_ids: np.ndarray, size: int = VOCAB) -> Path:
     """Copy a draft with only the rows of `target_ids`; that of -1 is the mean of all."""
-    folder.mkdir(exist_ok=True)
-    weights = load_file(draft / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        if name in weights:
-            rows = weights[name]
-            weights[name] = torch.cat((rows, rows.mean(0, keepdim=True)))[target_ids].contiguous()
-    (folder / "config.json").write_text((draft / "config.json").read_text())
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    edit_config(folder, vocab_size=len(target_ids))
+    change_rows(draft, folder, lambda rows: torch.cat((rows, rows.mean(0, keepdim=True)))[target_ids].contiguous())
     write_draft_vocabulary(folder, target_ids, size)
     return folder
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import (
     AddedToken,
     ByteLevelBPETokenizer,
@@ -23,6 +21,7 @@ from tokenizers import (
     processors,
 )
 
+from tests.helpers.models import change_rows
 from treespec_weights.codec import byte_characters
 
 TEXT = Path(argparse.__file__).read_text()
@@ -73,21 +72,14 @@ def sentencepiece_like(words: int, text: str = TEXT) -> Tokenizer:
 
 def permuted(source: Path, folder: Path, seed: int = 0) -> Path:
     """A copy of a model whose token ids are shuffled, in its tokenizer, embedding, head and configs alike."""
-    shutil.copytree(source, folder)
-    tensors = load_file(folder / "model.safetensors")
-    size = next(len(tensor) for name, tensor in tensors.items() if "embed_tokens" in name)
-    new_id = np.random.default_rng(seed).permutation(size)
+    new_id = np.random.default_rng(seed).permutation(json.loads((source / "config.json").read_text())["vocab_size"])
+    change_rows(source, folder, lambda rows: rows[np.argsort(new_id)].contiguous())
     raw = json.loads((folder / "tokenizer.json").read_text())
     raw["model"]["vocab"] = {token: int(new_id[id]) for token, id in raw["model"]["vocab"].items()}
     for added in raw["added_tokens"]:
         added["id"] = int(new_id[added["id"]])
     raw["added_tokens"].sort(key=lambda added: added["id"])
     (folder / "tokenizer.json").write_text(json.dumps(raw))
-    for name in [name for name in tensors if "embed_tokens" in name or "lm_head" in name]:
-        moved = torch.empty_like(tensors[name])
-        moved[torch.from_numpy(new_id)] = tensors[name]
-        tensors[name] = moved
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for name in ("config.json", "generation_config.json"):
         config = json.loads((folder / name).read_text())
         for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
@@ -99,14 +91,10 @@ def permuted(source: Path, folder: Path, seed: int = 0) -> Path:
 
 def resized(source: Path, folder: Path, size: int, seed: int = 0, loud: float = 3.0) -> Path:
     """A copy of a model with fewer or more rows of embedding and head; new ones are random, and so loud."""
-    shutil.copytree(source, folder)
-    tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(seed)
-    for name in [name for name in tensors if "embed_tokens" in name or "lm_head" in name]:
-        rows = tensors[name]
+
+    def change(rows: torch.Tensor) -> torch.Tensor:
         new = torch.randn(max(size - len(rows), 0), rows.shape[1], generator=generator) * loud * rows.float().std()
-        tensors[name] = torch.cat([rows[:size], new.to(rows.dtype)])
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": size}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+        return torch.cat([rows[:size], new.to(rows.dtype)])
+
+    return change_rows(source, folder, change)

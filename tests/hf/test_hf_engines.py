@@ -19,7 +19,7 @@ from treespec.hf import engines
 from treespec.hf.rows import with_delayed_start
 
 module = importlib.import_module("treespec.hf.generate")  # its name is the function's in the package
-pytestmark = [pytest.mark.usefixtures("engines_start_quickly"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

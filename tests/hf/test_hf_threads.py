@@ -12,15 +12,8 @@ import torch
 from torch import Tensor
 
 import treespec.hf
-from tests.helpers.architectures import make_model, random_ids
+from tests.helpers.architectures import random_ids
 from treespec.adapter.route import NAME, configs_of, implementation, routed
-
-pytestmark = pytest.mark.usefixtures("engines_start_quickly")
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return make_model("stablelm")
 
 
 @torch.no_grad()

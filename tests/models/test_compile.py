@@ -1,7 +1,6 @@
 """compile=True: the pass in C++ has the promises of the eager one, under the same self-test."""
 
 import functools
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from torch import Tensor
 
 from tests.helpers.exactness import Run, assert_every_node_exact, assert_exact, differences, run, threads
 from tests.helpers.families import Case, make_model
-from tests.helpers.libraries import LIBRARIES
+from tests.helpers.libraries import compiler_of, instruction_sets
 from tests.helpers.logits import error, our_logits, their_logits
 from tests.helpers.models import (
-    FLOATS,
     VOCAB,
     OracleDrafter,
     exact_in_compiled,
@@ -34,10 +32,7 @@ from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
 from treespec.cache.kv_cache import KVCache
 from treespec.errors import ExactnessError
-from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import CompiledModel
-from treespec_kernels.cpu.decoder_library import build
-from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.tuning.testing import assert_close
 
 pytestmark = needs_compiler
@@ -114,15 +109,26 @@ def test_the_best_token_is_the_first_of_the_largest(dtype: torch.dtype, vocab: i
     assert torch.equal(values[whole], expected.values[whole]) and torch.equal(tokens[whole], expected.indices[whole])
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_close_to_the_eager_pass(bias: bool) -> None:
-    """In float32; odd vocabularies, biases, groups of one and of three heads."""
-    sizes: dict[str, Any] = {"vocab_size": VOCAB + 5, "hidden_size": 48, "intermediate_size": 80}
-    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 1 if bias else 3}
-    target = make_llama(new_folder("odd"), 3, attention_bias=bias, mlp_bias=bias, tie_word_embeddings=bias, **sizes)
-    (tokens,) = random_prompts((100,))
-    logits = [our_logits(open_llm(target, compile=compiled), tokens) for compiled in (False, True)]
-    assert (logits[0] - logits[1]).abs().max() < 1e-4 * logits[0].std()
+THREE = {"num_attention_heads": 3, "num_key_value_heads": 3}
+BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+CLOSE = {
+    "llama": Case("llama", THREE),
+    "llama, biases": Case("llama", THREE | BIASED),
+    "qwen2": Case("qwen2", {"use_sliding_window": False}),
+    "mistral": Case("mistral", {"sliding_window": 17, "num_key_value_heads": 1}),
+    "phi3, a part of each head": Case("phi3", {"rope_parameters": PARTIAL}),
+}
+
+
+@pytest.mark.parametrize("name", CLOSE)
+def test_close_to_the_eager_pass(name: str, tmp_path: Path) -> None:
+    """In float32; odd vocabularies, biases, groups of one, two, three and four heads."""
+    hidden = 48 if name.startswith("llama") else 64
+    folder = make_model(tmp_path / "model", CLOSE[name], 3, hidden_size=hidden, intermediate_size=80)
+    (tokens,) = random_prompts((72,), vocab=509)
+    logits = [our_logits(open_llm(folder, compile=compiled), tokens) for compiled in (False, True)]
+    assert_close(*logits, max_error=1e-4, rms_error=1e-5)
 
 
 @exact_in_compiled
@@ -153,26 +159,11 @@ def test_as_far_from_float32_as_transformers_is(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_the_widest_instructions() -> None:
     """The source's own vectors instead of AVX-512: other bits, the same promise."""
-    generic = find_compiler()
-    if torch.cpu._is_avx2_supported():
-        generic = (generic[0], "-march=x86-64-v3")
-    with mock.patch("treespec.models.compiled.find_compiler", lambda: generic):
-        for dtype in FLOATS:
-            llm = open_llm(tiny(dtype)[0], tiny(dtype)[1][:1], prove=True, compile=True)
-            prompts = random_prompts((9, 62))
-            assert_exact(llm, run(llm, prompts, greedy(12), "off"), SPECS["16"])
-
-
-def test_a_library_is_built_once(caplog: pytest.LogCaptureFixture) -> None:
-    open_llm(tiny()[0], compile=True)
-    for library in (build, growth_library):
-        library.cache_clear()
-    built = {path: path.stat().st_mtime_ns for path in LIBRARIES.iterdir() if path.suffix == ".so"}
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "treespec"):
-        open_llm(tiny()[0], compile=True)
-    assert "compiling" not in caplog.text
-    assert built == {path: path.stat().st_mtime_ns for path in built}
+    target, drafts = tiny(torch.bfloat16)
+    widest = "avx2" if "avx2" in instruction_sets() else instruction_sets()[0]
+    with mock.patch("treespec.models.compiled.find_compiler", lambda: compiler_of(widest)):
+        llm = open_llm(target, drafts[:1], prove=True, compile=True)
+        assert_exact(llm, run(llm, random_prompts((9, 62)), greedy(12), "off"), SPECS["16"])
 
 
 @pytest.mark.parametrize("name", ["forward", "logits"])
@@ -197,20 +188,3 @@ def test_nan_ends_its_own_request_alone() -> None:
     outputs = llm.generate([good[0], [*good[1], VOCAB - 1, 5], *good[1:]], greedy(12), SPECS["16"])
     assert "NaN" in str(outputs.pop(1).error)
     assert tokens_of(outputs) == expected
-
-
-COVERED = {
-    "qwen2": Case("qwen2", {"use_sliding_window": False}),
-    "mistral": Case("mistral", {"sliding_window": 17, "num_key_value_heads": 1}),
-    "phi3, a part of each head": Case(
-        "phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}
-    ),
-}
-
-
-@pytest.mark.parametrize("name", COVERED)
-def test_families_that_need_nothing_new(name: str, tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", COVERED[name], 3, hidden_size=64, intermediate_size=80)
-    (tokens,) = random_prompts((80,), vocab=509)
-    logits = [our_logits(open_llm(folder, compile=compiled), tokens) for compiled in (False, True)]
-    assert_close(*logits, max_error=1e-4, rms_error=1e-5)

@@ -2,6 +2,7 @@
 too."""
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.helpers.libraries import share_libraries
 from tests.helpers.models import CURVE, make_llama, new_folder, tiny
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM
@@ -22,44 +22,8 @@ from treespec_kernels.cpu.cpu_library import compile_library, find_compiler
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What engines measure is not kept."""
-    folder = share_libraries(tmp_path)
-    monkeypatch.setattr(costs, "cache_folder", lambda: folder)
-
-
-@pytest.mark.parametrize(
-    "options, error, words",
-    [
-        ({"compile": 1}, ConfigError, "compile=1; valid: True, False, 'auto'"),
-        ({"attention": "cpu-packed"}, KernelError, "attention='cpu-packed'.*leave it at 'auto'"),
-        ({"dtype": "float16"}, KernelError, "float16.*compile=False"),
-        ({"size": 100}, KernelError, r"MLP size of 100.*multiple of 16"),
-    ],
-)
-def test_refusals(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    given = {"device": "cpu", "compile": True, "size": 128} | options
-    model = make_llama(new_folder("refused"), 0, intermediate_size=given.pop("size"))
-    with pytest.raises(error, match=words):
-        LLM(model, **given)
-
-
-@pytest.mark.parametrize(
-    "name, value, words",
-    [
-        ("CXX", "no-such-compiler", "CXX='no-such-compiler'"),
-        ("CXX", "false", "false .* failed"),
-        ("TREESPEC_CPU", "avx1024", "TREESPEC_CPU='avx1024'; valid: baseline, avx2, .*amx"),
-    ],
-)
-def test_no_compiler_is_an_error(name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never a silent fallback; nor for an unknown instruction set."""
-    monkeypatch.setenv(name, value)
-    with pytest.raises(KernelError, match=words):
-        LLM(tiny()[0], device="cpu", compile=True)
-
-
-# --- "auto"
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "load", lambda key: CURVE)
 
 
 def small_llm(model: Path, **options: Any) -> LLM:
@@ -78,7 +42,6 @@ def test_auto_compiles_where_it_can() -> None:
     assert not is_compiled(tiny()[0], compile=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, compiler, why",
     [
@@ -86,23 +49,37 @@ def test_auto_compiles_where_it_can() -> None:
         ({"linear": "torch"}, None, "linear='torch'"),
         ({"dtype": "float16", "exact": False}, None, "float16"),
         ({"backend": "transformers"}, None, "transformers' code"),
-        ({}, "no-such-compiler", "compile=True: no C++ compiler"),
+        ({}, "no-such-compiler", "no C++ compiler"),
         ({}, "false", "compile=True: false"),
         ({}, "'c++", 'compile=True: CXX="\'c++" is no'),
     ],
 )
-def test_auto_says_why_not(
+def test_compiled_passes_that_cannot_be_had(
     options: dict[str, Any],
     compiler: str | None,
     why: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """compile=True is an error, never a silent fallback; "auto" says why not."""
     if compiler is not None:
         monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(KernelError, match=re.escape(why)):
+        small_llm(tiny()[0], compile=True, **options)
     with caplog.at_level(logging.INFO, "treespec"):
         assert not is_compiled(tiny()[0], **options)
     assert why in caplog.text.partition("passes are not compiled: ")[2]
+
+
+def test_values_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="compile=1; valid: True, False, 'auto'"):
+        small_llm(tiny()[0], compile=1)
+    uneven = make_llama(new_folder("uneven"), 0, intermediate_size=100)
+    with pytest.raises(KernelError, match=r"MLP size of 100.*multiple of 16"):
+        small_llm(uneven, compile=True)
+    monkeypatch.setenv("TREESPEC_CPU", "avx1024")
+    with pytest.raises(KernelError, match=r"TREESPEC_CPU='avx1024'; valid: baseline, avx2, .*amx"):
+        small_llm(tiny()[0])
 
 
 @needs_compiler
@@ -132,15 +109,13 @@ def test_without_a_cache_folder_libraries_are_built_for_each_start(
     (tmp_path / "file").write_text("where a folder should be")
     monkeypatch.setattr(costs, "cache_folder", lambda: tmp_path / "file")
     monkeypatch.setenv("CXX", f"{find_compiler()[0]} -O0")
-    with mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE):
-        assert is_compiled(tiny()[0])
+    assert is_compiled(tiny()[0])
     assert "cannot cache compiled libraries" in caplog.text and "set XDG_CACHE_HOME" in caplog.text
 
 
 @pytest.mark.slow
 def test_auto_needs_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A container may run under a number that no user has."""
-    monkeypatch.undo()  # the folder that other tests build into
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
     with caplog.at_level(logging.INFO, "treespec"):
@@ -159,10 +134,7 @@ def not_exact(*linear: str) -> Iterator[None]:
     def differing(decoder: Decoder, *rest: Any) -> list[str]:
         return ["row 1 of 2 differs"] if decoder.linear in linear else []
 
-    with (
-        mock.patch("treespec.startup.build.differing_rows", differing),
-        mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
-    ):
+    with mock.patch("treespec.startup.build.differing_rows", differing):
         yield
 
 

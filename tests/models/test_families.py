@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.architectures import continuations
 from tests.helpers.exactness import assert_exact, differences, run
-from tests.helpers.families import CASES, TYPICAL, VOCAB, WINDOW, make_model
+from tests.helpers.families import CASES, TYPICAL, VOCAB, WINDOW, fitting, make_model
 from tests.helpers.models import (
+    FLOATS,
     OracleDrafter,
-    exact_in,
     greedy,
     make_draft,
     new_folder,
@@ -25,6 +25,7 @@ from tests.helpers.models import (
     random_prompts,
     tree_of,
 )
+from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.engine.runner import tree_rows
 from treespec.models.decoder import HiddenStates
@@ -36,6 +37,7 @@ from treespec_weights.families import FAMILIES
 
 PREFILL, LENGTH = 118, 126  # tokens prefilled in two chunks, and tokens before the tree
 TREE = SpecConfig(nodes=20, max_depth=6)
+SPECS = (TREE, SpecConfig(nodes=40, max_depth=4, sources=("ssm",)), SpecConfig())
 
 
 class Outputs(NamedTuple):
@@ -104,13 +106,17 @@ def theirs(folder: Path, tokens: list[int], tree: TokenTree) -> Outputs:
     )
 
 
+COMPILED = pytest.param(True, marks=[needs_compiler, pytest.mark.slow], id="compiled")
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(False, id="eager"), COMPILED])
 @pytest.mark.parametrize("name", quick(CASES, TYPICAL))
-def test_logits_and_states_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_and_states_are_those_of_transformers(name: str, compiled: bool, tmp_path: Path) -> None:
     """fp32, in prefill, in decoding, and at every node of a tree."""
-    folder = make_model(tmp_path / "model", CASES[name], 3)
+    folder = make_model(tmp_path / "model", CASES[name], 3, **(fitting(CASES[name]) if compiled else {}))
     (tokens,) = random_prompts((LENGTH + 1,), vocab=VOCAB)
     tree = a_tree(tokens[LENGTH], 24, 5)
-    found, expected = ours(folder, tokens, tree), theirs(folder, tokens, tree)
+    found, expected = ours(folder, tokens, tree, compiled), theirs(folder, tokens, tree)
     assert_close(found.logits, expected.logits, max_error=2e-3, rms_error=1e-4)
     for layer in range(found.states.shape[1]):
         assert_close(found.states[:, layer], expected.states[:, layer], max_error=2e-3, rms_error=1e-4)
@@ -124,20 +130,28 @@ def test_every_family_has_a_case() -> None:
 
 
 @functools.cache
-def family(name: str, dtype: torch.dtype) -> tuple[Path, LLM]:
-    """A typical model of the family, and a proven engine with an oracle and with the model's own noisy copy."""
+def model_of(name: str, dtype: torch.dtype, compiled: bool) -> tuple[Path, Path]:
+    """A model, and a noisy copy of it."""
     root = new_folder("family")
-    folder = make_model(root / "target", TYPICAL[name], 3, dtype)
-    draft = make_draft(root / "ssm", folder, 1, 0.05)
-    return folder, open_llm(folder, [draft, OracleDrafter([], 6, vocab=VOCAB)], max_num_seqs=3)
+    folder = make_model(root / "target", CASES[name], 3, dtype, **(fitting(CASES[name]) if compiled else {}))
+    return folder, make_draft(root / "ssm", folder, 1, 0.05)
+
+
+@functools.cache
+def family(name: str, dtype: torch.dtype, compiled: bool = False) -> LLM:
+    """A proven engine with the model's copy and with an oracle."""
+    folder, draft = model_of(name, dtype, compiled)
+    oracle = OracleDrafter([], 6, vocab=VOCAB)
+    return open_llm(folder, [draft, oracle], max_num_seqs=3, compile=compiled, prove=compiled)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TYPICAL)
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     """64 tokens, plainly and with deep paths accepted."""
-    folder, llm = family(name, torch.float32)
+    llm = family(name, torch.float32)
     (prompt,) = random_prompts((WINDOW - 4,), vocab=VOCAB)
+    folder = model_of(name, torch.float32, False)[0]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     expected = prompt + continuations(model, [prompt], 64)[0]
     llm.engine.sources.others[:] = [OracleDrafter([expected], 6, vocab=VOCAB)]
@@ -147,16 +161,45 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     assert output.metrics.acceptance_length > 4
 
 
+ODD = ("mistral, a window of one position", "qwen3, biases, windows by layer", "gpt_neox, one after the other")
+EXACT = [(name, dtype, False) for name in TYPICAL for dtype in FLOATS]
+EXACT += [pytest.param(name, torch.bfloat16, True, marks=needs_compiler) for name in (*TYPICAL, *ODD)]
+
+
 @pytest.mark.slow
-@exact_in
-@pytest.mark.parametrize("name", TYPICAL)
-def test_trees_have_the_bits_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name, dtype, compiled", EXACT)
+def test_trees_have_the_bits_of_plain_decoding(name: str, dtype: torch.dtype, compiled: bool) -> None:
     """Tokens and logits of a batch, over the borders of windows and of tiles; sampled ones too."""
-    _, llm = family(name, dtype)
-    prompts = random_prompts((9, 58, 63 + WINDOW), vocab=VOCAB)
+    llm = family(name, dtype, compiled)
+    prompts = random_prompts((WINDOW - 2, 62, 63 + WINDOW), vocab=VOCAB)
     plain = run(llm, prompts, greedy(18), "off")
     llm.engine.sources.others[:] = [OracleDrafter(plain.sequences, 6, vocab=VOCAB)]
-    assert assert_exact(llm, plain, TREE).acceptance_length > 2
+    for spec in SPECS if compiled else SPECS[:1]:
+        assert assert_exact(llm, plain, spec).acceptance_length > (2 if spec is TREE else 1.1)
     sampled = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=10, ignore_eos=True)
     plain, tree = run(llm, prompts, sampled, "off"), run(llm, prompts, sampled, TREE)
     assert not differences(plain, tree)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("name", ["gemma3", "gpt_neox"])
+def test_compiled_passes_with_quantised_weights(name: str) -> None:
+    folder, draft = model_of(name, torch.bfloat16, True)
+    llm = open_llm(folder, [draft], compile=True, prove=True, quantization="int8")
+    prompts = random_prompts((9, 62), vocab=VOCAB)
+    assert_exact(llm, run(llm, prompts, greedy(12), "off"), SPECS[1])
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("compiled", [False, True])
+def test_drafts_of_other_families(compiled: bool) -> None:
+    """Heads of several sizes, windows and learned positions in one engine: a library for each size of head."""
+    target, *drafts = (model_of(name, torch.bfloat16, True)[0] for name in ("phi3", "gpt2", "gemma3", "gpt_neox"))
+    llm = open_llm(target, drafts, compile=compiled, prove=compiled)
+    assert {model.linear == "compiled" for model in llm.engine.sources.ssms.models} == {compiled}
+    prompts = random_prompts((5, 70), vocab=VOCAB)
+    spec = SpecConfig(branching=(3, 1, 1), sources=("ssm",))
+    tree = assert_exact(llm, run(llm, prompts, greedy(12), "off"), spec)
+    assert all(output.metrics.nodes_verified > 12 for output in tree.outputs)

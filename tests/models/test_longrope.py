@@ -1,7 +1,6 @@
 """LongRoPE: a request has the short factors or the long ones, whatever else is in the engine or in its batch."""
 
 import functools
-import logging
 from pathlib import Path
 from unittest import mock
 
@@ -11,11 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.architectures import continuations
 from tests.helpers.exactness import differences, run
-from tests.helpers.families import CASES, make_model
-from tests.helpers.models import VOCAB, edit_config, greedy, make_draft, new_folder, open_llm, random_prompts, tokens_of
+from tests.helpers.families import CASES, fitting, make_model
+from tests.helpers.models import VOCAB, greedy, make_draft, new_folder, open_llm, random_prompts, tokens_of
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.sharing import samples
-from tests.models.test_compile_families import fitting
 from treespec import LLM, SpecConfig
 from treespec.engine.runner import Runner
 
@@ -117,25 +115,8 @@ def test_samples_share_a_prompt_and_other_limits_do_not() -> None:
 
 
 @pytest.mark.slow
-def test_a_limit_that_makes_the_difference_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    llm = open_llm(target(), max_model_len=None)
-    with caplog.at_level(logging.WARNING, "treespec"):
-        llm.generate([PROMPTS[i] for i in [*SHORT, *LONG]], greedy(COUNT), "off")
-        assert not caplog.records
-        llm.generate([PROMPTS[3], PROMPTS[0]], [greedy(COUNT + 1), greedy(100)], "off")
-    [record] = caplog.records
-    assert f"a prompt of 48 tokens with max_tokens=17 may outgrow the original context of {ORIGINAL}" in record.message
-
-
-@pytest.mark.slow
-def test_an_engine_of_short_contexts_has_one_table(tmp_path: Path) -> None:
-    """So has a model whose factors are equal, as a GGUF file's of Llama 3."""
+def test_an_engine_of_short_contexts_has_one_table() -> None:
     limited, prompts = open_llm(target(), max_model_len=ORIGINAL), [PROMPTS[i] for i in SHORT]
     assert limited.engine.runner.target.config.short_context == 0
     expected = engine(False, 0.0).generate(prompts, greedy(COUNT), "off")
     assert tokens_of(limited.generate(prompts, greedy(COUNT), "off")) == tokens_of(expected)
-    equal = make_draft(tmp_path / "equal", target(), 1, 0.0)
-    factors = [1.0 + i for i in range(8)]
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors}
-    edit_config(equal, rope_parameters=rope)
-    assert open_llm(equal, max_model_len=None).engine.runner.target.config.short_context == 0

@@ -152,13 +152,6 @@ def test_spaces_before_punctuation_are_not_cleaned_up() -> None:
     assert "".join(chunk.text or "" for chunk in llm.stream([2], params)) == output.outputs[0].text
 
 
-@settings(max_examples=100)
-@given(st.lists(st.integers(0, 511), max_size=20), st.lists(st.integers(0, 511), max_size=40), st.booleans())
-def test_any_tokens(prompt: list[int], tokens: list[int], skip: bool) -> None:
-    decode = functools.partial(speaking_llm().get_tokenizer().decode, skip_special_tokens=skip)
-    assert_text_of_all_tokens(decode, prompt, tokens)
-
-
 BYTES = sorted({token for text in ("é", "😀", "日", "a") for token in encode(text)})
 
 

@@ -20,7 +20,7 @@ from treespec.training.dflash import make_dflash
 from treespec.training.eagle3 import head_layers, make_head
 from treespec.training.head_kinds import write_head
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("engines_start_quickly")]
+pytestmark = pytest.mark.slow
 VOCAB, DEPTHS = 384, 3
 
 
@@ -91,11 +91,7 @@ OPTIONS: dict[str, Any] = {"tokens": 600, "vocabulary": 257, "max_tokens": 16, "
 
 
 @pytest.mark.parametrize("num_layers, kind", [(2, "eagle3"), (3, "dflash")])
-def test_a_trained_head_drafts(num_layers: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = {"report.REPEATS": 1, "lessons.PER_SHARD": 40}
-    quick |= {"run.STEP_TOKENS": 512, "run.EPOCHS": 3, "run.REPORT_PROMPTS": 3}
-    for name, value in quick.items():
-        monkeypatch.setattr(f"treespec.training.{name}", value)
+def test_a_trained_head_drafts(num_layers: int, kind: str, tmp_path: Path) -> None:
     target, data = tiny_target(num_layers), tmp_path / "text.txt"
     data.write_text(TEXT[:9000])
     options = OPTIONS | {"head": kind}
@@ -114,7 +110,7 @@ def test_a_trained_head_drafts(num_layers: int, kind: str, tmp_path: Path, monke
 
 def test_a_target_without_such_layers_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT[:2000])
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128, "eos_token_id": 0, "bos_token_id": 0}
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "eos_token_id": 0, "bos_token_id": 0}
     GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes)).save_pretrained(folder := new_folder("gpt2"))
     save_tokenizer(folder, byte_level(VOCAB, TEXT.splitlines()))
     with pytest.raises(ModelError, match="cannot train a draft head for gpt2: its config has no"):

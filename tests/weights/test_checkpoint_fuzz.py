@@ -1,6 +1,5 @@
 """Mutated checkpoints: each loads as described or is refused by one of our errors, at once."""
 
-import dataclasses
 import json
 import os
 import random
@@ -17,8 +16,6 @@ import torch
 from tests.helpers.conversions import counted, loaded
 from tests.helpers.models import make_llama
 from treespec_weights import (
-    FAMILIES,
-    LLAMA,
     CheckpointError,
     ModelShape,
     convert_checkpoint,
@@ -200,7 +197,6 @@ def test_fuzz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) ->
 
 def test_fuzzed_configs_in_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutated configs, converted to another family's layout, which asks transformers' config classes."""
-    monkeypatch.setitem(FAMILIES, "mistral", dataclasses.replace(LLAMA, model_type="mistral"))
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     folder = tmp_path / "model"
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}

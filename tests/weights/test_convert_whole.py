@@ -5,24 +5,18 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 import treespec_weights.writer
 from tests.helpers.commands import program
-from tests.helpers.conversions import Q, add_families, assert_same, contents, make, tensors_of
-from tests.helpers.models import edit_config
-from treespec_weights import CheckpointError, OptionError, UnsupportedModelError, WriteError, convert_checkpoint
+from tests.helpers.conversions import Q, assert_same, contents, make, tensors_of
+from treespec_weights import CheckpointError, OptionError, WriteError, convert_checkpoint
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def families(monkeypatch: pytest.MonkeyPatch) -> None:
-    add_families(monkeypatch)
 
 
 def test_the_destination_must_be_free(tmp_path: Path) -> None:
@@ -45,15 +39,8 @@ def test_the_destination_must_be_free(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_source_that_is_not_what_its_config_says(tmp_path: Path) -> None:
+def test_a_value_that_the_dtype_has_no_room_for(tmp_path: Path) -> None:
     source = make(tmp_path / "a")
-    edit_config(source, intermediate_size=34)
-    with pytest.raises(CheckpointError, match=r"up_proj.weight': has shape \[33, 24\], expected \[34, 24\]"):
-        convert_checkpoint(source, tmp_path / "b")
-    edit_config(source, intermediate_size=33, model_type="nope")
-    with pytest.raises(UnsupportedModelError, match="'nope' is not supported"):
-        convert_checkpoint(source, tmp_path / "b")
-    edit_config(source, model_type="llama")
     for file in source.glob("*.safetensors"):
         save_file({name: tensor * (1e6 if name == Q else 1) for name, tensor in load_file(file).items()}, file)
     with pytest.raises(CheckpointError, match=r"layers.1.self_attn.q_proj.*is infinite in torch.float16"):
@@ -153,17 +140,10 @@ def test_a_disk_that_fills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with monkeypatch.context() as patch, pytest.raises(WriteError, match=r"GB needed, 0.00 GB free"):
         patch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
         convert_checkpoint(source, tmp_path / "b", shard_bytes=6000)
-    write, count = treespec_weights.writer.write_tensor, 0
-
-    def filling(file: Any, tensor: Tensor, on_bytes: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 7:
-            raise OSError(28, "No space left on device")
-        write(file, tensor, on_bytes)
-
-    monkeypatch.setattr("treespec_weights.writer.write_tensor", filling)
-    with pytest.raises(WriteError, match=r"'model-000.*tensor '.*No space left on device(.|\n)*--resume"):
+    write = treespec_weights.writer.write_tensor
+    filling = mock.Mock(wraps=write, side_effect=[mock.DEFAULT] * 6 + [OSError(28, "No space left on device")])
+    message = r"'model-000.*tensor '.*No space left on device(.|\n)*--resume"
+    with mock.patch("treespec_weights.writer.write_tensor", filling), pytest.raises(WriteError, match=message):
         convert_checkpoint(source, tmp_path / "b", shard_bytes=6000)
     assert not (tmp_path / "b").exists() and not list(tmp_path.rglob("*.part"))
     convert_checkpoint(source, tmp_path / "b", shard_bytes=6000, resume=True)
@@ -173,13 +153,12 @@ def test_a_disk_that_fills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
 def test_memory_is_that_of_a_tensor(tmp_path: Path) -> None:
     """In a process of its own, whose malloc gives large blocks back at once."""
-    source = make(tmp_path / "a", hidden_size=768, intermediate_size=4096, num_hidden_layers=5, vocab_size=2048)
+    source = make(tmp_path / "a", hidden_size=256, intermediate_size=4096, num_hidden_layers=4, vocab_size=64)
     make(tmp_path / "small")
     cases = [(None, None), (None, "bfloat16"), ("phi3", None), ("phi3", "float16")]
     script = (
-        "import json, sys, torch\nfrom pathlib import Path\n"
-        "from tests.helpers.conversions import FUSED\nfrom treespec_weights import FAMILIES, convert_checkpoint\n"
-        "FAMILIES['phi3'] = FUSED\nroot, peak = Path(sys.argv[1]), 0\n"
+        "import json, sys, torch\nfrom pathlib import Path\nfrom treespec_weights import convert_checkpoint\n"
+        "root, peak = Path(sys.argv[1]), 0\n"
         "def anonymous():\n"
         "    return int(Path('/proc/self/status').read_text().split('RssAnon:')[1].split()[0]) * 1024\n"
         "def watch(done, total):\n    global peak\n    peak = max(peak, anonymous())\n"

@@ -16,7 +16,6 @@ from treespec.errors import ModelError
 from treespec.models.model_config import ModelConfig
 from treespec_kernels.tuning.testing import assert_close
 from treespec_weights import UnsupportedModelError, inspect_checkpoint, verify_checkpoint
-from treespec_weights.describe import describe
 
 (TOKENS,) = random_prompts((90,), vocab=VOCAB)
 
@@ -124,16 +123,3 @@ def test_a_draft_of_fewer_positions_than_the_target(tmp_path: Path) -> None:
     spec = SpecConfig(branching=(2, 1), sources=("ssm",))
     (plain,), (tree,) = (llm.generate(prompt, greedy(8), each) for each in ("off", spec))
     assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, said",
-    [
-        ("gemma3", ("RMSNorm (1 + w)", "also of heads", f"windows of {WINDOW} positions")),
-        ("opt", ("LayerNorm", "no gate", "258 learned positions")),
-    ],
-)
-def test_a_report_says_what_layers_are_made_of(name: str, said: tuple[str, ...], tmp_path: Path) -> None:
-    text = describe(inspect_checkpoint(make_model(tmp_path / "model", TYPICAL[name], 7)))
-    assert all(each in text for each in said)

@@ -12,14 +12,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import treespec_weights
-from tests.helpers.models import make_llama
+from tests.helpers.models import make_llama, new_folder
 from treespec_weights import (
     LLAMA,
     Checkpoint,
     CheckpointConfigError,
     CheckpointError,
     ModelShape,
-    TensorRule,
     UnsupportedModelError,
     default_folder,
     default_names,
@@ -30,37 +29,15 @@ from treespec_weights import (
 )
 
 INDEX = "model.safetensors.index.json"
-CONFIG = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 12,
-    "intermediate_size": 10,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "vocab_size": 17,
-    "tie_word_embeddings": True,
-}
+SIZES = {"num_hidden_layers": 2, "hidden_size": 12, "intermediate_size": 10, "head_dim": 6, "vocab_size": 17}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+CONFIG = SIZES | {"model_type": "llama"}
 SHAPE = ModelShape.from_hf(CONFIG, LLAMA)
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
-def llama_names(shape: ModelShape) -> dict[str, str]:
-    """The names of parameters in a Llama checkpoint, written down here without the rules under test."""
-    names = {"embed": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
-    parts = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    parts |= {part: f"self_attn.{part}_proj" for part in "qkvo"} | {p: f"mlp.{p}_proj" for p in ("gate", "up", "down")}
-    for i in range(shape.num_layers):
-        names |= {f"layers.{i}.{part}": f"model.layers.{i}.{name}" for part, name in parts.items()}
-    return {
-        param: names[param.removesuffix("_bias")] + (".bias" if param.endswith("_bias") else ".weight")
-        for param in shape.parameters()
-    }
-
-
-def llama_tensors(shape: ModelShape = SHAPE) -> dict[str, Tensor]:
-    generator, names = torch.Generator().manual_seed(0), llama_names(shape)
-    return {names[param]: torch.randn(dims, generator=generator) for param, dims in shape.parameters().items()}
+def llama_tensors(**config: Any) -> dict[str, Tensor]:
+    return load_file(make_llama(new_folder("llama"), 0, **(SIZES | config)) / "model.safetensors")
 
 
 def write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any] = CONFIG) -> Path:
@@ -96,9 +73,9 @@ def test_round_trip_with_transformers(tmp_path: Path, sharded: bool, tied: bool,
     assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == shape.parameters()
     assert list(weights) == list(shape.parameters())
     assert shape.num_parameters() == model.num_parameters()
-    state = model.state_dict()
-    for param, name in llama_names(shape).items():
-        assert torch.equal(weights[param], state[name]), name
+    both = weights.values(), model.requires_grad_(False).parameters()
+    found, stored = (sorted(each.numpy().tobytes() for each in tensors) for tensors in both)
+    assert found == stored, "which is which: tests/models/test_families.py"
     assert verify_checkpoint(tmp_path).ok
 
 
@@ -136,7 +113,7 @@ def test_memory_is_that_of_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None, share: float
 ) -> None:
     shape = dataclasses.replace(SHAPE, hidden_size=1024, intermediate_size=4096, num_layers=2)
-    tensors = llama_tensors(shape)  # 96 MiB, the largest 16
+    tensors = llama_tensors(hidden_size=1024, intermediate_size=4096)  # 96 MiB, the largest 16
     largest = max(tensor.nbytes for tensor in tensors.values())
     total = sum(tensor.nbytes for tensor in tensors.values())
     write(tmp_path, tensors)
@@ -152,13 +129,6 @@ def test_memory_is_that_of_the_result(
     weights = load_weights(tmp_path, shape, dtype=dtype)
     assert all(tensor.min() < tensor.max() for tensor in weights.values())  # touches every page
     assert max(peak, anonymous_bytes()) - before < share * total + largest
-
-
-def test_old_rotary_buffers_are_ignored(tmp_path: Path) -> None:
-    extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(3) for i in range(2)}
-    assert load_weights(write(tmp_path, llama_tensors() | extra), SHAPE).keys() == SHAPE.parameters().keys()
-    extra = {"model.layers.2.self_attn.rotary_emb.inv_freq": torch.ones(3)}
-    load_refused(write(tmp_path, llama_tensors() | extra), "'num_hidden_layers' is 2", "rotary_emb")
 
 
 def test_a_tied_matrix_by_either_name(tmp_path: Path) -> None:
@@ -196,29 +166,6 @@ def test_index_entries_without_a_tensor(tmp_path: Path, caplog: pytest.LogCaptur
     load_refused(tmp_path, where)
 
 
-def test_other_layouts_are_data(tmp_path: Path) -> None:
-    """Fused, per-head and transposed tensors, as Phi-3, GPT-NeoX and GPT-2 store them."""
-    tensors, names, parts = llama_tensors(), llama_names(SHAPE), ("q", "k", "v", "gate", "up", "down")
-    stored = {name: tensor for name, tensor in tensors.items() if not name.endswith("_proj.weight") or "o_proj" in name}
-    for i in range(2):
-        q, k, v, gate, up, down = (tensors[names[f"layers.{i}.{part}"]] for part in parts)
-        heads = [part.view(2, -1, 12) for part in (q, k, v)]  # two KV heads, two queries each
-        stored[f"h.{i}.qkv"] = torch.cat(heads, dim=1).reshape(-1, 12)
-        stored[f"h.{i}.gate_up"] = torch.cat([gate, up])
-        stored[f"h.{i}.down"] = down.t().contiguous()
-    rules = [rule for rule in LLAMA.tensors if rule.params[0].split(".")[-1] not in parts]
-    rules += [
-        TensorRule("h.{i}.qkv", ("layers.{i}.q", "layers.{i}.k", "layers.{i}.v"), "per_head"),
-        TensorRule("h.{i}.gate_up", ("layers.{i}.gate", "layers.{i}.up")),
-        TensorRule("h.{i}.down", ("layers.{i}.down",), "transposed"),
-    ]
-    family = dataclasses.replace(LLAMA, model_type="fused", tensors=tuple(rules))
-    weights = load_weights(write(tmp_path, stored), SHAPE, family)
-    for param, name in names.items():
-        assert torch.equal(weights[param], tensors[name]), param
-        assert weights[param].is_contiguous()
-
-
 # --- wrong tensors
 
 
@@ -248,7 +195,8 @@ def test_all_mismatches_are_listed_at_once(tmp_path: Path) -> None:
 
 def test_biases_that_the_config_promises_are_required(tmp_path: Path) -> None:
     shape = dataclasses.replace(SHAPE, attention_bias=True)  # without o_bias: as Qwen2 has it
-    write(tmp_path, llama_tensors(shape))
+    tensors = llama_tensors(attention_bias=True)
+    write(tmp_path, {name: tensor for name, tensor in tensors.items() if "o_proj.bias" not in name})
     assert "layers.0.q_bias" in load_weights(tmp_path, shape)
     load_refused(tmp_path, "o_proj.bias': missing; expected [12]", shape=dataclasses.replace(shape, o_bias=True))
 

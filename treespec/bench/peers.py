@@ -58,7 +58,7 @@ class Transformers:
         self, prompts: Sequence[list[int]], max_tokens: int, options: dict[str, Any]
     ) -> tuple[float, list[list[int]]]:
         """Generate from a left-padded batch; return the seconds and the new tokens of each prompt."""
-        rows = [torch.tensor(prompt, device=self.device) for prompt in prompts]
+        rows = [torch.tensor(prompt, dtype=torch.int64, device=self.device) for prompt in prompts]
         ids = pad_sequence(rows, batch_first=True, padding_side="left")
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         with torch.inference_mode():

@@ -16,11 +16,12 @@ import pytest
 INTERPRETED = Path(__file__).parents[1] / "interpreted"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-# Processes fork from one that has imported torch, which is two thirds of what starting them costs, and neither triton
-# nor anything of ours. Nor has it computed anything: it has no threads and no state on a GPU.
+# Processes fork from one that has imported what most of them need, which is two thirds of what starting them costs, but
+# neither triton nor anything of ours. Nor has it computed anything: it has no threads and no state on a GPU.
+_PRELOADED = ["torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "transformers", "pytest"]
 _processes = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 if sys.platform == "linux":
-    _processes.set_forkserver_preload(["torch"])
+    _processes.set_forkserver_preload(_PRELOADED)
 
 
 def _redirected(folder: str, environment: dict[str, str], function: Callable[..., None], argument: object) -> None:

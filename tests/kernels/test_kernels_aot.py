@@ -152,7 +152,6 @@ def test_families() -> None:
 def test_gpus_of_less_memory_and_other_vendors() -> None:
     """What takes most memory: the linear layers of 8B, and heads of 256."""
     assert len(rows_of("sm_89", ("8b bf16", "row_linear"), ("gemma2", "tree_attention"))) > 4
-    assert 7 in {row["config"].get("SPLIT_K") for row in rows_of("gfx942", ("gemma3", "row_linear"))}
     for target in ("gfx942", "sm_100"):
         assert "multiply_quantized" in {row["kernel"] for row in rows_of(target, ("awq", "quantized_row_linear"))}
 

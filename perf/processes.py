@@ -33,7 +33,7 @@ class Section(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What processes run."""
+    """A section with its measurements' inputs, output file and deadlines, as its processes get it."""
 
     section: Section
     make: Callable[[dict[str, Figures]], Any]  # makes what the measurements get from the rows so far, by name

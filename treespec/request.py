@@ -177,7 +177,7 @@ class Request:
 
     @property
     def has_verified_prompt(self) -> bool:
-        """Whether the pages hold the whole prompt, and a token has shown it to be finite."""
+        """Whether the pages hold the whole prompt, and a first token was computed from it, so its K/V is finite."""
         verified = self.num_generated or (self.context_len and not self.prefill_passes)
         return bool(verified) and not self.needs_prefill
 

@@ -50,7 +50,10 @@ class Trust:
         self.known[ssm] = end
 
     def advantage(self, ssm: int, other: int) -> float | None:
-        """Return how many nats per token an SSM predicts better than another, less one standard error, if known."""
+        """Return by how many nats per token an SSM predicts better than another one, at least.
+
+        The bound is one standard error below the mean; None if too few tokens are scored.
+        """
         scores, other_scores = self._recent([ssm, other])
         if len(scores) < MIN_COMPARED:
             return None

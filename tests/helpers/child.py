@@ -16,8 +16,8 @@ import pytest
 INTERPRETED = Path(__file__).parents[1] / "interpreted"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-# Processes fork from one that has imported what most of them need, which is two thirds of what starting them costs, but
-# neither triton nor anything of ours. Nor has it computed anything: it has no threads and no state on a GPU.
+# Processes fork from one that has imported what most of them need, which is half the cost of a start, but neither
+# triton nor anything of ours. Nor has it computed anything: it has no threads and no state on a GPU.
 _PRELOADED = ["torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "transformers", "pytest"]
 _processes = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 if sys.platform == "linux":

@@ -133,7 +133,7 @@ def generate(
 
 
 def pairs_of_seconds(speculative: Callable[[], float], plain: Callable[[], float]) -> list[tuple[float, float]]:
-    """Return the seconds of pairs of warm runs; every second one begins plainly, as machines change their speed."""
+    """Return the seconds of pairs of warm runs. Every second pair starts with the plain run, since machines drift."""
     pairs: list[tuple[float, float]] = []
     while len(pairs) < MIN_PAIRS or sum(map(sum, pairs)) < MEASURED_SECONDS:
         if len(pairs) % 2 == 0:

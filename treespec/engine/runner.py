@@ -138,7 +138,7 @@ class Runner:
             torch.cuda.synchronize(self.target.device)
 
     def run_pass(self, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
-        """Return final hidden states, [num tokens, hidden_size], and write what heads read; exact to `max_rows`."""
+        """Return final hidden states, [num tokens, hidden_size], and write what heads read. Exact up to `max_rows`."""
         ids = torch.from_numpy(tokens).to(self.target.device)
         pool, features = self.cache.pools[0], self.cache.features
         layout = self.target.plan(rows, pool)

@@ -71,7 +71,7 @@ class RoundLoop:
             self.lock.release()
 
     def step(self) -> None:
-        """Run one round; the caller holds the lock. If it raises, running requests, now in no known state, end."""
+        """Run one round; the caller holds the lock. If it raises, all running requests end, in no defined state."""
         if self._in_round:
             raise RequestError(
                 "a processor, drafter or observer cannot generate with the engine that called it, in the middle of a "

@@ -162,7 +162,7 @@ def round_limits(spec: SpecConfig, max_model_len: int, scratch: int, num_ssms: i
 
 
 def runs_on_device(model: GroupModel) -> bool:
-    """Return whether levels can be captured: one graph serves all, so not with weights for each depth."""
+    """Return whether a draft's levels can be captured: one graph serves all, so weights per depth are not possible."""
     if isinstance(model, FeatureHead):
         return not isinstance(model, StateHead) and isinstance(model.decoder, TritonDecoder)
     return isinstance(model, TritonDecoder)

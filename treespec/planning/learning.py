@@ -33,7 +33,7 @@ class SpeculationBackoff:
 
     def __init__(self, requests: int) -> None:
         self.pause_left, self._pause = 0, PAUSE  # rounds left of the current pause, and length of the next one
-        self._requests, self._credit = requests, CREDIT / requests  # smallest number of requests in the batch
+        self._requests, self._credit = requests, CREDIT / requests  # the smallest batch that shares the credit
 
     def observe(self, gain: float, rounds: float) -> None:
         """Update the credit from a round with a `gain` in tokens per second over plain decoding.

@@ -288,7 +288,10 @@ class CompiledForest(Forest):
     def draft(
         self, passes: CallPasses, weights: Sequence[np.ndarray], rule: LevelRule, adaptive: Sequence[bool]
     ) -> ScoredRows:
-        """Run the SSMs' passes and grow trees by all levels in one call; `rule` may end growth of `adaptive` ones."""
+        """Run the SSMs' passes and extend the trees by all levels, in one call.
+
+        `adaptive`, by tree, says where `rule` may end growth early; it is empty if no tree is adaptive.
+        """
         roots, g, num_levels = self.frontier, self._growth, max(limit.max_depth for limit in self.limits)
         level, expanded, broken = self._begin(len(roots.nodes), *self.room)
         widths = [frontier_width(depth, self.max_frontier) for depth in range(1, num_levels + 1)]

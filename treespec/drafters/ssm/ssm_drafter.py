@@ -136,7 +136,10 @@ class SsmDrafter:
             self.cache.scrub(NULL_PAGE)
 
     def _compiled_passes(self, trees: GrowingTrees, forest: CompiledForest) -> CallPasses | None:
-        """Return all levels' passes for a compiled call, unless restrictions, a model or memory prevent it."""
+        """Return the passes of all levels for one compiled call, or None.
+
+        None with restricted requests, models without entry points, or too much memory for probabilities.
+        """
         requests, states = trees.requests, trees.states
         if any(request.restriction is not None for request in requests):
             return None

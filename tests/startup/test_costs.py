@@ -180,6 +180,32 @@ def test_costs_are_measured_once(caplog: pytest.LogCaptureFixture) -> None:
     assert costs.load_all() == [], "the file of treespec autotune is left alone"
 
 
+@pytest.mark.parametrize(
+    ("unit", "eight", "runs", "times"),
+    [(1e-3, 2.1, 2, 1), (1e-3, 2.6, 2, 2), (1e-3, 1.5, 2, 2), (1e-1, 2.6, 0, 1)],
+    ids=["same", "rows dearer", "rows cheaper", "slow model"],
+)
+def test_stored_costs_that_a_start_contradicts_are_measured_again(
+    unit: float, eight: float, runs: int, times: int
+) -> None:
+    passes = []
+
+    def least_seconds(runs: Any, *rest: Any) -> list[float]:
+        passes.extend(runs)
+        for run in runs:
+            run()
+        return [3 * unit, 3 * eight * unit]  # a machine that became slower in all alike is no contradiction
+
+    with mock.patch.object(costs, "measure", return_value=CostCurve((1, 8), (unit, 2 * unit), 0.01)) as measure:
+        start()
+        with mock.patch.object(costs, "least_seconds", least_seconds):
+            llm = LLM(tiny()[0], [], max_num_seqs=1, max_model_len=64)
+        assert measure.call_count == times and len(passes) == runs
+        llm.engine.check_integrity()
+    [stored] = costs.load_all("starts")
+    assert stored["rows"] == [1, 8]
+
+
 def test_a_start_waits_no_longer_than_it_may_measure() -> None:
     """For a measurement whose end it does not see; then it measures beside that, or takes what that has stored."""
     patiences, found = [], list[dict[str, Any]]()

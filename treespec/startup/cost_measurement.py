@@ -48,6 +48,9 @@ PATIENCE = 3  # measures for at most this multiple of the intended time, see `le
 START_SECONDS = 0.5  # intended duration of measuring costs that are not stored
 THREADS_MARGIN = 0.9  # recommend another number of threads below this fraction of the current round time
 _AGREEMENT = 1.1  # largest ratio of the two lowest times of each run that counts as undisturbed
+# Largest change of 8 rows' share of one that a stored curve survives. On a shared machine, short measurements of the
+# same passes differ by a tenth, and curves of a disturbed start by a third and more.
+_SAME_SHARE = 1.2
 _MAX_START_SHARE = 0.9  # upper bound of the start of drafting, relative to drafting one level
 _NUMBERS = tuple(field.name for field in fields(CostCurve))[2:]  # all fields but `rows` and `verify_seconds`
 _MEASURE_LOCK_TIMEOUT = 30.0  # seconds to wait for another process's measurement
@@ -167,6 +170,27 @@ def measure(
     if long is not None:
         curve = with_positions(curve, times, long.context_len)
     return curve if ssms is None else with_drafting(curve, times, len(ssms.models), requests)
+
+
+@torch.inference_mode()
+def contradicts(runner: Runner, curve: CostCurve) -> bool:
+    """Return whether rows now cost another share of a pass than by `curve`, which was measured at another start.
+
+    Compares 8 rows with one, each as the minimum of four passes; the curve of a slow model is not checked.
+    """
+    one, rows = float(curve.verify(1)), float(curve.verify(LONG_ROWS))
+    if 4 * (one + rows) > START_SECONDS or curve.context + LONG_ROWS > runner.cache.num_free * PAGE_SIZE:
+        return False
+    request = Request([1] * (curve.context + 1), SamplingParams(), SpecConfig())
+    request.pages = runner.cache.reserve(request.request_id, curve.context + LONG_ROWS)
+    request.context_len = curve.context
+    runner.cache.scrub(request.pages)
+    try:
+        now = least_seconds([partial(star_pass, runner, request, n) for n in (1, LONG_ROWS)], 2)
+    finally:
+        runner.cache.release(request.request_id, scrub=True)
+    change = now[1] / now[0] / (rows / one)
+    return not 1 / _SAME_SHARE < change < _SAME_SHARE
 
 
 def _long_request(runner: Runner, pages_taken: int) -> Request | None:
@@ -341,7 +365,10 @@ def by_threads(key: dict[str, Any]) -> dict[int, float]:
 
 
 def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interpreted: bool) -> CostCurve:
-    """Return the stored costs of these models by `treespec autotune` or an earlier start, or measure and store them."""
+    """Return the costs of these models: stored by `treespec autotune`, or by an earlier start, or measured and stored.
+
+    Costs of an earlier start, whose machine may have been busy, are measured again if this start `contradicts` them.
+    """
     if interpreted:
         return CostCurve((1,), (1.0,), 0.1)  # times in Triton's interpreter are slow and meaningless
     key = cost_key(runner, ssms, threads)
@@ -350,11 +377,15 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
             warn_of_threads(by_threads(key), threads)
         return curve
     key_of_start = start_key(runner, key)
-    if (curve := load(key_of_start, _STARTS)) is not None:
-        return curve
-    threads_of_passes = one_thread() if runner.target.linear == "compiled" else nullcontext()
-    with measuring_alone(START_SECONDS * PATIENCE), threads_of_passes:
-        if (curve := load(key) or load(key_of_start, _STARTS)) is None:
+    with one_thread() if runner.target.linear == "compiled" else nullcontext():
+        stored = load(key_of_start, _STARTS)
+        if stored is not None and not contradicts(runner, stored):
+            return stored
+        with measuring_alone(START_SECONDS * PATIENCE):
+            # Another process may have measured meanwhile.
+            curve = load(key) or load(key_of_start, _STARTS)
+            if curve is not None and curve != stored:
+                return curve
             curve = measure(runner, ssms, START_SECONDS)
             try:
                 save(curve, key_of_start, _STARTS)

@@ -60,8 +60,14 @@ if __name__ == "__main__":
     shapes |= {name: KernelShape(torch.bfloat16, *sizes, **kinds) for name, (sizes, kinds) in families.items()}
     shapes["gemma2 fp32"] = replace(shapes["gemma2"], dtype=torch.float32)
     shapes |= zip(("int8", "int4", "awq"), (replace(shapes["8b bf16"], quantized=form) for form in AOT_FORMS))
-    launches_of = aot.launches_of
-    aot.launches_of = lambda *given: [one for one in launches_of(*given) if one.constants.get("BLOCK_M", 0) <= ROWS]
+    launches_of, seen = aot.launches_of, set()
+    def new_launches_of(*given):  # models share kernels
+        small = [one for one in launches_of(*given) if one.constants.get("BLOCK_M", 0) <= ROWS]
+        new = {(repr(one.binary), repr(one.first)): one for one in small}
+        new = {key: one for key, one in new.items() if key not in seen}
+        seen.update(new)
+        return list(new.values())
+    aot.launches_of = new_launches_of
     report = {"failed": [], "rows": []}
     for name, ops in PARTS:
         compiled = aot.compile_report([TARGET], [shapes[name]], ops.split(), jobs=1)
@@ -164,7 +170,7 @@ from treespec_kernels.ops.shapes import default_shapes
 if __name__ == "__main__":
     if triton.__version__ != "{version}":
         triton.__version__, os.environ["TRITON_CACHE_DIR"] = "{version}", "{folder}"  # no part of the cache's key
-    shape, tiles = default_shapes([torch.bfloat16])[2], dict()
+    shape, tiles = default_shapes([torch.bfloat16])[0], dict()
     for op in ("row_linear", "lm_head", "tree_attention"):
         for launch in aot.launches_of(op, shape, "sm_90"):
             tiles.setdefault((launch.kernel, launch.constants.get("BLOCK_M")), launch)

@@ -3,7 +3,7 @@
 import inspect
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import partial
@@ -215,7 +215,7 @@ class LLM:
         priority: int | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **vllm_options: Unpack[CallOptions],
-    ) -> Iterator[StreamChunk]:
+    ) -> Generator[StreamChunk, None, None]:
         """Generate for one prompt or conversation and yield what each round adds. Leaving the loop ends the request.
 
         The texts of all chunks concatenate to the final text: incomplete characters and possible beginnings of stop

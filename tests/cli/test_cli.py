@@ -190,7 +190,7 @@ def test_a_bug_keeps_its_traceback_and_ctrl_c_has_none(loaded: LLM, monkeypatch:
 def test_commands() -> None:
     message = run("server", "--anything", "x", "--json", code=2).document["error"]["message"]
     assert "'server'" in message
-    assert message.endswith("Valid: generate, serve, bench, tree, train, autotune, weights")
+    assert message.endswith("Valid: generate, chat, serve, bench, tree, train, autotune, weights")
     assert "inspect" in run("weights", "--help").stdout and "inspect" in run("weights").stdout
     assert run("weights", "inspect", speaking_folder(), "--json").document["family"] == "llama"
     assert run("weights", "verify", speaking_folder(), "--json").document["ok"] is True

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.helpers.commands import run
 from tests.helpers.models import embedded_draft, open_llm
 from treespec import LLM, SamplingParams
 from treespec.errors import ConfigError, ModelError, RequestError
+from treespec.outputs import StreamChunk
 from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec_weights import CheckpointError
 from treespec_weights.verify import verify_checkpoint
@@ -204,6 +206,49 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     ran = run(*command, "--chat-template", template)
     assert ran.stdout == document["text"] + "\n" and "identical to plain decoding" in ran.stderr
     assert "add --chat" in run("generate", "x", "--chat-template", template, code=2).stderr
+
+
+def test_a_conversation_in_the_terminal(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gives_all_pages_back: None
+) -> None:
+    monkeypatch.setattr("treespec.cli.chat.load_llm", lambda *_, **__: llm)
+    system, params = {"role": "system", "content": "Be brief."}, SamplingParams(max_tokens=6)
+
+    def answered(*messages: dict[str, str]) -> dict[str, str]:
+        (output,) = llm.chat([system, *messages], params)
+        return {"role": "assistant", "content": output.outputs[0].text or ""}
+
+    again, long = {"role": "user", "content": "and mul?"}, "x" * 2000
+    first = answered(USER)
+    second, fresh = answered(USER, first, again), answered(again)
+    command = ["chat", "--system", "Be brief.", "--max-tokens", 6]
+    lines = [USER["content"], long, again["content"], "/new", "", again["content"], "/exit", "never asked"]
+    ran = run(*command, stdin="\n".join(lines))
+    assert ran.stdout == "".join(f"{answer['content']}\n" for answer in (first, second, fresh))
+    told = ran.stderr.splitlines()
+    assert [line.split(":")[0].split(",")[0] for line in told] == ["[6 tokens", "error", "[6 tokens", "[6 tokens"]
+    assert told[1].endswith("/new starts another conversation") and told[2].endswith("tokens/s, cut off]")
+
+    stream = LLM.stream
+
+    def interrupted(self: LLM, messages: Any, *rest: Any, **options: Any) -> Iterator[StreamChunk]:
+        chunks = stream(self, messages, *rest, **options)
+        yield next(chunks)
+        if messages[-1] == USER:
+            raise KeyboardInterrupt
+        yield from chunks
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    begun = {"role": "assistant", "content": run(*command, stdin=USER["content"]).stdout[:-1]}
+    assert begun["content"] and first["content"].startswith(begun["content"])
+    ran = run(*command, stdin=f"{USER['content']}\n{again['content']}\n")
+    assert ran.stdout == f"{begun['content']}\n{answered(USER, begun, again)['content']}\n"
+
+    bare = open_llm(model_folder(tmp_path / "bare", None))
+    monkeypatch.setattr("treespec.cli.chat.load_llm", lambda *_, **__: bare)
+    assert "no chat template" in run("chat", code=2).stderr
+    assert "--temperature" in run("chat", "--top-p", 0.5, code=2).stderr
+    assert "--no-spec is plain" in run("chat", "--no-spec", "--nodes", 4, code=2).stderr
 
 
 STREAMED = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=1.0, seed=3, stop="e")]

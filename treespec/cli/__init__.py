@@ -1,4 +1,4 @@
-"""Command line interface: `treespec generate | serve | bench | tree | train | weights | autotune`.
+"""Command line interface: `treespec generate | chat | serve | bench | tree | train | weights | autotune`.
 
 Commands import torch lazily, so that `treespec --help` is fast.
 """
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from treespec.cli import autotune, bench, generate, serve, train, tree
+from treespec.cli import autotune, bench, chat, generate, serve, train, tree
 from treespec.cli.group import Commands
 from treespec.utils.interrupts import raise_on_interrupt
 from treespec.version import __version__
@@ -17,6 +17,7 @@ _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_int
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
 app.command()(generate.generate)
+app.command()(chat.chat)
 app.command()(serve.serve)
 app.command(cls=bench.SeveralValues)(bench.bench)
 app.command()(tree.tree)

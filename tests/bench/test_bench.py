@@ -15,9 +15,8 @@ from treespec.bench.measure import MEANING, Sample
 from treespec.bench.modes import PLAIN, Mode, our_modes, peer_modes, select
 from treespec.bench.options import Options
 from treespec.bench.prompts import choose, held_out_prompts
-from treespec.bench.report import best, comparisons, distinct_share, mismatches, percentile, summarise
+from treespec.bench.report import best, comparisons, distinct_share, percentile, summarise
 from treespec.bench.run import bench
-from treespec.cli.bench import repeat_flags
 from treespec.errors import ConfigError
 from treespec.text.prompt_files import Prompt, encode_prompt, read_prompts
 
@@ -117,13 +116,6 @@ def test_embedded_prompts_are_balanced(chat: bool) -> None:
 
 
 # --- what is counted
-
-
-def test_mismatches_counts_every_position() -> None:
-    plain = [[1, 2, 3, 4], [5, 6]]
-    assert mismatches(plain, plain) == 0
-    assert mismatches([[1, 9, 3, 8], [5, 6]], plain) == 2
-    assert mismatches([[1, 2], [5, 6, 7]], plain) == 3
 
 
 def test_looping_outputs_are_left_out() -> None:
@@ -290,12 +282,6 @@ def test_rules_need_an_ssm(ids_file: Path, lent_engine: None) -> None:
 def test_text_prompts_need_a_tokenizer(ids_file: Path, lent_engine: None) -> None:
     ids_file.write_text('{"prompt": "text"}\n')
     assert "no tokenizer; give prompt" in run(*arguments(ids_file, "--only", "chain-k3"), code=2).stderr
-
-
-def test_several_values_after_one_flag() -> None:
-    given = "--k-values 3 5 --json --nodes=8 16 --model m --batch 1,2"
-    repeated = "--k-values 3 --k-values 5 --json --nodes=8 --nodes 16 --model m --batch 1,2"
-    assert repeat_flags(given.split()) == repeated.split()
 
 
 def test_a_user_s_models_may_have_no_draft(tmp_path: Path, ids_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,49 +13,17 @@ from tests.bench.test_bench import arguments, options
 from tests.helpers.commands import run
 from tests.helpers.models import random_prompts, tiny_llm
 from treespec import SamplingParams, SpecConfig
-from treespec.bench.measure import MEANING, profiled, run_ours
-from treespec.bench.modes import PLAIN, default_branching, parse_rules, rule_modes
+from treespec.bench.measure import MEANING, profiled
+from treespec.bench.modes import PLAIN, rule_modes
 from treespec.bench.report import PAIRS, intervals
 from treespec.bench.run import bench
 from treespec.config.configs import RANDOM_DRAWS, VERIFICATIONS
 from treespec.engine import executor
 from treespec.engine.executor import StageClock
-from treespec.errors import ConfigError
 from treespec.planning.round_costs import RoundSeconds
 from treespec.sampling.noise import Noise
 
 pytestmark = pytest.mark.slow
-
-
-# --- what is run
-
-
-def test_trees_of_about_a_number_of_nodes() -> None:
-    known = {2: (1,), 4: (1, 1, 1), 8: (2, 1, 1), 16: (3, 2, 1), 22: (3, 2, 1, 1)}
-    assert {nodes: default_branching(nodes) for nodes in known} == known
-    for nodes in range(2, 70):
-        branching = default_branching(nodes)
-        assert nodes - 4 <= SpecConfig(branching=branching).static_nodes <= nodes
-        assert list(branching) == sorted(branching, reverse=True) and len(branching) <= 6
-
-
-def test_rules_that_were_asked_for() -> None:
-    assert parse_rules(["all"]) == VERIFICATIONS and parse_rules([]) == ()
-    assert parse_rules(["traversal", "coupled", "coupled"]) == ("coupled", "traversal")
-    with pytest.raises(ConfigError, match="--verification greedy: valid are coupled, naive, rejection, traversal"):
-        parse_rules(["greedy"])
-    assert all(mode.keeps_tokens for mode in rule_modes(VERIFICATIONS, [(2,)], sampled=False))
-
-
-def test_a_sampled_batch_has_its_seeds() -> None:
-    llm, given = tiny_llm(), random_prompts([5, 9])
-    sample = run_ours(llm, SpecConfig(nodes=8), given, 8, 0.9, [3, 4])
-    for tokens, prompt, seed in zip(sample.tokens, given, (3, 4), strict=True):
-        params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.9, seed=seed)
-        assert tokens == llm.generate(prompt, params, spec="off")[0].outputs[0].token_ids
-
-
-# --- what is counted
 
 
 def test_intervals_are_over_prompts_and_paired() -> None:
@@ -117,9 +85,6 @@ def test_the_parts_of_a_round(rule: str | None) -> None:
     assert profile.prefill_seconds > 0 and all(seconds >= 0 for seconds in profile.stages.values())
 
 
-# --- the document
-
-
 def test_rules_in_one_document(ids_file: Path, lent_engine: None) -> None:
     more: dict[str, Any] = {"branching": (2, 2), "nodes": (16,), "repeats": 2, "batch": (1, 2)}
     document = bench(options(ids_file, temperature=0.9, verification=VERIFICATIONS, **more))
@@ -153,9 +118,6 @@ def test_a_planted_fault_is_counted(ids_file: Path, lent_engine: None, monkeypat
         assert [mode["mode"] for mode in drafted] == ["chain-k3", "tree-ssms-n8"] and figures["rules"] is None
         assert plain["mismatches"] == 0 and all((mode["mismatches"] == 0) == is_right for mode in drafted)
         monkeypatch.setattr(treespec.sampling.sampler.Sampler, "walk", wrong)
-
-
-# --- the command
 
 
 def test_prints_rules(ids_file: Path, lent_engine: None) -> None:

@@ -101,20 +101,6 @@ def test_a_difference_names_its_output(loaded: LLM, monkeypatch: pytest.MonkeyPa
     assert "output 2, position 0 (" in run(*HOT, "-n", 2, "--seed", 2, "--check", code=1).stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "named"),
-    [
-        (["--top-p", "0.9"], "UsageError", "--top-p without --temperature"),
-        (["--top-k", "5", "--min-p", "0.1"], "UsageError", "--top-k and --min-p without --temperature"),
-        (["-n", "2"], "ConfigError", "n=2 with temperature=0"),
-        (["--no-spec", "--verification", "naive"], "UsageError", "--verification"),
-    ],
-)
-def test_errors_are_documents(arguments: list[str], kind: str, named: str) -> None:
-    error = run("generate", PROMPT, *arguments, "--json", code=2).document["error"]
-    assert error["type"] == kind and named in error["message"]
-
-
 def test_one_stream_has_one_output(loaded: LLM) -> None:
     assert "-n 2 generates several" in run(*HOT, "-n", 2, "--stream", code=2).stderr
     whole, streamed = run(*HOT, "--seed", 4).stdout, run(*HOT, "--seed", 4, "--stream", "--check").stdout

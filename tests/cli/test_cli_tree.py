@@ -8,7 +8,7 @@ import numpy as np
 from tests.helpers.commands import run
 from tests.helpers.models import tree_of
 from treespec import LLM, SamplingParams
-from treespec.drawing.recording import picture, record_rounds, watch
+from treespec.drawing.recording import picture
 from treespec.engine.round_record import RoundRecord
 
 PROMPT = "def add(a, b):\n    return"
@@ -53,21 +53,6 @@ def test_bad_options(loaded: LLM, tmp_path: Path) -> None:
     ran = run("tree", PROMPT * 12, "--round", 999, code=2)  # the context has room for few rounds
     assert "--round 999" in ran.stderr and "valid: 1 to" in ran.stderr
     assert "--round 0" in run("tree", PROMPT, "--round", 0, code=2).stderr
-
-
-def test_watching_a_stop_inside_the_path(llm: LLM) -> None:
-    before: list[int] = []
-    for each in record_rounds(llm, PROMPT, 20):
-        new = [token for token in each.emitted[:-2] if token not in before]
-        if new:
-            break
-        before += each.emitted
-    with watch(llm.engine) as rounds:
-        [output] = llm.generate(PROMPT, SamplingParams(max_tokens=200, stop_token_ids=[new[0]]))
-    assert [token for one in rounds for token in one.emitted] == output.outputs[0].token_ids
-    assert rounds[-1].emitted[-1] == new[0] and rounds[-1].bonus is None and rounds[-1].number == each.number
-    assert [one.number for one in rounds] == list(range(1, len(rounds) + 1))
-    assert not llm.engine.observers
 
 
 def test_texts_of_nodes_follow_their_own_path(llm: LLM) -> None:

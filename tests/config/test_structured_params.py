@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,9 +19,6 @@ from tests.helpers.speech import speaking_folder, speaking_llm
 from treespec import SamplingParams, StructuredOutputsParams
 from treespec.errors import ConfigError, RequestError
 from treespec.sampling_params.structured_params import closed_schema
-
-# --- bad input
-
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "regex": ({"regex": "a["}, "regex cannot be compiled: at 1(8): invalid regex"),
@@ -95,18 +93,9 @@ def test_an_end_token_is_needed() -> None:
 def test_a_tokenizer_is_needed_whose_tokens_can_be_read() -> None:
     with pytest.raises(RequestError, match=r"a fast tokenizer, one with a tokenizer.json; the model's is none"):
         tiny_llm().generate([1, 2], asked({"regex": "a"}))
-
-    class Own:
-        eos_token_id = 0
-
-        def encode(self, text: str) -> list[int]:
-            return [1 + len(text)]
-
-        def decode(self, ids: list[int]) -> str:
-            return "a" * len(ids)
-
-    llm = open_llm(tiny()[0], tokenizer=Own())
-    with pytest.raises(RequestError, match="the model's is Own"):
+    own: Any = SimpleNamespace(eos_token_id=0, encode=lambda text: [1 + len(text)], decode=lambda ids: "a" * len(ids))
+    llm = open_llm(tiny()[0], tokenizer=own)
+    with pytest.raises(RequestError, match="the model's is SimpleNamespace"):
         llm.generate("x", asked({"regex": "a"}))
     assert llm.generate("x", SamplingParams(max_tokens=1))[0].error is None
 
@@ -116,9 +105,6 @@ def test_without_llguidance_the_error_says_what_to_install() -> None:
     with no_form_read(llm), mock.patch.dict(sys.modules, {"llguidance": None}):
         outputs = llm.generate(["x", "x"], [asked({"regex": "a"}), SamplingParams(max_tokens=2)])
     assert str(outputs[0].error).endswith("pip install llguidance") and outputs[1].error is None
-
-
-# --- parameters
 
 
 def test_forms_are_values() -> None:

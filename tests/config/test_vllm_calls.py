@@ -1,7 +1,6 @@
 """Calls as vLLM's users write them, parameters of any kind of number, and tokenizers of their own."""
 
 import json
-import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +15,8 @@ from tokenizers import Tokenizer
 from tests.helpers.models import EOS, edit_config, greedy, open_llm, tiny, tiny_llm
 from tests.helpers.speech import END, scripted, speaking_folder, speaking_llm
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.errors import ConfigError, ModelError
+from treespec.errors import ConfigError
 from treespec.outputs import CompletionOutput
-from treespec.sampling_params import LEAST_TEMPERATURE
 
 PROMPT = "def add("
 
@@ -81,21 +79,6 @@ def folder_with(tmp_path: Path, config: dict[str, Any], generation: dict[str, An
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
-
-
-def test_whole_numbers_with_a_point_and_tiny_temperatures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    asked = {"do_sample": True, "temperature": 1e-6, "top_k": 50.0, "max_new_tokens": 9.0, "repetition_penalty": 1.05}
-    folder = folder_with(tmp_path, {}, asked)
-    with caplog.at_level(logging.WARNING, "treespec"):
-        llm = open_llm(folder)
-    assert "temperature=1e-06 is raised to 0.0001" in caplog.text
-    params = SamplingParams(temperature=LEAST_TEMPERATURE, top_k=50, max_tokens=9, repetition_penalty=1.05)
-    assert llm.get_default_sampling_params() == params
-    neutral = open_llm(folder, generation_config="vllm").get_default_sampling_params()
-    assert neutral == SamplingParams(temperature=1.0, max_tokens=16)
-    (folder / "generation_config.json").write_text(json.dumps(asked | {"top_k": 50.5}))
-    with pytest.raises(ModelError, match=r"\.json: top_k=50\.5; valid: .*generation_config='treespec'"):
-        open_llm(folder)
 
 
 ENDS = [

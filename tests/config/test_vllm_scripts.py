@@ -87,9 +87,6 @@ def test_the_documented_table() -> None:
     assert not [old for old, new in IMPORTS if f"| `{old}` | `{new}` |" not in text]
 
 
-# --- engines that are stepped
-
-
 @pytest.mark.slow
 def test_steps_give_the_tokens_so_far(reference: LLM) -> None:
     engine = LLMEngine(reference)

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from treespec.drawing import RoundPicture, to_svg, to_text
-from treespec.drawing.picture import cells, clip, label, visible
+from treespec.drawing.picture import label, visible
 from treespec.drawing.svg import layout
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -140,22 +140,7 @@ def test_text_of_a_small_tree() -> None:
     assert len(green) == len(SMALL.path) + 2  # the bonus token and the emitted text
 
 
-def test_plain_decoding_and_an_ended_request() -> None:
-    plain = RoundPicture(["a"], [-1], [()], [None], [0], "b", "")
-    assert plain.summary == "accepted 0 of 0 drafted nodes + 1 bonus token"
-    ended = RoundPicture(["a", "b"], [-1, 0], [(), ("ssm-1",)], [None, 1.0], [0, 1], None, "")
-    assert ended.summary == "accepted 1 of 1 drafted node"
-    assert "◆" not in to_text(ended, color=False)
-
-
 def test_what_does_not_print_is_shown() -> None:
     assert visible(" a\n\t\r") == "␣a⏎→␍"
     assert visible("\x1b[31m\x7f\u202e\u00a0\ud800") == "␛[31m␡\\u202e\\u00a0\\ud800"
     assert visible("中é🙂") == "中é🙂"
-
-
-def test_cells_and_clip() -> None:
-    assert cells("中文") == 4 and cells("e\u0301") == 1
-    assert clip("abcdef", 6) == "abcdef"
-    assert clip("abcdefg", 6) == "abcde…" and clip("abcdefg", 6, keep_end=True) == "…cdefg"
-    assert clip("中文中文", 6) == "中文…"

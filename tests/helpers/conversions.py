@@ -1,7 +1,5 @@
 """Checkpoints to convert, and what a conversion must keep of them: shared by the tests of converting."""
 
-import cProfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +48,3 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def assert_same(folder: Path, other: Path, dtype: torch.dtype | None = None) -> None:
     """Asserts that two folders hold the same decoder parameters, bit for bit."""
     assert_equal(loaded(other, dtype), loaded(folder, dtype))
-
-
-def counted(work: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, int]:
-    """What a call gives, and how many functions it calls: the same on every machine, whatever else that does."""
-    profile = cProfile.Profile()
-    result = profile.runcall(work, *args, **options)
-    return result, sum(entry.callcount for entry in profile.getstats())

@@ -241,22 +241,6 @@ for speculation in (
 assert llm.draft_names == ("ssm-1",)
 """
     ),
-    "qwen_1m": Script(
-        """
-from vllm import LLM, SamplingParams
-
-params = SamplingParams(
-    temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05, detokenize=True, max_tokens=6,
-)
-llm = LLM(
-    model=MODEL, max_model_len=300, tensor_parallel_size=1, enforce_eager=True, enable_chunked_prefill=True,
-    max_num_batched_tokens=131072, dtype="float", swap_space=8, block_size=32, cpu_offload_gb=0,
-)
-prompts = ["x = 1\\n" * 40]
-outputs = llm.generate(prompts, params)
-print(len(outputs[0].prompt_token_ids))
-"""
-    ),
 }
 
 
@@ -271,7 +255,6 @@ def _stepped(arguments: str) -> Script:
 
 
 _POOLING = _PARSER + "parser.set_defaults(runner='pooling')\nllm = LLM(**vars(parser.parse_args(ARGV)))\n"
-_EAGLE = "speculative_config={'method': 'eagle', 'model': DRAFT, 'num_speculative_tokens': 2}"
 _MISTRAL = "tokenizer_mode='mistral', config_format='mistral', load_format='mistral'"
 _YARN = "hf_overrides={'rope_parameters': {'rope_type': 'yarn', 'factor': 4.0}}"
 _IMAGE = """llm.generate({"prompt": "what is it?", "multi_modal_data": {"image": b""}}, SamplingParams(max_tokens=4))"""
@@ -280,23 +263,18 @@ _IMAGE = """llm.generate({"prompt": "what is it?", "multi_modal_data": {"image":
 ANSWERED = {
     "classify": (Script(_POOLING), "runner='pooling' .*transformers"),
     "embed": (Script(_POOLING + "llm.embed(['a'])", "--runner generate"), r"LLM\.embed .*AutoModel"),
-    "score": (Script(_POOLING + "llm.score('a', 'b')", "--runner generate"), r"LLM\.score .*CrossEncoder"),
-    "reward": (Script(_POOLING + "llm.encode(['a'])", "--runner generate"), r"LLM\.encode .*AutoModel"),
     "simple_profiling": (
         _opened("profiler_config={'profiler': 'torch'}", "llm.start_profile()"),
         r"LLM\.start_profile .*; run the calls within torch",
     ),
     "chat_with_tools": (_opened(_MISTRAL), "config_format='mistral' .*; open a folder in Hugging Face's format"),
-    "spec_decode, EAGLE": (_opened(_EAGLE), r"speculative_config=.*'eagle'.*; use drafts=\[\.\.\.\]"),
     "context_extension": (_opened(_YARN), r"hf_overrides=.*; change config\.json"),
     "logits_processor/custom": (
         _opened("logits_processors=[object]"),
         "give instances to the requests: SamplingParams",
     ),
     "multilora": (_stepped("enable_lora=True, max_loras=1, max_num_seqs=2"), "enable_lora=True .*; merge the adapter"),
-    "lora_with_quantization": (_stepped("quantization='awq'"), "quantization='awq': leave it out"),
     "prompt_embed": (_opened("enable_prompt_embeds=True"), "enable_prompt_embeds=True .*; prompts are text or"),
-    "data_parallel": (_opened("tensor_parallel_size=2"), "tensor_parallel_size=2 .*; a model runs on one device here"),
     "sharded_state": (_opened("load_format='sharded_state'"), "load_format='sharded_state' .*read from safetensors"),
     "sleep_mode": (_opened("seed=0", "llm.sleep(level=1)"), r"LLM\.sleep is not supported; delete the LLM"),
     "vision_language": (_opened("limit_mm_per_prompt={'image': 1}", _IMAGE), "multi_modal_data.*keys of a dict"),

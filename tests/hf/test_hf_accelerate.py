@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -89,44 +90,30 @@ class Raises(StoppingCriteria):
         raise KeyError("criterion")
 
 
-class Collector:
-    """A streamer that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.parts: list[Any] = []
-        self.ended = 0
-
-    def put(self, value: Tensor) -> None:
-        assert not self.ended
-        self.parts.append(value.tolist())
-
-    def end(self) -> None:
-        self.ended += 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"stopping_criteria": [Raises()]}])
 def test_a_streamer_is_fed_and_ended(options: dict[str, Any], accelerated: Any) -> None:
     """With what transformers gives it; after an error, too."""
     for given in (inputs(), padded_prompts()):
-        ours, theirs = Collector(), Collector()
+        ours, theirs = (mock.Mock(spec=["put", "end"]) for _ in range(2))
         few = {"max_new_tokens": 30, "eos_token_id": [5, 7, 11], "pad_token_id": PAD} | options
         with pytest.raises((ValueError, KeyError)) if options else nullcontext():
             accelerated.generate(**given, streamer=ours, **few)
-        assert ours.ended == 1
+        assert ours.end.call_count == 1 and ours.mock_calls[-1] == mock.call.end()
         if not options:
             by_transformers(accelerated, given, streamer=theirs, **few)
-            assert ours.parts == theirs.parts
+            parts = [[call.args[0].tolist() for call in each.put.call_args_list] for each in (ours, theirs)]
+            assert parts[0] == parts[1]
 
 
 @pytest.mark.slow
 def test_custom_generate_refuses_what_transformers_keeps(model: Any, draft: Any) -> None:
     """`streamer=` would never end, and `assistant_model=` would not be used."""
     options: dict[str, Any] = {"max_new_tokens": 4, "pad_token_id": PAD, "custom_generate": treespec.hf.generate}
-    streamer = Collector()
+    streamer = mock.Mock(spec=["put", "end"])
     with pytest.raises(ConfigError, match=r"streamer=: .* treespec\.hf\.accelerate"):
         model.generate(**inputs(), streamer=streamer, **options)
-    assert streamer.ended == 1
+    assert streamer.end.call_count == 1
     with pytest.raises(ConfigError, match=r"assistant_model=: .* drafts=\[\.\.\.\]"):
         model.generate(**inputs(), assistant_model=draft, **options)
 

@@ -1,7 +1,9 @@
 """Which engine serves a call of `treespec.hf.generate`, and the torch state it runs in."""
 
 import importlib
+import itertools
 import logging
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -122,36 +124,27 @@ def test_autocast_changes_nothing_and_the_log_says_so(model: Any, caplog: pytest
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-class Keeps:
-    """A processor that keeps its tensors, to change them later."""
+def test_code_from_outside_may_keep_its_tensors(model: Any) -> None:
+    """And change them later."""
+    kept: dict[str, list[Tensor]] = {"processor": [], "criterion": [], "ours": []}
 
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
+    def keep(who: str, *given: Tensor) -> None:
+        assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+        kept[who] += [*given, *(torch.zeros_like(each) for each in given)]
 
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        self.keep(ids, scores)
+    def processor(who: str, ids: Tensor, scores: Tensor) -> Tensor:
+        keep(who, ids, scores)
         return scores
 
-    def keep(self, *given: Tensor) -> None:
-        assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
-        self.seen += [*given, *(torch.zeros_like(each) for each in given)]
-
-
-class KeepingCriterion(Keeps):
-    """A criterion that does, and never fires."""
-
-    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        self.keep(ids, *scores)
+    def criterion(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        keep("criterion", ids, *scores)
         return torch.zeros(len(ids), dtype=torch.bool)
 
-
-def test_code_from_outside_may_keep_its_tensors(model: Any) -> None:
-    processor, criterion, ours = Keeps(), KeepingCriterion(), Keeps()
     options: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    options |= {"logits_processor": [processor], "stopping_criteria": [criterion]}
+    options |= {"logits_processor": [partial(processor, "processor")], "stopping_criteria": [criterion]}
     found: Any = by_trees(model, random_ids(), **options)
     assert torch.equal(found.sequences, plainly(model, random_ids()))
-    tiny_llm().generate(random_prompts([9]), greedy(3, logits_processors=(ours,)))
-    assert processor.seen and criterion.seen and ours.seen
-    for tensor in (*found.scores, *found.logits, found.sequences, *processor.seen, *criterion.seen, *ours.seen):
+    tiny_llm().generate(random_prompts([9]), greedy(3, logits_processors=(partial(processor, "ours"),)))
+    assert all(kept.values())
+    for tensor in itertools.chain(found.scores, found.logits, [found.sequences], *kept.values()):
         tensor.mul_(2)

@@ -11,14 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, WatermarkingConfig
-from transformers.generation import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 import treespec.hf
 from tests.helpers.architectures import VOCAB, make_model, random_ids
@@ -124,9 +116,6 @@ def test_sampled_tokens_come_from_the_seed_alone(model: Any, draft: Any) -> None
     assert torch.equal(plain, by_trees(narrow, one_prompt(), max_new_tokens=20, drafts=[narrow], spec=TREES))
 
 
-# --- the distribution
-
-
 SMALL, SAMPLES, RULES = 8, 400, ("coupled", "rejection", "coupled")
 SAMPLED_OPTIONS: dict[str, dict[str, Any]] = {
     "top_k of the config": {"temperature": 2.0, "top_k": 5},
@@ -144,25 +133,14 @@ def small_models() -> tuple[Any, Any]:
 
 
 def probs_of(model: Any, prompt: list[int], options: dict[str, Any]) -> np.ndarray:
-    """float64 [8, 8], of the first two tokens: transformers' forward, processors and softmax."""
-    kinds = {
-        "repetition_penalty": RepetitionPenaltyLogitsProcessor,
-        "temperature": TemperatureLogitsWarper,
-        "top_k": TopKLogitsWarper,
-        "top_p": TopPLogitsWarper,
-        "min_p": MinPLogitsWarper,
-    }
-    given = {"top_k": 50} | options
-    processors = LogitsProcessorList([kind(given[name]) for name, kind in kinds.items() if given.get(name)])
+    """float64 [8, 8], of the first two tokens: the softmax of transformers' own scores."""
+    options = options | {"max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
 
-    def after(tokens: list[int]) -> np.ndarray:
-        ids = torch.tensor([tokens])
-        with torch.no_grad():
-            scores = processors(ids, model(ids).logits[:, -1].float())
-        return torch.softmax(scores, -1)[0].double().numpy()
+    def after(prompts: list[list[int]]) -> Tensor:
+        found = model.generate(torch.tensor(prompts), do_sample=True, pad_token_id=0, **options)
+        return torch.softmax(found.scores[0], -1).double()
 
-    first = after(prompt)
-    return np.stack([first[token] * after([*prompt, token]) for token in range(SMALL)])
+    return (after([prompt]).T * after([[*prompt, token] for token in range(SMALL)])).numpy()
 
 
 @pytest.mark.parametrize("name, verification", [*zip(SAMPLED_OPTIONS, RULES, strict=True)])
@@ -186,9 +164,6 @@ def test_the_distribution_is_transformers(name: str, verification: str) -> None:
     freedom = int((probs > 0).sum()) - 1
     assert statistic(probs) < freedom + 6 * (2 * freedom) ** 0.5 + 10, f"{freedom} degrees of freedom"
     assert statistic(np.roll(probs, 1, axis=1)) > 2 * statistic(probs)
-
-
-# --- the model and its engine
 
 
 def test_the_model_stays_as_it_was() -> None:
@@ -235,9 +210,6 @@ def test_an_engine_follows_its_drafts() -> None:
     draft.float().resize_token_embeddings(VOCAB + 7)
     with pytest.raises(DraftError, match="vocabulary"):
         by_trees(model, inputs, drafts=[draft], max_new_tokens=12)
-
-
-# --- refusals
 
 
 class Broken(LogitsProcessor):

@@ -2,7 +2,6 @@
 
 import copy
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,12 +20,6 @@ def logits_of(model: Any) -> Tensor:
     return model(input_ids=random_ids(), use_cache=False).logits
 
 
-def elsewhere(work: Callable[[], Any]) -> Any:
-    """What `work` gives in another thread, while this one waits."""
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(work).result()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("own", ["sdpa", "eager"])
 def test_another_thread_runs_the_model_as_it_is(own: str, model: Any) -> None:
@@ -38,7 +31,8 @@ def test_another_thread_runs_the_model_as_it_is(own: str, model: Any) -> None:
 
     def look(place: str, *_: Any) -> None:
         if threading.current_thread() is here:
-            seen[place].append(torch.equal(elsewhere(lambda: logits_of(model)), wanted))
+            with ThreadPoolExecutor(1) as other:
+                seen[place].append(torch.equal(other.submit(logits_of, model).result(), wanted))
 
     handles = [
         model.model.layers[1].register_forward_pre_hook(partial(look, "layer")),

@@ -128,7 +128,11 @@ def printed(python: Path, code: str, folder: Path) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_nothing_but_the_packages_is_importable(python: Path, tmp_path: Path) -> None:
+def test_the_packages_and_nothing_else_are_importable(python: Path, project: Path, tmp_path: Path) -> None:
+    """New files, too, without another install."""
+    (project / "treespec" / "added.py").write_text("value = 3\n")
+    assert printed(python, "import treespec.added as a; print(a.value)", tmp_path) == "3"
+    (project / "treespec" / "added.py").unlink()
     others = {"kernels", "weights", "tests", "perf", "tools", "load_model", "treespec_training"}
     names = sorted({*PACKAGES, *others})
     code = f"import json, importlib.util as u; print(json.dumps([n for n in {names} if u.find_spec(n)]))"
@@ -138,13 +142,6 @@ def test_nothing_but_the_packages_is_importable(python: Path, tmp_path: Path) ->
         "print(version('treespec'), 'treespec' in entry_points(group='console_scripts').names)"
     )
     assert printed(python, code, tmp_path) == "0.1.0 True"
-
-
-def test_edits_are_seen(python: Path, project: Path, tmp_path: Path) -> None:
-    """New files too, without another install."""
-    (project / "treespec" / "added.py").write_text("value = 3\n")
-    assert printed(python, "import treespec.added as a; print(a.value)", tmp_path) == "3"
-    (project / "treespec" / "added.py").unlink()
 
 
 def test_a_type_checker_sees_the_api(python: Path, tmp_path: Path) -> None:
@@ -160,11 +157,3 @@ def test_a_type_checker_sees_the_api(python: Path, tmp_path: Path) -> None:
         expected = line.rpartition("# ")[2]
         heard = said.get(number, "ok")
         assert heard == expected or f"[{expected}]" in heard or f'"{expected}"' in heard, (line, done.stdout)
-
-
-def test_transformers_takes_no_folder_for_its_kernels() -> None:
-    code = (
-        "import importlib.metadata as m\nfrom transformers.utils import is_kernels_available\n"
-        "installed = 'kernels' in {d.name for d in m.distributions()}\nassert installed or not is_kernels_available()"
-    )
-    run_script(code, ROOT)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.helpers.gguf_files import metadata_of
 from tests.helpers.models import make_llama, open_llm
 from tests.real.fetch import NPM
-from tests.weights.test_gguf_tokenizer import LINES, differing, tokenizer_of, write
+from tests.weights.test_gguf_tokenizer import differing, tokenizer_of, write
 from treespec import LLM, SamplingParams, SpecConfig, StructuredOutputsParams
 
 pytestmark = pytest.mark.real
@@ -84,17 +84,3 @@ def test_byte_level_in_gguf(name: str, pre: str, fetched: Callable[[str], Path],
     metadata["tokenizer.ggml.bos_token_id"] = 128000 if name == "llama3_1" else None
     original = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert not differing(original, tokenizer_of(write(tmp_path / "m", metadata)))
-
-
-def test_gemma_in_gguf(fetched: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = fetched("gemma3")
-    metadata = metadata_of(json.loads((folder / "tokenizer.json").read_text()))
-    del metadata["tokenizer.ggml.merges"]
-    pairs = [*zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True)]
-    values = {"model": "llama", "bos_token_id": 2, "unknown_token_id": 3, "add_space_prefix": False}
-    values["tokens"] = [token.replace("▁", " ") if kind == 4 else token for token, kind in pairs]
-    values["token_type"] = [6 if token.startswith("<0x") else kind for token, kind in pairs]
-    metadata |= {f"tokenizer.ggml.{key}": value for key, value in values.items()} | {"general.architecture": "gemma3"}
-    original = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    lines = [line for line in LINES if "▁" not in line]
-    assert not differing(original, tokenizer_of(write(tmp_path / "m.gguf", metadata)), lines)

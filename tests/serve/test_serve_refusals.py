@@ -34,7 +34,6 @@ BAD: list[tuple[Any, str, int]] = [
     ({"prompt": "\ud800"}, "lone surrogate", 400),
     ({"prompt": ["x"] * 1000, "n": 2, "temperature": 1}, "at most 1024 choices", 400),
     ({"prompt": "x", "temperature": float("nan")}, "temperature", 400),
-    ({"prompt": "x", "logprobs": 21}, "logprobs=21: ", 400),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "'a' is no token id", 400),
     ({"prompt": "x", "stop": ["a"] * 5000}, "stop: 5000 texts", 400),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options go with stream", 400),
@@ -43,7 +42,6 @@ BAD: list[tuple[Any, str, int]] = [
     ({"prompt": "x", **{f"field{i}": i for i in range(3000)}}, "unknown 'field0'", 400),
     ({"prompt": "x", "x" * 50_000: 1}, "unknown 'xxx", 400),
     ({"prompt": "x", "echo": True}, "echo is not supported", 400),
-    ({"prompt": "x", "speculation": {"nodes": 4096}}, "nodes=4096", 400),
     ({"prompt": "x", "speculation": {"node": 4}}, "SpecConfig: unknown 'node'", 400),
     ({"prompt": "x", "structured_outputs": {"regex": "("}}, "regex", 400),
     ({"prompt": "x", "response_format": {"type": "json_schema"}}, "json_schema goes with", 400),
@@ -51,7 +49,6 @@ BAD: list[tuple[Any, str, int]] = [
     ({"prompt": "x" * 200_000}, "more than 100000 bytes", 413),
     ({"prompt": "x", "priority": 1}, "scheduling_policy", 400),
     ({"messages": []}, "no messages", 400),
-    ({"messages": [{"role": 3}]}, "messages.0.role=3: ", 400),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content part", 400),
     ({"prompt": "x", "rounds": True}, "rounds=true goes with stream=true", 400),
     ({"prompt": ["x", "y"], "rounds": True, "stream": True}, "2 prompts with rounds=true", 400),
@@ -127,9 +124,6 @@ def test_keys_hosts_and_sizes(engine: AsyncLLM, url: str) -> None:
                 assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
         headers = {"authorization": "Bearer secret", "host": "example.com"}
         assert httpx2.get(f"{guarded}/v1/models", headers=headers).status_code == 200
-
-
-# --- the command
 
 
 @pytest.mark.parametrize(

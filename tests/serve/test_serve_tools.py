@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest import mock
 
 import httpx2
 import openai
@@ -24,7 +23,7 @@ from treespec.serve.output_parser import (
     OutputParser,
     detect_call_format,
 )
-from treespec.serve.output_reader import OutputReader, _Nesting
+from treespec.serve.output_reader import OutputReader
 
 pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
 
@@ -169,16 +168,6 @@ def test_the_parser_reads_anything(pieces: list[str], size: int, form: CallForma
     whole = grows(parser, text)
     assert read(parser, [text[i : i + size] for i in range(0, len(text) + 1, size)]) == whole
     assert read(parser, [*pieces, ""]) == whole
-
-
-def test_a_long_call_is_read_once() -> None:
-    for start in ('{"name": "now", "arguments": {"a": "', '{"arguments": {"a": "'):
-        reader = OutputReader(OutputParser(calls=CALL_FORMATS["hermes"]))
-        reader.read(f"<tool_call>{start}", False)
-        with mock.patch.object(_Nesting, "end", autospec=True, side_effect=_Nesting.end) as end:
-            for _ in range(1000):
-                reader.read("text ", False)
-        assert sum(len(call.args[1]) for call in end.call_args_list) == 5000
 
 
 def test_formats_of_templates() -> None:

@@ -15,6 +15,7 @@ from tests.helpers.models import embedded_draft, open_llm
 from treespec import LLM, SamplingParams
 from treespec.errors import ConfigError, ModelError, RequestError
 from treespec.outputs import StreamChunk
+from treespec.sampling_params import LEAST_TEMPERATURE
 from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec_weights import CheckpointError
 from treespec_weights.verify import verify_checkpoint
@@ -295,7 +296,8 @@ def test_the_models_own_parameters(tmp_path: Path) -> None:
     assert in_memory.get_default_sampling_params() == adapted.get_default_sampling_params() == params
     assert in_memory.engine.runner.target.config.eos_token_ids == (0, 7)
     assert open_llm(make_model("stablelm"), exact=False).get_default_sampling_params() == SamplingParams()
-    assert open_llm(folder, generation_config="treespec").get_default_sampling_params() == SamplingParams()
+    for given, neutral in (("treespec", SamplingParams()), ("vllm", SamplingParams(temperature=1.0, max_tokens=16))):
+        assert open_llm(folder, generation_config=given).get_default_sampling_params() == neutral
     other = model_folder(tmp_path / "other", generation={"temperature": 0.5})
     assert open_llm(folder, generation_config=other).get_default_sampling_params() == SamplingParams(temperature=0.5)
 
@@ -307,6 +309,10 @@ def test_the_models_own_parameters(tmp_path: Path) -> None:
         ({"do_sample": True}, SamplingParams(temperature=1.0, top_k=50)),
         ({"temperature": 0.7, "top_k": 20, "min_p": 0.05}, SamplingParams(temperature=0.7, top_k=20, min_p=0.05)),
         ({"do_sample": True, "temperature": None, "top_k": 0}, SamplingParams(temperature=1.0)),
+        (
+            {"do_sample": True, "temperature": 1e-6, "top_k": 50.0, "max_new_tokens": 9.0},
+            SamplingParams(temperature=LEAST_TEMPERATURE, top_k=50, max_tokens=9),
+        ),
     ],
 )
 def test_what_generation_configs_mean(generation: dict[str, Any], params: SamplingParams, tmp_path: Path) -> None:
@@ -322,6 +328,7 @@ def test_unusable_generation_configs(tmp_path: Path) -> None:
     for text, backend, error, words in (
         ('{"temperature": "warm"}', "native", ModelError, r"generation_config\.json.*'warm'"),
         ('{"do_sample": "yes"}', "native", ModelError, r"config\.json.*do_sample='yes'; valid: true or false"),
+        ('{"do_sample": true, "top_k": 50.5}', "native", ModelError, r"top_k=50\.5; valid: .*_config='treespec'"),
         ("[1, 2]", "native", CheckpointError, r"generation_config\.json"),
         ("null", "transformers", CheckpointError, r"generation_config\.json"),
     ):

@@ -1,7 +1,7 @@
 """Converting checkpoints: every bit as meant, refused by name."""
 
+import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,18 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
 from tests.helpers.commands import run
 from tests.helpers.conversions import Q, assert_equal, assert_same, contents, loaded, make, tensors_of
+from tests.helpers.logits import their_logits
 from tests.helpers.models import edit_config, make_llama
 from treespec_weights import (
-    FAMILIES,
-    LLAMA,
     CheckpointError,
     ModelShape,
     OptionError,
-    TensorRule,
     UnsupportedModelError,
     convert_checkpoint,
     family_of,
@@ -33,27 +31,7 @@ from treespec_weights.load import quantizable
 from treespec_weights.quantize import Quantized, dequantize, quantize_fp8
 
 INDEX = "model.safetensors.index.json"
-OTHERWISE = {f"layers.{{i}}.{part}" for part in ("q", "k", "v", "gate", "up", "down")} | {"lm_head"}
-ODD = replace(
-    FAMILIES["mistral"],
-    tied_copy="out",
-    tensors=(
-        *(replace(rule, name=f"x.{rule.name}") for rule in LLAMA.tensors if rule.params[0] not in OTHERWISE),
-        TensorRule("h.{i}.qkv", ("layers.{i}.q", "layers.{i}.k", "layers.{i}.v"), "per_head"),
-        TensorRule("h.{i}.up_gate", ("layers.{i}.up", "layers.{i}.gate"), "transposed"),
-        TensorRule("h.{i}.down", ("layers.{i}.down",), "transposed"),
-        TensorRule("out", ("lm_head",)),
-    ),
-)
-"""A family of Llama's parameters in all other layouts."""
-
-
-def logits(folder: Path) -> Tensor:
-    with torch.inference_mode():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(torch.arange(60)[None]).logits
-
-
-# --- dtype and shards
+logits = functools.partial(their_logits, tokens=list(range(60)), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -105,29 +83,12 @@ def test_shards(tmp_path: Path, size: int) -> None:
     assert torch.equal(logits(source), logits(tmp_path / "b"))
 
 
-def test_what_is_not_a_parameter_is_left_out(tmp_path: Path) -> None:
-    source = make(tmp_path / "a", tie_word_embeddings=True)
-    stored = tensors_of(source)
-    for file in source.glob("*.safetensors*"):
-        file.unlink()
-    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
-    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(5)
-    save_file(stored, source / "model.safetensors")
-    convert_checkpoint(source, tmp_path / "b")
-    left = {*stored} - {*tensors_of(tmp_path / "b")}
-    assert left == {"lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}
-    assert verify_checkpoint(tmp_path / "b").ok
-
-
 def test_sizes() -> None:
     for text, size in (("2GB", 2 * 10**9), ("500 mb", 5 * 10**8), ("1.5GiB", 3 << 29)):
         assert parse_bytes(text) == size
     for text in ("", "2", "GB", "-1GB", "0GB", "1e3MB", "nanGB", "٣GB", "2GB2"):
         with pytest.raises(OptionError, match=r"--shard-size .*500MB, 2GB"):
             parse_bytes(text)
-
-
-# --- layouts
 
 
 def test_there_and_back(tmp_path: Path) -> None:
@@ -147,20 +108,6 @@ def test_there_and_back(tmp_path: Path) -> None:
         assert (logits(goes) - logits(source)).abs().max() < 1e-12  # a fused product may sum otherwise
     assert tensors_of(tmp_path / "3").keys() == tensors_of(source).keys()
     assert "qkv" not in str(tensors_of(tmp_path / "2").keys()) and "qkv" in str(tensors_of(tmp_path / "1").keys())
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_every_layout_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None) -> None:
-    monkeypatch.setitem(FAMILIES, "mistral", ODD)
-    source = make(tmp_path / "a", num_key_value_heads=1)
-    convert_checkpoint(source, tmp_path / "b", layout="mistral", dtype=dtype)
-    stored, odd = tensors_of(source), tensors_of(tmp_path / "b")
-    gate, up = (stored[f"model.layers.0.mlp.{part}_proj.weight"].to(dtype) for part in ("gate", "up"))
-    assert torch.equal(odd["h.0.up_gate"], torch.cat([up, gate]).t())
-    assert odd["h.1.qkv"].shape == (4 * 10 + 2 * 10, 24)
-    assert_same(source, tmp_path / "b", dtype)
-    convert_checkpoint(tmp_path / "b", tmp_path / "c", layout="phi3")
-    assert_same(source, tmp_path / "c", dtype)
 
 
 def refused_layout(source: Path, layout: str, *parts: str) -> None:
@@ -202,9 +149,6 @@ def test_parts_of_several_dtypes_cannot_be_fused(tmp_path: Path) -> None:
     assert_same(source, tmp_path / "b")
     refused_layout(source, "phi3", "qkv_proj.weight'", f"{Q!r} is bfloat16", "--dtype")
     convert_checkpoint(source, tmp_path / "c", layout="phi3", dtype=torch.float32)
-
-
-# --- one tensor may become several
 
 
 QUANTISED = [("int8", False), ("int4", False), ("fp8", False), ("fp8-all", True), ("fp8-all", False)]
@@ -265,9 +209,6 @@ def test_what_cannot_be_quantised_while_converting(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"--quantize int4: .*100"):
         convert_checkpoint(odd, tmp_path / "c", quantization="int4")
     assert not (tmp_path / "c").exists()
-
-
-# --- the command
 
 
 def test_the_command(tmp_path: Path) -> None:

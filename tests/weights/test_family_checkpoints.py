@@ -20,13 +20,6 @@ from treespec_weights import UnsupportedModelError, inspect_checkpoint, verify_c
 (TOKENS,) = random_prompts((90,), vocab=VOCAB)
 
 
-def renamed(folder: Path, prefix: str, extra: dict[str, Tensor]) -> None:
-    """The checkpoint's tensors without the prefix and without a head, with others beside them."""
-    tensors = load_file(folder / "model.safetensors")
-    kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    save_file(kept | extra, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def logits_of(folder: Path, **options: Any) -> Tensor:
     """[90, vocab]."""
     return our_logits(open_llm(folder, exact=False, **options), TOKENS)
@@ -82,7 +75,10 @@ def test_checkpoints_of_first_releases(name: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", TYPICAL[name], 7)
     expected = logits_of(folder)
     prefix, buffers = BUFFERS[name]
-    renamed(folder, prefix, {key.format(i=i): torch.ones(shape) for i in range(3) for key, shape in buffers.items()})
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    kept |= {key.format(i=i): torch.ones(shape) for i in range(3) for key, shape in buffers.items()}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(logits_of(folder), expected)
     assert verify_checkpoint(folder).ok and len(inspect_checkpoint(folder)["ignored"]) == 3 * len(buffers)
 

@@ -231,9 +231,6 @@ def test_the_command_line() -> None:
         assert row["bytes"] == row["values"] // values * size
     assert report["bytes"] == sum(tensor.nbytes for tensor in reader.read_gguf(path).tensors.values())
     assert report["shape"] == asdict(ModelConfig.from_hf(llama()).shape)
-    with mock.patch("treespec.cli.generate.load_llm", lambda model, *_, **__: open_llm(Path(model))):
-        generate = ("generate", "3 4 5", "--model", path, "--max-tokens", 4, "--json")
-        assert len(commands.run(*generate).document["token_ids"]) == 4
 
 
 @pytest.mark.slow
@@ -248,7 +245,7 @@ def test_a_published_file() -> None:
     tokenizer = llm.get_tokenizer()
     assert len(tokenizer.encode("12345")) == 5
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    (output,) = llm.chat(messages, greedy(20))
+    (output,) = llm.chat(messages, greedy(8))
     assert output.prompt_token_ids == prompt
     with torch.no_grad():
         logits = transformers_reading(path)(torch.tensor([prompt + output.outputs[0].token_ids])).logits[0]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
+from tests.helpers.logits import their_logits
 from tests.helpers.models import VOCAB, make_llama, new_folder, random_prompts
 from treespec.bench.grow import grown
 from treespec.bench.options import Options
-from treespec.errors import CheckpointError, ConfigError
+from treespec.errors import ConfigError
 from treespec_weights import (
     LLAMA,
     ModelShape,
@@ -39,21 +39,7 @@ def larger(folder: Path, vocab: int = VOCAB) -> ModelShape:
     return replace(shape, num_layers=5, vocab_size=vocab, tied=shape.tied and vocab == shape.vocab_size, **sizes)
 
 
-def logits(folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """transformers' logits [batch, length, vocab]."""
-    with torch.inference_mode():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()(ids).logits
-
-
-def test_sizes() -> None:
-    for size, parameters in (("900K", 900_000), ("120M", 120_000_000), ("0.5b", 500_000_000)):
-        assert parse_size(size) == parameters
-    for size in ("", "big", "-1M", "0M", "12", "1.5", "1e9B", "7BB"):
-        with pytest.raises(OptionError, match=r"--size .*120M, 0\.5B"):
-            parse_size(size)
-
-
-@pytest.mark.parametrize("size", ["20M", "60M", "120M", "0.5B", "3B", "7B"])
+@pytest.mark.parametrize("size", ["20M", "120M", "0.5B", "7B"])
 def test_shapes_are_like_real_models(size: str) -> None:
     old = shape_of(default_folder("target"))
     new = grown_shape(old, parse_size(size))
@@ -63,12 +49,7 @@ def test_shapes_are_like_real_models(size: str) -> None:
     assert new.num_heads // new.num_kv_heads == old.num_heads // old.num_kv_heads
 
 
-VARIANTS = {
-    "untied": {},
-    "tied": {"tie_word_embeddings": True},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "eps": {"rms_norm_eps": 1e-3},
-}
+VARIANTS = {"tied": {"tie_word_embeddings": True}, "biases": {"attention_bias": True, "mlp_bias": True}}
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 3 * VOCAB])
@@ -77,13 +58,13 @@ def test_grown_logits_are_the_small_model_s(
     variant: str, vocab: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("treespec_weights.grow.SHARD_BYTES", 1 << 20)
-    small = make_llama(tmp_path / "small", 0, **VARIANTS[variant])
+    small = make_llama(tmp_path / "small", 0, rms_norm_eps=1e-3, **VARIANTS[variant])
     shape = larger(small, vocab)
     grow_checkpoint(small, tmp_path / "grown", shape, seed=1)
     assert verify_checkpoint(tmp_path / "grown").ok and len(list((tmp_path / "grown").glob("*.safetensors"))) > 2
-    ids = torch.tensor(random_prompts([40, 40]))
+    (tokens,) = random_prompts([40])
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.1)):
-        small_logits, grown_logits = logits(small, ids, dtype), logits(tmp_path / "grown", ids, dtype)
+        small_logits, grown_logits = (their_logits(folder, tokens, dtype) for folder in (small, tmp_path / "grown"))
         own, added = grown_logits[..., :VOCAB], grown_logits[..., VOCAB:]
         assert (own - small_logits).abs().max() <= bound * small_logits.abs().max()
         assert not added.numel() or (added.amax(-1) < own.amin(-1) - 10).all(), "an added token could be chosen"
@@ -109,17 +90,13 @@ def test_the_folder_is_removed_unless_kept(tmp_path: Path) -> None:
 
 def test_what_bench_refuses_to_grow(tmp_path: Path) -> None:
     """tests/weights/test_weights_commands.py has what `treespec weights grow` refuses."""
-
-    def refused(folder: Path | None, error: type[Exception], words: str, size: str = "1B") -> None:
-        with pytest.raises(error, match=words), grown(Options(model=folder, drafts=[]), size, None, None):
-            pass
-
-    refused(None, ConfigError, r"--grow big.*120M, 0\.5B", "big")
-    refused(tmp_path / "nowhere", FileNotFoundError, "nowhere")
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 9, "n_positions": 4}
-    for family, error, words in (("bloom", CheckpointError, "bloom"), ("gpt2", ConfigError, "gpt2 .* cannot be grown")):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": family} | sizes))
-        refused(tmp_path, error, words)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"} | sizes))
+    with (
+        pytest.raises(ConfigError, match=r"gpt2 .* cannot be grown"),
+        grown(Options(model=tmp_path, drafts=[]), "1B", None, None),
+    ):
+        pass
     small = make_llama(tmp_path / "small", 0, torch.float16)
     with pytest.raises(OptionError, match="float16"):  # it has no room for logits that no token can have
         grow_checkpoint(small, tmp_path / "grown", larger(small, 2 * VOCAB), seed=1)

@@ -1,6 +1,5 @@
 """Draft heads that do not fit their target, and what `treespec weights inspect` says of heads."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,6 @@ def cut() -> Path:
     return folder
 
 
-def indexed() -> Path:
-    """A head with an optional tensor in the index alone."""
-    folder = make_head("specforge")
-    index = dict.fromkeys([*load_file(folder / "model.safetensors"), "fc.bias"], "model.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return folder
-
-
 def of_shape(name: str, **shape: int) -> Path:
     """A head for another target."""
     write, options = HEADS[name]
@@ -68,7 +59,6 @@ DEEP = "specforge, other layers, whole vocabulary"
 WRONG: dict[str, tuple[Callable[[], Path], str]] = {
     "no map": (lambda: spoiled(d2t=None), "d2t.*missing: the head has 96 rows, the target 256 tokens"),
     "a bad map": (lambda: spoiled(d2t=5 - torch.arange(96)), "d2t.*96 tokens from 5 to 5 for 96 rows"),
-    "an index": (indexed, "'fc.bias': missing; the index places it in 'model.safetensors'"),
     "a cut pickle": (cut, "pytorch_model.bin.*not a file of tensors"),
     "tensors, all at once": (
         lambda: spoiled("z-lab", **TWO),
@@ -103,7 +93,7 @@ OTHER_TARGETS = {"other tokens": {"vocab_size": 272}, "fewer layers": {"num_hidd
 OTHER_TARGETS |= {name: {"hidden_size": 128} for name in ("another width", "eagle-1, another width")}
 
 
-@pytest.mark.parametrize("name", quick(WRONG, ("tensors, all at once", "a bad map", "a cut pickle", "an index")))
+@pytest.mark.parametrize("name", quick(WRONG, ("tensors, all at once", "a bad map", "a cut pickle")))
 def test_heads_that_do_not_fit(name: str) -> None:
     make, message = WRONG[name]
     with pytest.raises(CheckpointError, match=message):

@@ -1,4 +1,4 @@
-"""The ring of what an engine wrote, against a search token by token; its compiled twin; what votes are called."""
+"""The ring of what an engine wrote, against a search token by token; what votes are called."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.enumeration import paths_of
-from tests.helpers.lookups import BOTH, PAST, WAYS, New, inside, propose, request_of, write
+from tests.helpers.lookups import BOTH, PAST, inside, new, propose, request_of, write
 from tests.helpers.models import quick, random_prompts
 from treespec import SpecConfig
 from treespec.drafters.lookup.history import History
@@ -17,12 +17,6 @@ from treespec.tree import TokenTree
 from treespec_kernels.cpu.lookup_cpu import MAX_MATCH, PAST_MATCHES, STEPS, TEXT_CLASSES, Matches
 
 SOLE, UNANIMOUS, MAJORITY, PLURALITY, SECOND, LATER = range(TEXT_CLASSES, TEXT_CLASSES + 6)
-
-
-@pytest.fixture(params=WAYS)
-def new(request: pytest.FixtureRequest) -> New:
-    """Makes drafters that search in numpy, or in the compiled library."""
-    return request.param
 
 
 @dataclass
@@ -79,15 +73,15 @@ def test_against_a_search_token_by_token(capacity: int, seed: int) -> None:
     last, matches, longest = dict.fromkeys(texts, 0), 0, 0
     for _ in range(120):
         owner = int(rng.integers(1, 5))
-        new = rng.integers(0, words, rng.integers(0, 9))
+        more = rng.integers(0, words, rng.integers(0, 9))
         if rng.random() < 0.4:  # copied, so that there are long matches
             other = texts[int(rng.integers(1, 5))]
             at = int(rng.integers(0, len(other) + 1))
-            new = np.array(other[at : at + 20], dtype=np.int64)
-        number = history.add(owner, last[owner], new)
-        assert number == naive.add(owner, last[owner], new.tolist())
+            more = np.array(other[at : at + 20], dtype=np.int64)
+        number = history.add(owner, last[owner], more)
+        assert number == naive.add(owner, last[owner], more.tolist())
         last[owner] = number
-        texts[owner] += new.tolist()
+        texts[owner] += more.tolist()
         assert len(history) == min(sum(map(len, texts.values())), capacity)
         asking = int(rng.integers(1, 5))
         end = texts[asking] if rng.random() < 0.5 else rng.integers(0, words, rng.integers(0, 8)).tolist()
@@ -127,7 +121,7 @@ def found_after(
         ([7, 8, 9, 6, 7], {7: PLURALITY, 6: SECOND, 8: LATER, 9: LATER}),
     ],
 )
-def test_places_by_votes(new: New, behind: list[int], places: dict[int, int]) -> None:
+def test_places_by_votes(behind: list[int], places: dict[int, int]) -> None:
     """One text each goes on with these tokens behind the same three; of equally many votes the latest come first."""
     drafter = new(1000)
     for token in behind:
@@ -140,7 +134,7 @@ def test_places_by_votes(new: New, behind: list[int], places: dict[int, int]) ->
         assert prob == PRIOR_TRIALS * inside(drafter).prior[places[node], 3] / PRIOR_TRIALS, "nothing was counted yet"
 
 
-def test_votes_are_counted_at_each_node(new: New) -> None:
+def test_votes_are_counted_at_each_node() -> None:
     """A match votes only below what it has itself gone on with, and no longer where its text has ended."""
     drafter = new(1000)
     for tail in ([7, 5], [7, 5], [7, 6], [8, 4], [7]):
@@ -153,7 +147,7 @@ def test_votes_are_counted_at_each_node(new: New) -> None:
     assert all(lengths[path] == 2 + len(path) for path in classes if path)
 
 
-def test_a_token_of_both_sources_has_the_larger_probability(new: New) -> None:
+def test_a_token_of_both_sources_has_the_larger_probability() -> None:
     """And a draw of each; a node of one source has that one's."""
     for own, past, larger in (([1, 2, 3], [0, 1, 2, 3], 1), ([4, 5, 0, 1, 2, 3], [1, 2, 3], 0)):
         drafter = new(1000)
@@ -179,7 +173,7 @@ def guesses(drafter: LookupDrafter, tokens: list[int], spec: SpecConfig = PAST, 
     return set(propose(drafter, request_of(tokens, spec), depth).tokens[1:].tolist())
 
 
-def test_a_running_request_is_searched_by_others_and_not_by_itself(new: New) -> None:
+def test_a_running_request_is_searched_by_others_and_not_by_itself() -> None:
     drafter = new(1000)
     trees = drafter.propose([request_of([61, 62, 63], PAST), request_of([61, 62, 63, 64], PAST)], [2, 2])
     assert [tree.tokens.tolist() for tree in trees] == [[63, 64], [64]], "those of one round help each other"
@@ -192,7 +186,7 @@ def test_a_running_request_is_searched_by_others_and_not_by_itself(new: New) -> 
     assert guesses(drafter, [5, 6, 1]) == {2}
 
 
-def test_release_remembers_what_came_last(new: New) -> None:
+def test_release_remembers_what_came_last() -> None:
     """The last round's tokens were in no search, and those of a request that was decoded plainly in none at all."""
     drafter = new(1000)
     drafted, plain = request_of([1, 2, 3], PAST), request_of([11, 12, 13], PAST)
@@ -207,7 +201,7 @@ def test_release_remembers_what_came_last(new: New) -> None:
     assert propose(drafter, again, 1).tokens.tolist() == [3, 21]
 
 
-def test_the_end_of_a_prompt_is_remembered_with_its_output(new: New) -> None:
+def test_the_end_of_a_prompt_is_remembered_with_its_output() -> None:
     (prompt,) = random_prompts((3 * PROMPT_TAIL,))
     for plainly in (True, False):
         drafter, request = new(1000), request_of(prompt, PAST)
@@ -223,7 +217,7 @@ def test_the_end_of_a_prompt_is_remembered_with_its_output(new: New) -> None:
 
 
 @pytest.mark.parametrize("sources", [(), ("lookup",), ("ssm", "grammar")])
-def test_requests_without_suffix_neither_give_nor_take(new: New, sources: tuple[str, ...]) -> None:
+def test_requests_without_suffix_neither_give_nor_take(sources: tuple[str, ...]) -> None:
     drafter, apart = new(1000), SpecConfig(sources=sources)
     for tokens in ([1, 2, 3, 4], [4, 5, 6, 7]):
         write(drafter, tokens, apart)
@@ -237,7 +231,7 @@ def test_requests_without_suffix_neither_give_nor_take(new: New, sources: tuple[
     assert guesses(drafter, [1, 2, 3], apart) == set() and guesses(drafter, [1, 2, 3]) == {4}
 
 
-def test_forget(new: New) -> None:
+def test_forget() -> None:
     """What running and plain requests have written is forgotten too; what they go on with is remembered."""
     drafter = new(1000)
     write(drafter, [1, 2, 3, 4])

@@ -1,22 +1,18 @@
-"""Prompt lookup, in numpy and compiled, against a search token by token; its counts; what it does in the engine."""
+"""Prompt lookup against a search token by token; its counts; its compiled twin."""
 
 import numpy as np
 import pytest
 
 from tests.helpers.enumeration import paths_of
-from tests.helpers.lookups import LOOKUP, PAST, WAYS, New, compiled, inside, numpy, propose, request_of
+from tests.helpers.libraries import LIBRARIES
+from tests.helpers.lookups import LOOKUP, PAST, inside, new, propose, request_of
 from tests.helpers.models import quick
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
-from treespec.drafters.lookup.lookup_drafter import DECAY_ROUNDS, SEARCH_WINDOW, find_matches
+from treespec.drafters.lookup.lookup_drafter import DECAY_ROUNDS, SEARCH_WINDOW, LookupDrafter, find_matches
 from treespec.request import Request
-from treespec_kernels.cpu.lookup_cpu import MATCHES, MAX_MATCH
-
-
-@pytest.fixture(params=WAYS)
-def new(request: pytest.FixtureRequest) -> New:
-    """Makes drafters that search in numpy, or in the compiled library."""
-    return request.param
+from treespec_kernels.cpu.cpu_library import find_compiler
+from treespec_kernels.cpu.lookup_cpu import MATCHES, MAX_MATCH, lookup_library
 
 
 def naive_matches(tokens: list[int]) -> list[tuple[int, int]]:
@@ -32,7 +28,7 @@ def naive_matches(tokens: list[int]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_against_a_search_token_by_token(new: New, seed: int) -> None:
+def test_against_a_search_token_by_token(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, rng.integers(2, 12), rng.integers(1, 90)).tolist()
     depth = int(rng.integers(1, 8))
@@ -54,7 +50,7 @@ def test_against_a_search_token_by_token(new: New, seed: int) -> None:
         assert tree.tokens[1] == tokens[matches[0][0] + 1], "the best match's token comes first"
 
 
-def test_a_round_is_counted_after_the_next_was_proposed(new: New) -> None:
+def test_a_round_is_counted_after_the_next_was_proposed() -> None:
     """As captured rounds do; each round's counts are of its own proposals, of which those below the path are judged."""
     drafter, request = new(), request_of([7, 1, 2, 3, 9, 2, 5, 1, 2])
     tree = propose(drafter, request, 2)
@@ -74,7 +70,7 @@ def test_a_round_is_counted_after_the_next_was_proposed(new: New) -> None:
     assert late.hits.sum() == 1 and late.trials.sum() > counts.trials.sum(), "the second round has its own"
 
 
-def test_counts_follow_what_held(new: New) -> None:
+def test_counts_follow_what_held() -> None:
     for holds in (True, False):
         drafter, request = new(), request_of([1, 2, 3, 1, 2])
         for _ in range(16):
@@ -85,7 +81,7 @@ def test_counts_follow_what_held(new: New) -> None:
         assert other.probs[1] > 0.7 if holds else other.probs[1] < 0.35, "other requests learn from it too"
 
 
-def test_a_growing_text_is_followed(new: New) -> None:
+def test_a_growing_text_is_followed() -> None:
     drafter, request, rng = new(), request_of([1, 2]), np.random.default_rng(0)
     for _ in range(16):
         request.tokens.extend(rng.integers(0, 9, rng.integers(0, 30)).tolist())
@@ -93,7 +89,7 @@ def test_a_growing_text_is_followed(new: New) -> None:
         assert sorted(paths_of(own)) == sorted(paths_of(fresh))
 
 
-def test_barren_searches_become_rare(new: New) -> None:
+def test_barren_searches_become_rare() -> None:
     """A text that never goes on as before is searched every fourth time in the end, and at once again after a hit."""
     drafter, request = new(), request_of([1, 2, 3, 1, 2])
     searched = [len(propose(drafter, request, 1)) > 1 for _ in range(200)]
@@ -104,7 +100,7 @@ def test_barren_searches_become_rare(new: New) -> None:
     assert all(len(propose(drafter, request, 1)) > 1 for _ in range(16))
 
 
-def test_hopeless_guesses_are_left_out_and_tried_again(new: New) -> None:
+def test_hopeless_guesses_are_left_out_and_tried_again() -> None:
     drafter, request = new(), request_of([1, 2, 3, 1, 2])
     sizes = []
     for _ in range(2000):
@@ -113,6 +109,10 @@ def test_hopeless_guesses_are_left_out_and_tried_again(new: New) -> None:
     assert min(sizes) == 1, "at some point it is given up"
     quiet = sizes.index(1)
     assert 2 in sizes[quiet:] and sizes[quiet:].count(2) < 0.2 * len(sizes[quiet:]), "and tried now and then"
+
+
+def compiled(remembers: int = 0) -> LookupDrafter:
+    return LookupDrafter(lookup_library(find_compiler(), LIBRARIES), remembers)
 
 
 MIXED = (SpecConfig(), LOOKUP, PAST, SpecConfig(sources=("ssm",)))
@@ -125,7 +125,7 @@ def test_compiled_and_numpy_agree_to_the_bit(seed: int, remembers: int) -> None:
     """Over rounds of texts that grow, come and go, and after all was forgotten: trees, places, counts and history."""
     rng = np.random.default_rng([seed, remembers])
     words, longest = int(rng.integers(2, 4 if 0 < remembers < 100 else 12)), 6 if 0 < remembers < 20 else 60
-    drafters, nodes, past = (numpy(remembers), compiled(remembers)), 0, 0
+    drafters, nodes, past = (new(remembers), compiled(remembers)), 0, 0
 
     def fresh() -> Request:
         return request_of(rng.integers(0, words, rng.integers(1, longest)).tolist(), MIXED[rng.integers(4)])
@@ -178,7 +178,9 @@ def assert_same(mine: np.ndarray, theirs: np.ndarray) -> None:
     assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
 
 
-def test_only_the_end_of_a_long_text_is_searched(new: New) -> None:
+@needs_compiler
+def test_only_the_end_of_a_long_text_is_searched() -> None:
     text = [1, 2, 3, *range(10, 10 + SEARCH_WINDOW)]
-    assert len(propose(new(), request_of([*text, 1, 2]), 2)) == 1
-    assert len(propose(new(), request_of([*text, 12, 13]), 2)) > 1
+    for make in (new, compiled):
+        assert len(propose(make(), request_of([*text, 1, 2]), 2)) == 1
+        assert len(propose(make(), request_of([*text, 12, 13]), 2)) > 1

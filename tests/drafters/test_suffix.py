@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.exactness import differences, run
-from tests.helpers.models import greedy, make_draft, new_folder, open_llm, quick, random_prompts, tiny, tiny_llm
-from tests.helpers.speech import checked, speaking_folder
-from treespec import LLM, SamplingParams, SpecConfig, StructuredOutputsParams
+from tests.helpers.models import greedy, open_llm, quick, random_prompts, tiny, tiny_llm
+from tests.helpers.speech import checked
+from treespec import LLM, SpecConfig
 from treespec.config.engine_options import MAX_SUFFIX_TOKENS
 from treespec.errors import ConfigError
 
@@ -95,42 +95,6 @@ def test_a_reset_in_the_middle_of_a_stream() -> None:
     assert llm.stats()["suffix_tokens"] == 40 - since > 5
     beginning, ending = (llm.generate(PROMPTS[0] + tokens[:n], greedy(5), BOTH)[0] for n in (3, since + 4))
     assert accepted([beginning]) == 0 and accepted([ending]) > 0
-
-
-@pytest.mark.slow
-def test_names_of_drafts() -> None:
-    """A draft of this name is another source than the memory of the engine; the kind's name means both."""
-    target = tiny()[0]
-    draft = make_draft(new_folder("named") / "suffix", target, 1, 0.04)
-    llm = open_llm(target, [draft], max_num_seqs=4)
-    (output,) = llm.generate(PROMPTS[0], greedy(12), PAST)
-    assert output.metrics.accepted_by_source["suffix"] > 4
-
-
-@pytest.mark.slow
-def test_stop_strings_and_structured_outputs() -> None:
-    """Of an engine that speaks: ends inside a guessed path, and guesses that a form does not allow."""
-    pytest.importorskip("llguidance")
-    llm, plain = (open_llm(speaking_folder(), max_num_seqs=2, suffix_tokens=n) for n in (4096, 0))
-    text = plain.generate("def main", SamplingParams(max_tokens=40, ignore_eos=True), "off")[0].outputs[0].text
-    each = [
-        greedy(40),
-        greedy(40, stop=[text[20:23]]),
-        greedy(40, stop=[text[9:12]], include_stop_str_in_output=True),
-        SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(regex="[a-z]{3,9}[0-9]{3,9}")),
-        greedy(40, allowed_token_ids=list(range(5, 300, 7))),
-        greedy(40, temperature=0.8, seed=1, repetition_penalty=1.3),
-    ]
-    expected = [plain.generate("def main", params, "off")[0].outputs for params in each]
-    for spec in (PAST, SpecConfig(nodes=16), SpecConfig(), "off", PAST):
-        for order in (each, each[::-1]):
-            with checked(llm):
-                found = [output.outputs for output in llm.generate(["def main"] * len(each), order, spec)]
-            assert found == (expected if order is each else expected[::-1])
-    message = [{"role": "user", "content": "def main"}]
-    template = "{{ messages[0]['content'] }}"
-    ours, theirs = (one.chat(message, greedy(30), chat_template=template)[0] for one in (llm, plain))
-    assert ours.outputs == theirs.outputs and accepted([ours]) > 5
 
 
 @pytest.mark.parametrize("value", [True, -1, MAX_SUFFIX_TOKENS + 1])

@@ -2,9 +2,8 @@
 
 import functools
 import json
-import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +28,7 @@ from tests.helpers.models import (
     tiny,
 )
 from tests.helpers.sampled import tokens_of
-from tests.helpers.sharing import remembered
+from tests.helpers.sharing import assert_clean
 from tests.helpers.speech import speaking_folder
 from tests.helpers.tokenizers_made import TEXT, byte_level, permuted, resized, save_tokenizer, sentencepiece_like
 from treespec import LLM, SamplingParams, SpecConfig
@@ -103,25 +102,6 @@ def foreigners(llm: LLM) -> list[ForeignDrafter]:
     return [each for each in llm.engine.sources.others if isinstance(each, ForeignDrafter)]
 
 
-_made: list[ForeignDrafter] = []
-
-
-@pytest.fixture(autouse=True)
-def all_is_given_back() -> Iterator[None]:
-    """After every test no draft holds a page or a request."""
-    original = ForeignDrafter.__init__
-
-    def init(self: ForeignDrafter, *args: Any) -> None:
-        original(self, *args)
-        _made.append(self)
-
-    with mock.patch.object(ForeignDrafter, "__init__", init):
-        yield
-    for each in _made:
-        each.cache.check_integrity()
-        assert each.cache.num_free == each.cache.num_pages and not each._states
-
-
 # --- the tokens of plain decoding
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -152,18 +132,7 @@ def test_the_tokens_are_those_of_plain_decoding(kind: str, spec: str) -> None:
     for params in (greedy(16), greedy(16, **SAMPLED if spec != "551" else COLD)):
         plain, tree = (run(llm, prompts, params, each) for each in ("off", SPECS[spec]))
         assert not differences(plain, tree)
-
-
-def test_end_tokens_and_control_tokens_in_the_text() -> None:
-    """An end token inside a prompt is one to the draft; the end of an output ends its guesses."""
-    llm = llm_of("same-1", "perm-2", "bpe")
-    bias = {0: 6.0}
-    prompts = [[0, *random_prompts((5,))[0], 0, 7], [0], [0, 0, 0]]
-    params = [SamplingParams(max_tokens=40, logit_bias=bias, **each) for each in ({}, SAMPLED)]
-    for each in params:
-        plain, tree = (llm.generate(prompts, each, spec=spec) for spec in ("off", TREE))
-        assert tokens_of(plain) == tokens_of(tree)
-        assert {o.outputs[0].finish_reason for o in plain} == {o.outputs[0].finish_reason for o in tree}
+    assert_clean(llm)
 
 
 # --- nothing is lost in translation
@@ -319,20 +288,7 @@ def test_samples_aborts_and_streams_leave_nothing_behind() -> None:
     for i, _ in enumerate(llm.stream(random_prompts((20,))[0], greedy(40), spec=TREE)):
         if i == 2:
             break
-    assert llm.engine.scheduler.is_idle and not remembered(llm)
-
-
-def test_what_the_engine_says_of_its_drafts(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "treespec"):
-        llm = open_llm(speaking_folder(), [folders()[name] for name in ("same-1", "larger", "perm-1")])
-    said = llm.stats()["draft_vocabularies"]
-    assert said == {"same-1": "same vocabulary", "larger": "padded", "perm-1": "translated (TLI, 100% of tokens)"}
-    assert llm.stats()["drafts"] == [*said]
-    for name, how in said.items():
-        assert sum(f"draft {name} " in message and how in message for message in caplog.messages) == 1
-    with by_text():
-        llm = open_llm(speaking_folder(), [folders()["bpe"]])
-    assert llm.stats()["draft_vocabularies"]["bpe"].startswith("by text (")
+    assert_clean(llm)
 
 
 def test_nothing_is_drafted_where_it_does_not_pay() -> None:

@@ -1,24 +1,19 @@
 """The distribution of sampled output with drafts of other vocabularies, by G-tests."""
 
 import functools
-import json
 import shutil
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from tests.helpers.exactness import recorded
-from tests.helpers.models import new_folder, open_llm
+from tests.helpers.models import change_rows, edit_config, new_folder, open_llm
 from tests.helpers.tokenizers_made import letters, save_tokenizer
-from tests.sampling.test_sampled_distribution import ALPHA, PROMPT, VOCAB, sampled, timeless
+from tests.sampling.test_sampled_distribution import ALPHA, PROMPT, sampled, timeless
 from tests.sampling.test_sampled_distribution import folders as tiny_folders
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
-from treespec.drafters.foreign.translated import TranslatedDrafter
 from treespec.drawing.recording import watch
 
 pytestmark = pytest.mark.slow
@@ -36,27 +31,24 @@ def folders() -> tuple[Path, Path, Path]:
     save_tokenizer(root / "target", letters(OWN))
     shutil.copytree(second, root / "same")
     save_tokenizer(root / "same", letters(OWN))
-    shutil.copytree(source, root / "other")
-    save_tokenizer(root / "other", letters(OTHER))
-    tensors = load_file(source / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
-    for name in [name for name in tensors if "embed_tokens" in name or "lm_head" in name]:
-        rows = tensors[name]
-        moved = torch.randn(len(OTHER), rows.shape[1], generator=generator) * rows.std()
+
+    def moved(rows: torch.Tensor) -> torch.Tensor:
+        new = torch.randn(len(OTHER), rows.shape[1], generator=generator) * rows.std()
         for id, letter in enumerate(OTHER):
             if letter in OWN:
-                moved[id] = rows[OWN.index(letter)]
-        tensors[name] = moved
-    save_file(tensors, root / "other" / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text()) | {"vocab_size": len(OTHER), "eos_token_id": None}
-    (root / "other" / "config.json").write_text(json.dumps(config))
+                new[id] = rows[OWN.index(letter)]
+        return new
+
+    edit_config(change_rows(source, root / "other", moved), eos_token_id=None)
+    save_tokenizer(root / "other", letters(OTHER))
     (root / "other" / "generation_config.json").unlink(missing_ok=True)
     return root / "target", root / "other", root / "same"
 
 
-def sampling_llm(*drafts: Path, text: bool = False, compile: bool | str = "auto") -> LLM:
+def sampling_llm(*drafts: Path, text: bool = False) -> LLM:
     with mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 1.1 if text else 0.0):
-        llm = timeless(open_llm(folders()[0], drafts, max_num_seqs=32, max_model_len=64, compile=compile))
+        llm = timeless(open_llm(folders()[0], drafts, max_num_seqs=32, max_model_len=64, compile="auto"))
     for drafter in llm.engine.sources.others:
         assert isinstance(drafter, ForeignDrafter)
         drafter.pass_value.pays = lambda expected: expected > 0.01  # type: ignore[method-assign]
@@ -82,30 +74,6 @@ def test_the_joint_distribution(name: str) -> None:
     p, acceptance = sampled(llm, spec)
     assert p > ALPHA, f"p = {p}"
     assert acceptance > (1.03 if kind == "text" else 1.2), "nothing was accepted, so nothing was shown"
-
-
-def test_the_distributions_are_over_the_intersection() -> None:
-    llm = sampling_llm(folders()[1], compile=False)  # compiled, the draft would be in int8
-    params = SamplingParams(temperature=2.0, seed=1, max_tokens=2, ignore_eos=True)
-    spec = SpecConfig(branching=(2, 1), verification="rejection", **SSM)
-    with watch(llm.engine) as rounds:
-        llm.generate([PROMPT], params, spec=spec)
-    tree = rounds[0].tree
-    assert tree.draw_rows is not None and (tree.draw_rows >= 0).all()
-    unknown = [OWN.index(letter) for letter in "ab"]
-    assert all(not probs[unknown].any() for probs in tree.draft_probs)
-    own = open_llm(folders()[1], max_model_len=64)
-    prompt = [OTHER.index(OWN[token]) for token in PROMPT if OWN[token] in OTHER]
-    drafter = llm.engine.sources.others[0]
-    assert isinstance(drafter, TranslatedDrafter) and drafter.translation.encode(PROMPT) == prompt
-    with recorded(own) as (found, _):
-        own.generate([prompt], SamplingParams(max_tokens=1))
-    logits = found[tuple(prompt)].double().numpy() / 2.0
-    probs = np.zeros(VOCAB)
-    for id, letter in enumerate(OTHER):
-        if letter in OWN:
-            probs[OWN.index(letter)] = np.exp(logits[id])
-    assert np.allclose(tree.draft_probs[int(tree.draw_rows[0])], probs / probs.sum(), atol=1e-6)
 
 
 def test_only_one_source_draws_at_random() -> None:

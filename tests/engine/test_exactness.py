@@ -21,7 +21,6 @@ from tests.helpers.models import (
     random_prompts,
     tiny,
     tiny_llm,
-    tokens_of,
     wide,
 )
 from treespec import LLM, SpecConfig
@@ -60,16 +59,6 @@ def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, ssms: tuple[i
     for name in SPECS if len(ssms) == 3 else ("16", "auto"):
         tree = assert_exact(llm, plain, SPECS[name])
         assert tree.acceptance_length > 1.2, f"{name}: nothing was accepted, so nothing was shown"
-
-
-@pytest.mark.slow
-def test_two_hundred_prompts() -> None:
-    """Of 32 tokens each, by tokens alone."""
-    llm = tiny_llm(torch.bfloat16, max_num_seqs=25)
-    prompts = random_prompts([1 + i * 7 % 120 for i in range(200)], seed=3)
-    plain, trees = (llm.generate(prompts, greedy(32), spec) for spec in ("off", SpecConfig(branching=(3, 2, 1))))
-    assert tokens_of(trees) == tokens_of(plain)
-    assert sum(output.metrics.target_passes for output in trees) < 0.9 * 200 * 32
 
 
 ENGINES: dict[str, dict[str, Any]] = {

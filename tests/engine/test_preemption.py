@@ -36,7 +36,7 @@ def crowded(num_pages: int, model: Any = None, **options: Any) -> LLM:
 @pytest.mark.parametrize("seed", quick((0, 2), (0,)))
 def test_random_interleavings_give_what_requests_alone_give(seed: int, caching: bool) -> None:
     llm = crowded(10, max_num_seqs=16, enable_prefix_caching=caching)
-    asked = random_requests(seed, 6, (100,), 30, (80, 110), priorities=3)
+    asked = random_requests(seed, 4, (100,), 30, (80, 110), priorities=3)
 
     def run() -> list[dict[int, RequestOutput]]:
         with nullcontext() if caching else guarded(llm):  # drafts write what they had not read of a cached prefix

@@ -1,37 +1,24 @@
-"""Drafters that search texts, in numpy and compiled, and requests for them: shared by the tests of both sources."""
+"""Drafters that search texts, and requests for them: shared by the tests of both sources."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 
-from tests.helpers.libraries import LIBRARIES
-from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
 from treespec.drafters.lookup.lookup_drafter import Counts, LookupDrafter
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
-from treespec_kernels.cpu.cpu_library import find_compiler
-from treespec_kernels.cpu.lookup_cpu import Matches, lookup_library
+from treespec_kernels.cpu.lookup_cpu import Matches
 
 LOOKUP = SpecConfig(nodes=16, sources=("lookup",))
 PAST = SpecConfig(nodes=16, sources=("suffix",))
 BOTH = SpecConfig(nodes=16)
-New = Callable[..., LookupDrafter]
 
 
-def numpy(remembers: int = 0) -> LookupDrafter:
+def new(remembers: int = 0) -> LookupDrafter:
+    """Searches in numpy; test_lookup.py compares the compiled library with it."""
     return LookupDrafter(history_tokens=remembers)
-
-
-def compiled(remembers: int = 0) -> LookupDrafter:
-    return LookupDrafter(lookup_library(find_compiler(), LIBRARIES), remembers)
-
-
-WAYS = [pytest.param(numpy, id="numpy"), pytest.param(compiled, id="compiled", marks=needs_compiler)]
-"""What makes drafters, by the tokens that they remember."""
 
 
 def request_of(tokens: list[int], spec: SpecConfig = LOOKUP) -> Request:

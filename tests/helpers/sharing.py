@@ -125,7 +125,7 @@ def random_requests(
         options: dict[str, Any] = {"logprobs": 2} if rng.random() < 0.3 else {}
         options |= {"prompt_logprobs": 1} if rng.random() < 0.1 else {}
         if rng.random() < 0.5:
-            options |= {"temperature": 0.8, "seed": i, "n": int(rng.integers(1, 3)), "repetition_penalty": 1.1}
+            options |= {"temperature": 0.8, "seed": i, "n": int(rng.integers(1, 5)), "repetition_penalty": 1.1}
         spec = ("off", SpecConfig(nodes=8, max_depth=3), SpecConfig())[rng.integers(3)]
         found.append((prompt, greedy(int(rng.integers(*tokens)), **options), spec, int(rng.integers(priorities))))
     return found
@@ -188,7 +188,7 @@ def remembered(llm: LLM) -> list[str]:
     for drafter in (engine.sources.lookup, *engine.sources.others):
         if isinstance(drafter, ForeignDrafter):
             drafter.cache.check_integrity()
-            found += drafter._states
+            found += [*drafter._states, *drafter.cache._held]
         elif isinstance(drafter, LookupDrafter):
             kept = inside(drafter)
             found += [*kept.own, *kept.found, *kept.texts]

@@ -77,17 +77,6 @@ def test_an_int_is_obeyed() -> None:
     assert [len(tree) for tree in cut(planner, requests, trees)] == [7, 1]
 
 
-def test_a_level_is_drafted_where_it_promises_more_than_its_time() -> None:
-    rule = planner_at(1.5, [request_of()]).level_rule()
-    price = 1.5 / 1e-3 * 2e-4
-    only = np.array([0])
-    for opened, reached in itertools.product((0.1, 0.4, 0.9), (0.2, 0.5, 0.9)):
-        decision = rule.worth_a_level(only, np.array([opened]), np.array([reached]))
-        assert decision.tolist() == [opened * reached > price]
-    assert not rule.worth_a_level(only, np.array([0.05]), None), "another source says already what follows"
-    assert rule.worth_a_level(only, np.array([1.0]), None)
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 def test_ssms_are_expected_where_a_first_level_pays(batch: int) -> None:
     requests = [request_of() for _ in range(batch)]
@@ -99,7 +88,8 @@ def test_ssms_are_expected_where_a_first_level_pays(batch: int) -> None:
     assert planner.expects_ssms([request_of() for _ in range(8)]), "and in no other"
 
 
-def test_the_first_level_pays_for_the_start_of_drafting() -> None:
+def test_a_level_is_drafted_where_it_promises_more_than_its_time() -> None:
+    """The first one pays for the start of drafting too."""
     request, only = request_of(), np.array([0])
     for gain, opened in itertools.product((1.0, 1.5, 3.0), (0.4, 0.7, 1.0)):
         planner = Planner(STARTING)
@@ -110,8 +100,9 @@ def test_the_first_level_pays_for_the_start_of_drafting() -> None:
         assert rule.worth_a_level(only, np.array([opened]), None).tolist() == [pays]
         if opened == 1:
             assert pays == (planner.draft_plans([request], 256)[0].levels > 0)
-        decision = rule.worth_a_level(only, np.array([opened]), np.array([0.5]))
-        assert decision.tolist() == [opened * 0.5 > level], "the start is paid already"
+        for reached in (0.2, 0.5, 0.9):
+            decision = rule.worth_a_level(only, np.array([opened]), np.array([reached]))
+            assert decision.tolist() == [opened * reached > level], "the start is paid already"
 
 
 def test_only_trees_that_pay_grow_on() -> None:

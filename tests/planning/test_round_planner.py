@@ -152,18 +152,6 @@ def test_a_fixed_tree_beside_adaptive_and_plain_ones() -> None:
     assert plans == [PLAIN, (4, 16), PLAIN], "an int is obeyed, whatever it costs"
 
 
-def test_what_takes_longer_than_modelled_is_avoided() -> None:
-    planner = Planner(CHEAP, shapes=SHAPES)
-    request, plans = request_of(), []
-    for _ in range(300):
-        [plan] = planner.draft_plans([request], 10**7)
-        drafted = Drafted(plan.levels, plan.levels, plan.levels)
-        seconds = RoundSeconds(8.0 * plan.levels, 0.0, 1.0, 0.0)
-        planner.observe([request], [Chain([0.8] * plan.levels)], [1 + plan.levels // 2], seconds, drafted, plan.nodes)
-        plans.append((plan.levels, plan.nodes))
-    assert plans[0] != PLAIN and plans[-50:].count(PLAIN) > 45
-
-
 @pytest.mark.parametrize("promised", [0.3, 0.9])
 def test_promises_are_measured_against_what_was_accepted(promised: float) -> None:
     assert simulate(planner_of(), 0.0, 1500, promised)[-1000:].count(PLAIN) > 950

@@ -1,5 +1,6 @@
 """Forms and lists that would keep the process busy for minutes are refused by their size, as their request's error."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -23,8 +24,7 @@ def doubling(depth: int) -> str:
 
 
 FORMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "optional parts": (lambda: {"regex": "a?" * 60_000}, "regex has 120000 characters, the limit is 20000"),
-    "empty alternatives": (lambda: {"regex": "(a|)(|b)" * 1000}, "regex has 2000 optional or repeated parts"),
+    "optional parts": (lambda: {"regex": "a?" * 8000}, "regex has 8000 optional or repeated parts"),
     "long choices": (
         lambda: {"choice": ["a" * i for i in range(1, 6000)]},
         "choice has 17997000 characters, the limit is 1000000; give a shorter one",
@@ -47,10 +47,6 @@ FORMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "whitespace_pattern has 2000 optional",
     ),
     "terminals": (lambda: {"grammar": doubling(20)}, "terminal T10 of grammar, with the terminals that it names, has"),
-    "GBNF": (
-        lambda: {"grammar": 'root ::= t12\nt0 ::= "a"?\n' + "".join(f"t{i + 1} ::= t{i} t{i}\n" for i in range(12))},
-        "terminal T10 of grammar",
-    ),
     "a rule": (lambda: {"grammar": "start: " + '"a"? ' * 12_000}, "rule start has 12000 optional"),
     "a grammar": (lambda: {"grammar": "start: " + '"a" ' * 60_000}, "grammar has 240007 characters"),
 }
@@ -82,12 +78,7 @@ def test_what_is_hostile_ends_as_its_own_requests_error(name: str) -> None:
 
 LARGE: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[str], bool]]] = {
     "many short choices": (lambda: {"choice": [f"item {i}" for i in range(60_000)]}, lambda t: t.startswith("item ")),
-    "choices with one beginning": (
-        lambda: {"choice": [f"https://www.example.com/{'x' * 100}/{i}" for i in range(4000)]},
-        lambda text: text != "" and "https://www.example.com/".startswith(text[:24]),
-    ),
     "a list of words": (lambda: {"regex": "|".join(f"w{i}x" for i in range(3000))}, lambda text: text[0] == "w"),
-    "optional parts": (lambda: {"regex": "(a?){60000}b"}, lambda text: text.strip("a") in ("", "b")),
     "properties": (
         lambda: {
             "json": {
@@ -98,14 +89,6 @@ LARGE: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[str], bool]]] = {
             "disable_any_whitespace": True,
         },
         lambda text: text.startswith('{"p0":'),
-    ),
-    "items": (
-        lambda: {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 100_000}},
-        lambda text: text[0] == "[",
-    ),
-    "multiples": (
-        lambda: {"json": {"properties": {"a": {"multipleOf": 0.01}, "b": {"multipleOf": 5000}}, "type": "object"}},
-        lambda text: text[0] == "{",
     ),
 }
 
@@ -121,11 +104,10 @@ def test_large_forms_are_served(name: str) -> None:
 @pytest.mark.slow
 def test_reading_that_takes_long_all_the_same_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others of the batch finish."""
-    llm, stop = speaking_llm(), []
+    llm, stop = speaking_llm(), threading.Event()
 
     def read(*given: Any, **options: Any) -> LLMatcher:
-        while not stop:
-            sum(range(1000))
+        stop.wait()
         return LLMatcher(*given, **options)
 
     monkeypatch.setattr("treespec.sampling.grammar.SECONDS", 0.05)
@@ -136,7 +118,7 @@ def test_reading_that_takes_long_all_the_same_is_given_up(monkeypatch: pytest.Mo
             with mock.patch("llguidance.LLMatcher", mock.Mock(wraps=LLMatcher, side_effect=read)):
                 bad, good = llm.generate(["x", "def"], [asked({"choice": ["a", "b"]}), greedy(4)])
         finally:
-            stop.append(True)
+            stop.set()
     assert "choice takes more than 0.05 s to compile; give a simpler one" in str(bad.error)
     assert good.outputs == alone
 

@@ -99,45 +99,6 @@ def concatenated(chunks: Sequence[StreamChunk], n: int) -> tuple[list[list[int]]
     return tokens, texts
 
 
-@pytest.mark.parametrize(("n", "spec"), [(9, TREE), (2, "off"), (1, TRAVERSAL)], ids=["tree", "off", "traversal"])
-def test_streams_of_several_outputs(n: int, spec: SpecConfig | str) -> None:
-    llm, params = speaking_llm(), sampled(8, n=n, logprobs=1)
-    with checked(llm):
-        chunks = list(llm.stream("def f(x):", params, spec))
-        (whole,) = llm.generate("def f(x):", params, spec)
-    assert [chunk.output is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-    final = chunks[-1].output
-    assert final is not None and {chunk.request_id for chunk in chunks} == {final.request_id}
-    assert [c.index for c in final.outputs] == list(range(n))
-    assert final.outputs == whole.outputs
-    for found in (found for completion in final.outputs for found in completion.logprobs or []):
-        assert all(each.decoded_token == llm.get_tokenizer().decode([token]) for token, each in found.items())
-    tokens, texts = concatenated(chunks, n)
-    assert tokens == tokens_of([final]) and texts == [completion.text for completion in final.outputs]
-    for index in range(n):
-        reasons = [chunk.finish_reason for chunk in chunks if chunk.index == index]
-        assert reasons == [None] * (len(reasons) - 1) + ["length"]
-    assert_clean(llm)
-
-
-@pytest.mark.parametrize("n", [1, 10])
-def test_abort_ends_all_samples(n: int) -> None:
-    llm, chunks = speaking_llm(), []
-    for chunk in llm.stream("def f(x):", sampled(100, n=n), TREE):
-        chunks.append(chunk)
-        if len(chunks) == 2 * min(n, 3):
-            llm.abort(chunk.request_id)
-            llm.abort("req-of-nobody")
-            assert_clean(llm)
-    assert [chunk.output is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-    final = chunks[-1].output
-    assert final is not None
-    assert [c.finish_reason for c in final.outputs] == ["abort"] * n
-    assert all(len(tokens) < 100 for tokens in tokens_of([final]))
-    assert concatenated(chunks, n)[0] == tokens_of([final])
-    assert concatenated(chunks, n)[1] == [completion.text for completion in final.outputs]
-
-
 def test_outputs_end_each_by_itself() -> None:
     """Some by a stop string, some by an end token, some by length."""
     llm = speaking_llm()

@@ -81,13 +81,6 @@ def test_a_busy_machine_is_measured_for_longer(
     assert told[-1] == 1 and len(first) == len(second) == (4 if least == (4, 4) else 0)
 
 
-def test_a_small_cache_still_has_a_curve() -> None:
-    target, drafts = tiny()
-    small = LLM(target, [drafts[0]], max_num_seqs=1, max_model_len=16)
-    assert small.stats()["cost_curve"]["rows"][0] == 1
-    small.engine.check_integrity()
-
-
 TILES = 1, 2, 4, 6, 8, 16, 17, 32
 
 

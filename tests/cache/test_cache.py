@@ -74,6 +74,15 @@ def test_pages_in_line_are_preferred() -> None:
     assert cache.can_reserve(0)
 
 
+def test_scattered_pages_serve_where_no_run_is_free() -> None:
+    cache = new_cache(6)
+    for i in range(6):
+        cache.reserve(f"r{i}", PAGE_SIZE)
+    for i in (0, 2, 4):
+        cache.release(f"r{i}")
+    assert cache.reserve("x", 3 * PAGE_SIZE).tolist() == [1, 3, 5]
+
+
 @pytest.mark.parametrize("pool", [0, 1])
 @pytest.mark.parametrize("first, count", [(0, 1), (60, 10), (100, 92), (64, 64), (5, 0)])
 def test_scrub_of_slots(first: int, count: int, pool: int) -> None:

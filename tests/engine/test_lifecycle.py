@@ -1,5 +1,6 @@
 """Requests come and go: continuous batching, metrics, and what aborts, early leavers and Ctrl-C leave behind."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -129,6 +130,22 @@ PLACES: dict[str, Callable[[LLM], tuple[Any, str]]] = {
     "update": lambda llm: (llm.engine, "update"),
     "observe": lambda llm: (llm.engine.host.planner, "observe"),
 }
+
+
+def test_leaving_a_stream_frees_its_slot() -> None:
+    llm = tiny_llm()
+    for _ in llm.stream(random_prompts((30,))[0], greedy(60), TREE):
+        assert len(llm.engine.scheduler.running) == 1
+        break
+    gc.collect()
+    assert_clean(llm)
+    stream = llm.stream(random_prompts((30,))[0], greedy(60), TREE)
+    next(stream)
+    stream.close()
+    assert_clean(llm)
+    never_started = llm.stream(random_prompts((30,))[0], greedy(60), TREE)
+    del never_started
+    assert_clean(llm)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -18,6 +18,7 @@ from tests.helpers.enumeration import (
     engine,
     outcomes,
     output_distribution,
+    paths_of,
     random_world,
     reference,
     runs,
@@ -140,3 +141,47 @@ def test_a_perfect_draft_is_accepted_at_once(name: str, rule: str, make: Callabl
         while (below := tree.parents[tree.draw_nodes] == firsts[-1]).any():
             firsts.append(int(tree.draw_nodes[below.argmax()]))
         assert all(path == firsts for weight, (path, _) in runs(tree, world, make(rule)).values() if weight > EXACT)
+
+
+# --- block verification
+
+
+def block_verification(tree: TokenTree, world: World, oracle: Oracle) -> tuple[list[int], int]:
+    """Algorithm 2 of arXiv 2403.10444, on a chain: every prefix has its own coin, and the longest that wins is kept."""
+    paths, length = paths_of(tree), len(tree) - 1
+    big = [world.target[path] for path in paths]
+    small = [tree.draft_probs[row] for row in tree.draw_rows] if tree.draw_rows is not None else []
+    joint, kept, kept_joint = 1.0, 0, 1.0
+    for i in range(1, length + 1):
+        token = tree.tokens[i]
+        joint = min(joint * big[i - 1][token] / small[i - 1][token], 1.0)
+        wins = joint
+        if i < length:
+            surplus = np.maximum(joint * big[i] - small[i], 0.0).sum()
+            wins = surplus / (surplus + (1.0 - joint)) if surplus + (1.0 - joint) > 0 else 1.0
+        if oracle.flip(wins):
+            kept, kept_joint = i, joint
+    rest = big[kept] if kept == length else np.maximum(kept_joint * big[kept] - small[kept], 0.0)
+    return list(range(kept + 1)), oracle.choose(rest)
+
+
+@pytest.mark.parametrize("make", [reference, engine])
+def test_traversal_of_a_chain_is_block_verification(make: Callable[[str], Verifier]) -> None:
+    """For every drafted chain the same distribution of accepted length and next token."""
+
+    def ends(world: World, tree: TokenTree, verifier: Verifier) -> np.ndarray:
+        probs = np.zeros((len(tree), world.vocab))
+        for weight, (path, token) in runs(tree, world, verifier).values():
+            probs[len(path) - 1, token] += weight
+        return probs
+
+    apart = 0.0
+    for seed in range(2):
+        world, drafts = drafted("chain", seed)
+        emitted, _ = output_distribution(world, drafts, block_verification)
+        assert total_variation(emitted, world.joint()) < EXACT
+        for weight, tree in drafts:
+            traversal, block = ends(world, tree, make("traversal")), ends(world, tree, block_verification)
+            assert np.abs(traversal - block).max() < EXACT
+            apart += weight * np.abs(traversal - ends(world, tree, make("rejection"))).max()
+    assert apart > WRONG  # the comparison could tell

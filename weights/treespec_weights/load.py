@@ -56,14 +56,11 @@ class Placement(NamedTuple):
         return {name: block.contiguous() for name, block in zip(self.params, blocks, strict=True)}
 
     def pack(self, params: dict[str, Tensor]) -> Tensor:
-        """Combine parameters into the checkpoint tensor, the inverse of `unpack`. A single parameter is not copied."""
+        """Stack parameters, the inverse of `unpack`. A single parameter is not copied."""
+        assert self.rule.layout == "stacked", "no other family has the parameters of one with another layout"
         blocks = [params[name] for name in self.params]
-        if self.rule.layout == "per_head":
-            blocks = [block.unflatten(0, (self.heads, -1)) for block in blocks]
-            tensor = torch.cat(blocks, dim=1).flatten(0, 1)
-        else:
-            tensor = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-        return tensor.t().contiguous() if self.rule.layout == "transposed" and tensor.dim() == 2 else tensor
+        return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+
 
 
 def load_weights(

@@ -62,7 +62,6 @@ class Placement(NamedTuple):
         return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
 
 
-
 def load_weights(
     folder: Path | str | Checkpoint,
     shape: ModelShape,

@@ -64,7 +64,7 @@ def all_tokens(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"], ids=str)
+@pytest.mark.parametrize("default", [torch.float64, "meta"], ids=str)
 @pytest.mark.usefixtures("defaults")
 def test_engines_compute_the_same_under_other_defaults(default: torch.dtype | str, compiled: bool) -> None:
     want = all_tokens(before := open_tiny(compiled))

@@ -25,12 +25,8 @@ EXPERTS = {"n_routed_experts": 4, "moe_intermediate_size": 24, "num_experts_per_
 EXPERTS |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
 LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
-SPARSE = {
-    "num_experts": 4,
-    "moe_intermediate_size": 24,
-    "num_experts_per_tok": 2,
-    "mlp_layer_types": ["dense", "sparse"],
-}
+SPARSE = {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+SPARSE |= {"mlp_layer_types": ["dense", "sparse"]}
 MTP = {"num_nextn_predict_layers": 1, "mtp_layer_types": ["sliding_attention"], "mtp_mlp_layer_types": ["sparse"]}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": GROUPED | {"head_dim": 12, "num_key_value_heads": 1},

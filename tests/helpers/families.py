@@ -81,7 +81,6 @@ CASES = TYPICAL | {
     "llama, yarn with betas, large eps": _case("llama", rope_parameters=_YARN | _BETAS, rms_norm_eps=0.1),
     "llama, scaled as 3.1, heads of 12": _case("llama", rope_parameters=_LLAMA3, head_dim=12, num_key_value_heads=4),
     "mistral, no window, wide heads": _case("mistral", sliding_window=None, head_dim=40),
-    "mistral, a window of one tile": _case("mistral", sliding_window=64),
     "mistral, a window of one position": _case("mistral", sliding_window=1, tie_word_embeddings=True),
     "qwen2, no window, yarn": _case("qwen2", rope_parameters=_YARN, num_key_value_heads=1),
     "qwen3, biases, windows by layer": _case(

@@ -33,7 +33,6 @@ BOUNDS = {torch.float32: (1e-5, 1e-6), torch.float16: (1e-2, 1e-3), torch.bfloat
 LLAMA = KernelShape(torch.float32, 16, 4, 2, 32, 48, 100)
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-of_kernels = pytest.mark.skipif(IMPLEMENTATION == "ref", reason="about the kernels")
 in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="about the interpreter")
 on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.interpreted.common import DEVICE, INF, INTERPRETED, NAN, check, each_dtype, normal, on_a_gpu, view_amid_nan
-from treespec_kernels.launch.triton_launch import target_of
+from tests.interpreted.common import DEVICE, INF, INTERPRETED, NAN, check, each_dtype, normal, view_amid_nan
 from treespec_kernels.linear.lm_head import BlockStats, LmHead, LmHeadConfig, block_stats_ref, lm_head_triton
 from treespec_kernels.tuning.testing import assert_close
 
@@ -115,17 +114,3 @@ def test_it_writes_into_given_buffers_and_nowhere_else() -> None:
     assert all(torch.equal(a, b) for a, b in zip(stats, expected.stats, strict=True))
     around[1:6, 8:45] = 123.0
     assert (around == 123.0).all()
-
-
-@on_a_gpu
-@each_dtype
-@pytest.mark.parametrize("vocab, hidden", [(4096, 256), (32768, 2048)])
-def test_every_candidate_is_row_invariant(vocab: int, hidden: int, dtype: torch.dtype) -> None:
-    arguments = arguments_of(Head(257, vocab, hidden), dtype)
-    for config in LmHeadConfig.candidates(dtype, vocab, hidden, target_of(DEVICE)):
-        check("lm_head", arguments, config, num_rows=257, compare=compare)
-        out = lm_head_triton(**arguments, config=config)
-        for rows in (1, 2, 15, 16, 17, 63, 64, 65, 128):
-            some = lm_head_triton(**(arguments | {"x": arguments["x"][-rows:]}), config=config)
-            assert torch.equal(some.logits, out.logits[-rows:]), (config, rows)
-            assert all(torch.equal(a, b[-rows:]) for a, b in zip(some.stats, out.stats, strict=True)), (config, rows)

@@ -115,21 +115,3 @@ def test_all_tokens_but_one_are_excluded() -> None:
     assert torch.nonzero(found > -INF).tolist() == [[row, 41] for row in range(4)]
     inputs.biases[0] = -INF
     assert bool((scores_of(logits, inputs) == -INF).all())
-
-
-def test_a_row_alone() -> None:
-    """Neither the other rows nor the width of the paths change a bit."""
-    logits, vocab = random_logits(2 * len(REQUESTS), 100), 100
-    inputs = inputs_of(REQUESTS, len(logits), vocab)
-    together = scores_of(logits, inputs)
-    for row in range(0, len(logits), 3):
-        request = slice(row // 2, row // 2 + 1)
-        wider = torch.nn.functional.pad(inputs.paths[row : row + 1], (0, 4), value=-1)
-        own = inputs._replace(
-            numbers=inputs.numbers[request],
-            options=inputs.options[request],
-            end_tokens=inputs.end_tokens[request],
-            positions=inputs.positions[row : row + 1],
-            paths=wider,
-        )
-        assert_equal(scores_of(logits[row : row + 1], own)[0], together[row])

@@ -15,8 +15,6 @@ from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.tuning import tuned
 from treespec_kernels.tuning.tuned import KernelConfigs, TunedEntry
 
-SIZES = ((64, 32), (32, 32), (192, 32), (32, 96))  # of the layers: qkv, o, gate and up, down
-
 
 @pytest.fixture(scope="module")
 def folders() -> tuple[Path, list[Path]]:
@@ -53,39 +51,15 @@ def test_trees_give_the_tokens_of_plain_decoding(
     assert all(output.metrics.acceptance_length > 1.3 for output in trees)
 
 
-def entry(config: dict[str, int], op: str = "quantized_row_linear", stale: bool = False, **key: int) -> TunedEntry:
-    versions = tuned.versions_of(NAME, op) | ({"source": "another"} if stale else {})
-    of_dtype = {"dtype": "float32", "groups": 1} | key
-    return TunedEntry(op, of_dtype, config, 1.0, 2.0, {}, versions, "2026-01-01T00:00:00+00:00")
-
-
-def test_tuned_configurations_are_used_and_change_no_token(folders: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    """Of the four layers two are tuned; the others' entries are stale, or of another op, group or number of bits."""
-    qkv, o, gate_up, down = ({"out_features": out, "in_features": inputs} for out, inputs in SIZES)
-    int4, config = {"bits": 4, "group": 32, "zero": 0}, {"block_n": 16, "block_k": 16, "split_k": 2}
-    entries = [
-        entry(config, **qkv, **int4),
-        entry(config | {"split_k": 3}, **down, **int4),
-        entry(config, **o, **int4, stale=True),
-        *(entry(config, **gate_up, **(int4 | change)) for change in ({"bits": 8}, {"group": 64}, {"zero": 1})),
-        entry(config, "row_linear", **gate_up, silu_gate=1),
-    ]
-    tuned.save_entries(tmp_path / f"{tuned.slug(NAME)}.json", NAME, entries)
-    load = KernelConfigs.load
-    options = {"max_num_seqs": 1, "quantization": "int4"}
+def test_an_engine_uses_what_was_tuned(folders: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    op, config = "quantized_row_linear", {"block_n": 16, "block_k": 16, "split_k": 2}
+    key = {"dtype": "float32", "groups": 1, "out_features": 64, "in_features": 32, "bits": 4, "group": 32, "zero": 0}
+    entry = TunedEntry(op, key, config, 1.0, 2.0, {}, tuned.versions_of(NAME, op), "2026-01-01")
+    path, load = tmp_path / f"{tuned.slug(NAME)}.json", KernelConfigs.load
+    tuned.save_entries(path, NAME, [entry])
     with mock.patch.object(KernelConfigs, "load", lambda device: load("cuda", name=NAME, folder=tmp_path)):
-        llm = open_llm(folders[0], [], max_model_len=128, **options, **TRITON)
+        llm = open_llm(folders[0], [], max_num_seqs=1, quantization="int4", max_model_len=128, **TRITON)
     [linear] = llm.engine.runner.target.kernels._linear
     found = [(each.block_n, each.block_k, each.split_k) for each in linear.values()]
-    assert found == [(16, 16, 2), (64, 32, 1), (64, 32, 1), (16, 16, 3)]
-    frozen = llm.stats()["frozen"]
-    assert frozen["tuned_file"] == str(tmp_path / f"{tuned.slug(NAME)}.json")
-    defaults = [label for label in frozen["default_kernels"] if "row_linear" in label]
-    assert defaults == [
-        f"quantized_row_linear float32, bits 4, group 32, groups 1, in_features {size['in_features']}, "
-        f"out_features {size['out_features']}, zero 0"
-        for size in (o, gate_up)
-    ]
-    trees = trees_as_plain(llm, SHORT[1:], greedy(3), SpecConfig(nodes=6, max_depth=2, sources=("lookup",)))
-    cpu = open_llm(folders[0], **options).generate(SHORT[1:], greedy(3), spec="off")
-    assert tokens_of(trees) == tokens_of(cpu)
+    assert found == [(16, 16, 2), *[(64, 32, 1)] * 3]
+    assert llm.stats()["frozen"]["tuned_file"] == str(path)

@@ -127,20 +127,6 @@ def test_quantized_layers(
     check("quantized_row_linear", arguments, replace(SMALL, split_k=split_k), num_rows=rows, run=in_the_middle)
 
 
-@pytest.mark.parametrize("split_k", [1, 2])
-def test_neither_rows_nor_groups_mix(split_k: int) -> None:
-    """A row of NaN stays alone, and a group has the bits of its layer alone."""
-    arguments = arguments_of(Layer(4, 40, 70, "bias residual", groups=3), torch.float32)
-    config = replace(SMALL, split_k=split_k)
-    out = row_linear_triton(**arguments, config=config)
-    for group in range(3):
-        alone = {name: arguments[name][group] for name in ("x", "weight", "bias", "residual")}
-        assert torch.equal(row_linear_triton(**alone, config=config), out[group])
-    arguments["x"][:, 1] = NAN
-    broken = row_linear_triton(**arguments, config=config)
-    assert broken[:, 1].isnan().all() and torch.equal(broken[:, [0, 2, 3]], out[:, [0, 2, 3]])
-
-
 @each_dtype
 @pytest.mark.parametrize("split_k", [2, 8])
 def test_partials_are_the_sums_of_their_splits_and_add_up_to_the_result(split_k: int, dtype: torch.dtype) -> None:
@@ -159,31 +145,6 @@ def test_partials_are_the_sums_of_their_splits_and_add_up_to_the_result(split_k:
         total = total + partial
     added = total + arguments["bias"].float() + arguments["residual"].float()
     assert torch.equal(row_linear_triton(**arguments, config=config), added.to(dtype))
-
-
-@each_dtype
-@pytest.mark.parametrize("groups, split_k", [(None, 1), (2, 2)])
-def test_residual_may_be_updated_in_place(groups: int | None, split_k: int, dtype: torch.dtype) -> None:
-    arguments = arguments_of(Layer(18, 40, 70, "residual", groups=groups), dtype)
-    config, residual = replace(SMALL, split_k=split_k), arguments["residual"]
-    expected = row_linear_triton(**arguments, config=config)
-    assert row_linear_triton(**arguments, config=config, out=residual) is residual
-    assert torch.equal(residual, expected)
-
-
-def test_a_workspace_is_used_and_may_be_larger() -> None:
-    arguments = arguments_of(Layer(6, 40, 70, groups=2), torch.float32)
-    x, weight, config = arguments["x"], arguments["weight"], replace(SMALL, split_k=3)
-    size = config.workspace_size(12, 40)
-    assert size == 3 * 12 * 40
-    workspace = torch.full((size + 5,), NAN, device=DEVICE)
-    partials = row_linear_partials_triton(x, weight, config=config, workspace=workspace).clone()
-    assert partials.shape == (3, 12, 40) and torch.equal(workspace[:size].view(3, 12, 40), partials)
-    assert torch.equal(partials, row_linear_partials_triton(x, weight, config=config))
-    assert workspace[size:].isnan().all()
-    y = row_linear_triton(**arguments, config=config, workspace=workspace.fill_(NAN))
-    assert torch.equal(workspace[:size].view(3, 12, 40), partials)
-    assert torch.equal(y, row_linear_triton(**arguments, config=config))
 
 
 @pytest.mark.parametrize("split_k", [1, 2])
@@ -215,13 +176,6 @@ def test_activated_products(
     arguments = {"product": product, "bias": bias, "silu_gate": gate, "activation": activation}
     changes = {"ref": activated_ref, "run": activated_triton}
     check("row_linear", arguments, num_rows=5, rows={"product": -2}, **changes)
-
-
-def test_an_activated_product_has_the_bits_of_the_layer() -> None:
-    product = normal(6)(5, 6)
-    one = torch.eye(6, device=DEVICE)
-    expected = row_linear_triton(product, one, silu_gate=True, config=SMALL)  # times one, exactly
-    assert torch.equal(activated_triton(product, silu_gate=True), expected)
 
 
 @in_the_interpreter

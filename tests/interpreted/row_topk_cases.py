@@ -109,18 +109,6 @@ def test_a_token_is_chosen_alike_in_every_batch_and_padding() -> None:
         assert torch.equal(padded.tokens, tokens) and padded.finite.all()
 
 
-def test_every_number_of_the_key_matters() -> None:
-    """With equal logits the choice is the noise's alone: it changes with each number, and with nothing else."""
-    rows = 6
-    zeros, flat = torch.zeros(rows, dtype=torch.int64, device=DEVICE), torch.zeros(rows, 2000, device=DEVICE)
-    noise = RowNoise(torch.ones(rows, device=DEVICE), zeros, zeros, zeros)
-    assert len(set(topk(flat, 1, noise=noise).tokens.flatten().tolist())) == 1
-    large = torch.tensor([0, 1, 2**32, 2**32 + 1, 2**62, -1], device=DEVICE)
-    for name in ("seeds", "samples", "positions"):
-        varied = topk(flat, 1, noise=noise._replace(**{name: large}))
-        assert len(set(varied.tokens.flatten().tolist())) == rows
-
-
 def test_equal_values_go_by_rising_token() -> None:
     """In one block, over the border of two, and in more blocks than are read; +0 and -0 are equal."""
     vocab = 4 * BLOCK + 20

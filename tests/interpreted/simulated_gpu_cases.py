@@ -1,6 +1,5 @@
 """Programmatic launches, and the engine, on a simulated GPU."""
 
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,6 @@ from tests.helpers.families import TYPICAL, WINDOW, make_model, small
 from tests.helpers.heads_made import TargetShape, write_eagle1, write_eagle3
 from tests.helpers.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, TREES, leave, rounds_wait_for_nothing
-from tests.interpreted.tuning_cases import PlannedClock
 from tests.simulated_gpu import Gpu
 from treespec import RoundRecord, SpecConfig
 from treespec.cache.kv_cache import KVCache
@@ -35,7 +33,6 @@ from treespec_kernels.linear.quantized import WeightForm
 from treespec_kernels.ops import cases_of, pass_chain
 from treespec_kernels.ops.shapes import KernelShape, Setting
 from treespec_kernels.sampling.row_topk import row_topk_triton
-from treespec_kernels.tuning.sweep import SweepLog, problems_of, tune
 from treespec_kernels.tuning.tuned import KernelConfigs, TunedEntry
 from treespec_weights import load_weights
 
@@ -69,7 +66,7 @@ def test_a_program_that_does_not_wait_is_noticed(gpu: Gpu, kernel: Any, refused:
 
 @pytest.mark.parametrize("form", [None, WeightForm(4, 32)])
 def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured and replayed; every launch of the chain has the option, and every program waits."""
+    """Captured and replayed: every launch of the chain has the option, every program waits, and bits stay the same."""
     monkeypatch.setattr(pass_chain, "REPLAYS", 2)
     monkeypatch.setattr(pass_chain, "LAYERS", 2)
     monkeypatch.setattr(pass_chain, "takes_pdl", lambda device: True)
@@ -83,31 +80,16 @@ def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None, m
             found = gpu.launches.signatures.values()
             assert {launch.options.get("launch_pdl", False) for launch in found} == {config.pdl}
     assert gpu.replays == 8
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-def test_programmatic_launches_are_chosen_where_they_are_right_and_faster(
-    gpu: Gpu, wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     right = pass_chain.rms_norm_triton
 
     def planted(*given: Any, pdl: bool, out: torch.Tensor, **named: Any) -> torch.Tensor:
         right(*given, pdl=pdl, out=out, **named)
-        return out.add_(wrong and pdl)
+        return out.add_(pdl)
 
     monkeypatch.setattr(pass_chain, "rms_norm_triton", planted)
-    monkeypatch.setattr(pass_chain, "REPLAYS", 1)
-    monkeypatch.setattr(pass_chain, "takes_pdl", lambda device: True)
-    shape = KernelShape(torch.float16, 16, 4, 2, 32, 48, 100)
-    setting = Setting(shape, torch.device("cuda"), nodes=1, context=3)
-    clock = PlannedClock({LaunchConfig(): 2.0, LaunchConfig(pdl=True): 1.0})
-    problems = problems_of([setting], ["programmatic_launch"])
-    [found] = tune(problems, clock, SweepLog(tmp_path / "log", "A GPU"))
-    assert found.best is not None and found.best.config == LaunchConfig(pdl=not wrong)
-    assert [measurement.config.pdl for measurement in found.failed] == [True] * wrong
-    assert all("differs from that of the chain without PDL" in str(measurement.error) for measurement in found.failed)
-    entry = found.entry({}, 1e9)
-    assert entry is not None and entry.config == {"pdl": not wrong}
+    case.check(LaunchConfig())
+    with pytest.raises(AssertionError, match="differs from that of the chain without PDL"):
+        case.check(LaunchConfig(pdl=True))
 
 
 @pytest.mark.parametrize("measured", [None, False])

@@ -9,24 +9,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from tests.helpers.models import greedy, make_llama, new_folder, open_llm, tokens_of
-from tests.interpreted.engines import (
-    LONG,
-    ON_GPU,
-    PROMPTS,
-    SHORT,
-    TREES,
-    leave,
-    open_on_gpu,
-    rounds_wait_for_nothing,
-    told,
-)
+from tests.helpers.models import greedy, tokens_of
+from tests.interpreted.engines import PROMPTS, SHORT, TREES, leave, open_on_gpu, rounds_wait_for_nothing, told
 from tests.simulated_gpu import Gpu, simulated_gpu
-from treespec import LLM, RoundRecord, SamplingParams
+from treespec import LLM, RoundRecord
 from treespec.bench.measure import profiled
-from treespec.cli import app
 from treespec.engine.executor import Execution
 from treespec.engine.runner import Runner
 from treespec.graphs.batch_round import BatchRound
@@ -132,14 +120,6 @@ def assert_tell(records: Sequence[RoundRecord], output: RequestOutput) -> None:
     assert (metrics.target_passes, metrics.nodes_verified) == (len(own), sum(len(each.tree) for each in own))
 
 
-def run_tree(llm: LLM, *arguments: str, code: int = 0) -> Any:
-    """What `treespec tree` prints of token ids, as JSON, with this engine."""
-    with mock.patch("treespec.cli.tree.load_llm", lambda *_, **__: llm):
-        done = CliRunner().invoke(app, ["tree", "--model", "embedded", *arguments, "--json"])
-    assert done.exit_code == code, done.output
-    return json.loads(done.stdout)
-
-
 def test_captured_rounds_are_told(llm: LLM) -> None:
     repeated = [5, 9, 2, 7] * 5
     prompts = [PROMPTS[0], repeated]
@@ -158,31 +138,6 @@ def test_captured_rounds_are_told(llm: LLM) -> None:
     assert {name for each in records for name in each.tree.source_names} == {"near", "other", "lookup"}
     told = {each.tree.sources_of(node) for each in records for node in range(1, len(each.tree))}
     assert {name for names in told for name in names} >= {"near", "other", "lookup"} and max(map(len, told)) > 1
-    both = [each for each in records if each.request_id == outputs[0].request_id][-1]
-    assert json.loads(json.dumps(both.as_dict()))["bonus"] == both.bonus
-
-    # `treespec tree`, and the rounds in a row are the output.
-    drawn = [run_tree(llm, "3 1 4", "--round", str(number)) for number in (1, 2)]
-    with mock.patch("treespec.cli.tree.FIRST_ROUNDS", 2):
-        best = run_tree(llm, "3 1 4")
-    emitted = [token for each in drawn for token in each["emitted"]]
-    assert emitted == llm.generate([[3, 1, 4]], greedy(len(emitted)), spec="off")[0].outputs[0].token_ids
-    assert [each["round"] for each in drawn] == [1, 2] and all(len(each["tokens"]) == 8 for each in drawn)
-    assert best["rounds"] == 2 and all(best["sources"][1:])
+    assert json.loads(json.dumps(records[-1].as_dict()))["bonus"] == records[-1].bonus
     assert not llm.engine.observers
     llm.engine.check_integrity()
-
-
-def test_plain_targets_and_outputs_of_one_round(gpu: Gpu) -> None:
-    target = make_llama(new_folder("plain") / "target", 0, torch.float16, **LONG)
-    llm = open_llm(target, [], spec=TREES, max_num_seqs=1, max_model_len=12, **ON_GPU)
-    assert llm.stats()["frozen"]["rounds"] == "on the device"
-    whole = "5 9 2 5 9 2 5 9 2 5 9"  # room for one token
-    [output] = llm.generate([[int(token) for token in whole.split()]], SamplingParams())
-    document = run_tree(llm, whole)
-    assert (document["round"], document["rounds"], document["tokens"]) == (1, 1, [9])
-    assert document["emitted"] == [document["bonus"]] == output.outputs[0].token_ids
-    refused = run_tree(llm, whole, "--round", "2", code=2)
-    assert "the output ended in round 1; valid: 1 to 1" in refused["error"]["message"]
-    looked_up = run_tree(llm, "5 9 2 5 9 2 5", "--round", "1")
-    assert len(looked_up["tokens"]) > 1 and {name for names in looked_up["sources"] for name in names} == {"lookup"}

@@ -33,7 +33,7 @@ def by_steps(count: int, **params: Any) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Gpu]:
-    """One for all cases, as an engine must not outlive it."""
+    """One for all cases, as its engine must not outlive it."""
     with simulated_gpu() as gpu:
         yield gpu
 

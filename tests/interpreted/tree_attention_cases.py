@@ -145,15 +145,6 @@ def test_bits_do_not_follow_the_batch_the_rows_or_the_chain_flag() -> None:
     assert torch.equal(attend(some, config, chains=[False, True]), out[kept])
 
 
-def test_what_lies_before_the_window_is_not_read() -> None:
-    inputs = attention_inputs([200], trees("random", [5]))
-    inputs.rows["window"] = 20
-    out = attend(inputs, SMALL)
-    for cache in (inputs.k_cache, inputs.v_cache):
-        cache[inputs.rows["page_table"][0, :2].long()] = float("nan")
-    assert torch.equal(attend(inputs, SMALL), out)
-
-
 def test_padding_rows_become_zero() -> None:
     inputs = attention_inputs([33, 0], trees("random chain", [5, 2]), page_size=16)
     num_rows, padding = len(inputs.q), 5

@@ -1,22 +1,12 @@
 """Cases of tree_root, tree_merge and tree_select: every tensor is that of the specification, padding included."""
 
-import copy
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
 
-from tests.helpers.growth import (
-    KINDS,
-    Seeds,
-    Sizes,
-    as_proposed,
-    mixtures,
-    poison,
-    proposals,
-    random_seeds,
-)
+from tests.helpers.growth import KINDS, Seeds, Sizes, as_proposed, mixtures, poison, proposals, random_seeds
 from tests.interpreted.common import DEVICE, INTERPRETED
 from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, DeviceTrees, ProposedTrees
 from treespec_kernels.tree.tree_merge import tree_merge_ref, tree_merge_triton
@@ -127,24 +117,6 @@ def test_each_request_may_want_another_number() -> None:
     growth.assert_selects(torch.tensor([1, 0, 5, 8, 99], dtype=torch.int32), [0.0] * 5, [9] * 5, capacity=8)
 
 
-def test_a_forest_is_started_again() -> None:
-    sizes, rng = Sizes(2, 2, 2, 2, 2), np.random.default_rng(0)
-    growth = Growth(sizes, [5, 6])
-    growth.merge(*proposals(sizes, "random", rng), mixtures(sizes, rng), torch.full((2, 1), -1, dtype=torch.int32))
-    fresh = Growth(sizes, [7, -1])
-    tree_root_triton(growth.forest, fresh.root_tokens.to(DEVICE))
-    assert_same(growth.forest, fresh.expected)
-
-
-def test_a_forest_at_its_depth_stays() -> None:
-    sizes, rng = Sizes(1, 2, 2, 2, 1), np.random.default_rng(0)
-    growth, ends = Growth(sizes, [5]), torch.zeros(1, 0, dtype=torch.int32)
-    growth.merge(*proposals(sizes, "random", rng), torch.full((1, 2), 0.5), ends)
-    before = copy.deepcopy(growth.expected)
-    growth.merge(*proposals(sizes, "random", rng), torch.full((1, 2), 0.5), ends)
-    assert_same(growth.forest, before)
-
-
 def level_of(tokens: list[int], probs: list[float], seeds: Seeds) -> DeviceForest:
     """The forest after one level of one request; tokens and probs: those of one SSM below the root."""
     sizes = Sizes(1, 1, 4, len(tokens), 2)
@@ -170,16 +142,3 @@ def test_seeds_by_hand() -> None:
     assert forest.seed_cands[0].tolist() == [0, 3, -1, 1]
     alone = level_of([-1, -1], [0.5, 0.25], seeds)
     assert alone.cand_values[0, 0, 2:4].tolist() == [np.float32(0.9), np.float32(0.2)]
-
-
-def test_proposals_may_be_views() -> None:
-    """Every stack of equal SSMs writes its part of a larger tensor."""
-    sizes, rng = Sizes(2, 3, 3, 2, 2), np.random.default_rng(0)
-    growth, ends = Growth(sizes, [3, 4]), torch.full((2, 2), -1, dtype=torch.int32)
-    for _ in range(2):
-        views = []
-        for tensor, around in zip(proposals(sizes, "random", rng), (99, NAN), strict=True):
-            wide = torch.nn.functional.pad(tensor.transpose(0, 1), (1, 3, 0, 2), value=around)
-            views.append(wide.transpose(0, 1)[:, :, :3, 1:3])
-            assert torch.equal(views[-1], tensor)
-        growth.merge(*views, mixtures(sizes, rng), ends)

@@ -106,24 +106,3 @@ def test_fuzz(kind: str, dtype: torch.dtype) -> None:
         for request, tree in enumerate(trees):
             if kind == "rejected" and tree is not None and finite[request, : len(tree)].all():
                 assert lengths[request] == 1
-
-
-def test_any_node_that_is_not_finite_empties_its_request_alone() -> None:
-    choose = random.Random(1)
-    trees: list[TokenTree | None] = [tree_of([-1, 0, 1], 3, choose), tree_of([-1, 0, 0], 3, choose)]
-    choices = all_choices(trees, "accepted", 4, choose)
-    for node in range(3):
-        finite = torch.ones(2, 4, dtype=torch.bool)
-        finite[0, node] = False
-        assert assert_walks(trees, choices, finite, 2) == [0, 2]
-    finite = torch.ones(2, 4, dtype=torch.bool)
-    finite[:, 3] = False  # padding
-    assert assert_walks(trees, choices, finite, 2) == [3, 2]
-
-
-def test_a_real_size() -> None:
-    choose, generator = random.Random(3), torch.Generator().manual_seed(3)
-    trees: list[TokenTree | None] = [tree_of(tree_parents("random", 100, generator), 40, choose) for _ in range(2)]
-    max_depth = max(int(tree.depths.max()) for tree in trees if tree)
-    choices = all_choices(trees, "accepted", 100, choose)
-    assert min(assert_walks(trees, choices, torch.ones(2, 100, dtype=torch.bool), max_depth)) > 1

@@ -1,7 +1,6 @@
 """`treespec autotune`: what it measures where, what it prints, what it stores, and what it refuses."""
 
 import json
-import os
 import subprocess
 from dataclasses import asdict
 from functools import partial
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers import commands
-from tests.helpers.child import faster_interpreter, uninterpreted_document
+from tests.helpers.child import faster_interpreter
 from tests.helpers.commands import program
 from tests.helpers.libraries import share_libraries
 from tests.helpers.models import tiny
@@ -117,12 +116,6 @@ def test_each_number_of_threads_has_a_process_of_its_own(monkeypatch: pytest.Mon
     assert ", 2 threads: 9000.00 ms, best: 1 (a round of 16 rows and 3 levels of drafting)" in shown
 
 
-def test_thread_counts_are_powers_of_two_and_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, counts in ((1, [1]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
-        assert autotune.thread_counts() == counts
-
-
 def test_what_children_are_given_and_how_they_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     ended = [(0, '{"curves": [{}]}'), (2, '{"error": {"type": "ConfigError", "message": "what is wrong"}}'), (1, "")]
@@ -177,25 +170,6 @@ def test_kernels_are_compiled_for_a_target_without_a_gpu() -> None:
     assert report.keys() == {"targets", "failed"} and report["failed"] == []
     assert {row["kernel"] for row in report["targets"]["sm_90"]} == {"move_path"}
     assert {row["case"].split(",")[0] for row in report["targets"]["sm_90"]} == {"kv_commit float16"}
-
-
-def test_processes_change_no_result() -> None:
-    pytest.importorskip("triton")
-    script = """
-import json, torch
-from treespec_kernels.aot import compiler as aot
-from treespec_kernels.ops.shapes import default_shapes
-if __name__ == "__main__":
-    steps = []
-    def report(jobs):
-        shapes = default_shapes([torch.float16, torch.float32])
-        return aot.compile_report(["sm_90"], shapes, ["kv_commit"], jobs, lambda *step: steps.append(step))
-    serial, parallel = report(1), report(2)
-    print(json.dumps([serial == parallel, serial["failed"], steps]))
-"""
-    equal, failed, steps = uninterpreted_document(script)
-    assert equal and failed == []
-    assert steps == 2 * [[done, steps[0][1]] for done in range(steps[0][1] + 1)] and steps[0][1] > 3
 
 
 def test_a_process_that_dies_costs_its_task_alone() -> None:

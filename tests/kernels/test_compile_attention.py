@@ -15,7 +15,6 @@ from treespec_kernels.cpu.compiled_plan import plan_compiled
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledLayerWeights, CompiledModel
 from treespec_kernels.cpu.decoder_library import build
-from treespec_kernels.tuning.testing import assert_close
 
 pytestmark = needs_compiler
 HIDDEN, VOCAB = 32, 61
@@ -189,35 +188,3 @@ def test_paths_longer_than_a_page(case: Case) -> None:
         for threads in (1, 2):
             hidden = run(make_model(case, threads), case, pool, tokens, rows)
             assert torch.equal(hidden[path], plain.hidden[context_len : context_len + len(path)])
-
-
-@each(CASES)
-def test_close_to_a_sum_in_double(case: Case) -> None:
-    """One layer, against softmax over the keys and values that stand in the cache."""
-    model, pool = make_model(case, layers=1), new_pool(case, 1)
-    generator = torch.Generator().manual_seed(1)
-    count, heads, dim = 2 * PAGE_SIZE + 21, case.kv_heads * case.group, case.head_dim
-    pool.copy_(torch.randn(pool.shape, generator=generator))
-    hidden = run(model, case, pool, [9], RequestRows.chain(count - 1, 1, PAGES))
-    k, v = pool[0][:, PAGES].transpose(1, 2).reshape(2, case.kv_heads, -1, dim)[:, :, :count].double()
-
-    def normed(x: Tensor) -> Tensor:
-        return x * (x.square().mean() + 1e-6).rsqrt()
-
-    embed, [layer], _ = random_weights(case, 1)
-    qkv, o, x = layer.qkv.double(), layer.o.double(), embed[9].double()
-    query = (qkv[: heads * dim] @ normed(x)).view(heads, 2, dim // 2)
-    angle = (count - 1) * 0.7 ** torch.arange(dim // 2, dtype=torch.double)
-    first, second = query[:, 0], query[:, 1]
-    turned = torch.cat(
-        (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), 1
-    ).view(case.kv_heads, case.group, dim)
-    scores = (turned * dim**-0.5) @ k.mT
-    if case.cap is not None:
-        scores = case.cap * (scores / case.cap).tanh()
-    if case.window is not None:
-        scores[..., : count - case.window] = -torch.inf
-    attended = scores.softmax(-1) @ v
-    expected = normed(x + o @ attended.flatten())[None]
-    tolerance = 1e-5 if case.dtype == torch.float32 else 2**-6
-    assert_close(hidden.float(), expected.float(), max_error=4 * tolerance, rms_error=tolerance)

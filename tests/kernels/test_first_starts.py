@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import program
-from tests.helpers.models import tiny
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.serving import wait_until
 from treespec_kernels.cpu.cpu_library import compile_library, find_compiler
@@ -20,27 +18,6 @@ from treespec_kernels.cpu.file_lock import shared_work
 
 pytestmark = [needs_compiler, pytest.mark.slow]
 
-# Two engines start at once, and the compiler goes on when one of them waits for the other.
-ENGINES = """
-import logging, sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from treespec import LLM, SamplingParams
-
-class Waits(logging.Handler):
-    def emit(self, record):
-        if "waiting for another process to compile" in record.getMessage():
-            Path(sys.argv[2]).touch()
-
-logging.getLogger("treespec").addHandler(Waits())
-
-def start(number):
-    llm = LLM(sys.argv[1], [], device="cpu", compile=True, max_num_seqs=1, max_model_len=64)
-    return llm.generate([1, 2, 3], SamplingParams(max_tokens=4))[0].outputs[0].token_ids
-
-one, other = ThreadPoolExecutor(2).map(start, range(2))
-assert one == other
-"""
 LIBRARY = """
 import logging, sys
 from pathlib import Path
@@ -89,13 +66,6 @@ def compiler(tmp_path: Path) -> Iterator[Compiler]:
     made = Compiler(tmp_path)
     yield made
     made.goes_on.touch()  # none is left waiting, whatever failed
-
-
-def test_engines_that_start_at_once(tmp_path: Path, compiler: Compiler) -> None:
-    given = (str(tiny()[0]), str(compiler.goes_on))
-    done = program("-c", ENGINES, *given, CXX=str(compiler.path), XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert done.returncode == 0, done.stderr
-    assert compiler.builds == ["decoder_cpu", "growth_cpu", "lookup_cpu"]
 
 
 def source(folder: Path) -> Path:

@@ -10,14 +10,11 @@ from tests.helpers.libraries import LIBRARIES
 from tests.helpers.quantized_checkpoints import needs_compiler, random_weight
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_library import build
-from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
-from treespec_kernels.linear.linear import Linear
-from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers, stacked
+from treespec_kernels.linear.compiled_linear import CompiledLinear
+from treespec_kernels.linear.quantized import dequantized, integers, stacked
 from treespec_kernels.linear.row_linear import row_linear_ref
-from treespec_kernels.linear.row_linear_config import quantized_candidates, quantized_default
-from treespec_kernels.ops.shapes import AOT_FORMS
 from treespec_kernels.tuning.testing import assert_close
-from treespec_weights.quantize import Quantized, dequantize, quantize
+from treespec_weights.quantize import Quantized, dequantize
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUNDS = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (8e-2, 8e-3)}
@@ -92,33 +89,3 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, form: Any) -
     beside = torch.full_like(x, float("nan"))
     beside[33] = x[33]
     assert torch.equal(layer(beside)[33], whole[33])
-
-
-@needs_compiler
-def test_no_weight_is_lost_on_the_way_from_the_model_to_the_product() -> None:
-    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(4))
-    for bits, group, error in ((8, None, 0.01), (4, 32, 0.13)):
-        held = QuantizedWeight(*quantize(weight, bits, group))
-        y = CompiledLinear(library(torch.float32), held, None, torch.float32, 1)(torch.eye(128))
-        assert torch.equal(y.T, dequantized(held))
-        assert (y.T - weight).std() < error
-
-
-def test_without_a_library_weights_are_held_as_the_dtype() -> None:
-    weight = random_weight(*FORMS[3])
-    layer = quantized_linear(weight, None, torch.float32, "torch", None)
-    assert isinstance(layer, Linear) and torch.equal(layer.weight, dequantized(weight))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_configurations(dtype: torch.dtype) -> None:
-    for out, inputs in ((6144, 4096), (4096, 14336), (28672, 4096), (768, 256), (96, 96)):
-        for form in AOT_FORMS:
-            whole = form.group_of(inputs)
-            config = quantized_default(dtype, out, inputs, whole)
-            candidates = quantized_candidates(dtype, out, inputs, whole, form.bits)
-            assert candidates[0] == config and len(candidates) == len(set(candidates)) > 3
-            assert whole == inputs or not any(whole % each.block_k for each in candidates)
-            if out * inputs > 1 << 22:
-                assert -(-out // config.block_n) * config.split_k >= 96
-    assert quantized_default(torch.bfloat16, 64, 96, 32).block_k == 32

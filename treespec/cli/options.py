@@ -117,6 +117,11 @@ class GenerationFlags:
             )
         return [], "off"
 
+    def read_template(self) -> str | None:
+        """Read the file of --chat-template, if there is one."""
+        file = self.chat_template
+        return None if file is None else read_text(file, f"--chat-template {file}")
+
     def spec_config(self) -> "SpecConfig":
         """Return the options of speculation that are set."""
         from treespec.config.configs import SpecConfig
@@ -229,7 +234,7 @@ def tell_default(model: str | None) -> None:
 def request_of(prompt: str, llm: "LLM", is_chat: bool, template: str | None = None) -> Any:
     """Return the prompt as a conversation, or token ids if the model has no tokenizer and the text lists ids."""
     if is_chat:
-        if template is None and not getattr(llm.get_tokenizer(), "chat_template", None):
+        if not has_chat_template(llm, template):
             raise UsageError(
                 "--chat: the model has no chat template (not a chat model); give one with `treespec generate "
                 "--chat-template FILE`, or drop --chat to continue the prompt"
@@ -238,6 +243,11 @@ def request_of(prompt: str, llm: "LLM", is_chat: bool, template: str | None = No
     if llm.get_tokenizer() is None and re.fullmatch(r"\s*\d+([\s,]+\d+)*[\s,]*", prompt):
         return [int(number) for number in re.findall(r"\d+", prompt)]
     return prompt
+
+
+def has_chat_template(llm: "LLM", template: str | None) -> bool:
+    """Return whether conversations have a template: the given one, or the tokenizer's."""
+    return template is not None or bool(getattr(llm.get_tokenizer(), "chat_template", None))
 
 
 def parse_branching(text: str) -> tuple[int, ...]:

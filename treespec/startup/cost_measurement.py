@@ -48,9 +48,9 @@ PATIENCE = 3  # measures for at most this multiple of the intended time, see `le
 START_SECONDS = 0.5  # intended duration of measuring costs that are not stored
 THREADS_MARGIN = 0.9  # recommend another number of threads below this fraction of the current round time
 _AGREEMENT = 1.1  # largest ratio of the two lowest times of each run that counts as undisturbed
-# Largest change of 8 rows' share of one that a stored curve survives. On a shared machine, short measurements of the
-# same passes differ by a tenth, and curves of a disturbed start by a third and more.
-_SAME_SHARE = 1.2
+# Factor by which a stored curve's ratio of 8 rows to one row may be off. On a shared machine, short measurements of it
+# differ by a tenth, and a curve of a disturbed start was off by a third.
+_RATIO_MARGIN = 1.2
 _MAX_START_SHARE = 0.9  # upper bound of the start of drafting, relative to drafting one level
 _NUMBERS = tuple(field.name for field in fields(CostCurve))[2:]  # all fields but `rows` and `verify_seconds`
 _MEASURE_LOCK_TIMEOUT = 30.0  # seconds to wait for another process's measurement
@@ -173,10 +173,10 @@ def measure(
 
 
 @torch.inference_mode()
-def contradicts(runner: Runner, curve: CostCurve) -> bool:
-    """Return whether rows now cost another share of a pass than by `curve`, which was measured at another start.
+def is_outdated(runner: Runner, curve: CostCurve) -> bool:
+    """Return whether the measured ratio of 8 rows to one row differs from the curve's by more than `_RATIO_MARGIN`.
 
-    Compares 8 rows with one, each as the minimum of four passes; the curve of a slow model is not checked.
+    Each time is the minimum of four passes. Curves of slow models are not checked.
     """
     one, rows = float(curve.verify(1)), float(curve.verify(LONG_ROWS))
     if 4 * (one + rows) > START_SECONDS or curve.context + LONG_ROWS > runner.cache.num_free * PAGE_SIZE:
@@ -190,7 +190,7 @@ def contradicts(runner: Runner, curve: CostCurve) -> bool:
     finally:
         runner.cache.release(request.request_id, scrub=True)
     change = now[1] / now[0] / (rows / one)
-    return not 1 / _SAME_SHARE < change < _SAME_SHARE
+    return not 1 / _RATIO_MARGIN < change < _RATIO_MARGIN
 
 
 def _long_request(runner: Runner, pages_taken: int) -> Request | None:
@@ -367,7 +367,7 @@ def by_threads(key: dict[str, Any]) -> dict[int, float]:
 def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interpreted: bool) -> CostCurve:
     """Return the costs of these models: stored by `treespec autotune`, or by an earlier start, or measured and stored.
 
-    Costs of an earlier start, whose machine may have been busy, are measured again if this start `contradicts` them.
+    Costs of an earlier start are measured again if they are outdated, since the machine may have been busy then.
     """
     if interpreted:
         return CostCurve((1,), (1.0,), 0.1)  # times in Triton's interpreter are slow and meaningless
@@ -379,7 +379,7 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
     key_of_start = start_key(runner, key)
     with one_thread() if runner.target.linear == "compiled" else nullcontext():
         stored = load(key_of_start, _STARTS)
-        if stored is not None and not contradicts(runner, stored):
+        if stored is not None and not is_outdated(runner, stored):
             return stored
         with measuring_alone(START_SECONDS * PATIENCE):
             # Another process may have measured meanwhile.

@@ -102,10 +102,10 @@ def _compare_after_prompt(
     assert rows.visible is not None
     largest = model.min_rows if model.min_rows > 2 else prefix
     whole = _prefill(model, pool, prompt, largest, pages)
-    for chunk in (1, 7, 64):
+    for chunk, count in ((1, _ALONE), (7, 2 * PAGE_SIZE), (64, prefix)):  # the last `count` tokens in chunks
         if chunk > largest:  # with fixed rows, no pass is larger
             continue
-        begin = {1: max(prefix - _ALONE, 0), 7: max(prefix - 2 * PAGE_SIZE, 0), 64: 0}[chunk]
+        begin = max(prefix - count, 0)
         if not torch.equal(_prefill(model, pool, prompt, chunk, pages, begin), whole[begin:]):
             differences.append(f"a prompt of {prefix} tokens in chunks of {chunk}")
     hidden = _hidden(model, pool, [rows], tree)

@@ -27,7 +27,7 @@ def run_in_processes(
     processes: int,  # 1 runs the tasks in this process
     finished: Callable[[int, Any], None],  # gets each task's index and result, in any order; None if its process died
 ) -> None:
-    """Run every task. If one dies, e.g. out of memory, run the remaining tasks in half as many processes."""
+    """Run every task. If a process dies, e.g. out of memory, run the remaining tasks in half as many processes."""
     if processes <= 1:
         for index, task in enumerate(tasks):
             finished(index, work(task))

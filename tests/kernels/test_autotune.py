@@ -239,10 +239,9 @@ def test_a_rehearsal_of_the_sweep(tmp_path: Path) -> None:
     assert loads.keys() >= {"requests 1, nodes 2, context 3"}
     assert all(load["share_of_copy"] > 0 and load["default_microseconds"] > 0 for load in loads.values())
     [entry] = tuned.read_entries(file, "Triton interpreter")
-    assert asdict(entry) | {"loads": loads} == result["entry"]
+    assert asdict(entry) == result["entry"]  # a second command without new measurements does not change it
     assert entry.versions["source"] == tuned.source_hash("tree_attention")
-    for name, load in loads.items():  # nothing was measured a second time
-        assert entry.loads[name]["microseconds"] == load["microseconds"]
+    for load in loads.values():
         assert f"{load['microseconds']:.2f}" in printed
     assert "rehearsal" in printed
     shown = document("--show")["tuned"]

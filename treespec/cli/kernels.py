@@ -156,12 +156,16 @@ def tune_kernels(
         raise KernelError(
             f"the inputs do not fit into {name}'s free memory; use smaller --ops, --nodes, --context or an idle GPU"
         ) from error
+    earlier = {entry.label: entry for entry in tuned.read_entries(path, name)}
     entries, results = [], []
     for outcome in outcomes:
         first = outcome.problem[0]
         failed = [{"config": asdict(failure.config), "message": failure.error} for failure in outcome.failed]
         counts = {"measured": len(outcome.measurements) - len(failed), "left": outcome.unmeasured, "failed": failed}
         if entry := outcome.entry(tuned.versions_of(name, first.op), bandwidth):
+            before = earlier.get(entry.label)
+            if before and before.has_times_of(entry):  # nothing was measured: keep its date and shares of the bandwidth
+                entry = before
             entries.append(entry)
         entry_fields = entry and asdict(entry)
         results.append({"label": first.label, "default": asdict(first.default), "entry": entry_fields, **counts})

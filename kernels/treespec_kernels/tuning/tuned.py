@@ -48,6 +48,11 @@ class TunedEntry:
     def label(self) -> str:
         return label_of(self.op, self.key)
 
+    def has_times_of(self, other: Self) -> bool:
+        """Return whether both entries are of the same measurements."""
+        names = "microseconds", "default_microseconds", "versions"
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
     def stale(self, versions: Mapping[str, str]) -> list[str]:
         """Return the versions that differ now, as "triton 3.8, now 3.9"; empty for a valid entry."""
         pairs = [(name, self.versions.get(name), versions[name]) for name in DECIDING]

@@ -275,6 +275,13 @@ FAULTS = (
         'reason == "abort"',
         "cache/test_prefix_cache.py::test_a_prompt_and_outputs_that_fail_are_not_shared",
     ),
+    Fault(
+        "prefixes: a group keeps a page that another request shares",
+        ENGINE + "engine/scheduler.py",
+        "is_kept and (self.cache.num_holders(last) == 1).all()",
+        "is_kept",
+        "cache/test_prefix_cache.py::test_a_page_that_another_request_shares_is_not_kept_for_a_group",
+    ),
     # server
     Fault(
         "server: a reader that leaves does not end its request",

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tests.helpers.models import exact_in, greedy, open_llm, quick, random_prompts, tiny, tiny_llm
 from tests.helpers.sharing import assert_as_alone, assert_clean, few_pages, random_requests, run_at_random_times
-from treespec import LLM, RequestOutput, SpecConfig
+from treespec import LLM, LLMEngine, RequestOutput, SpecConfig
 from treespec.cache.prefix_cache import PrefixCache, page_keys
 from treespec.errors import RequestError
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
 
 def caching(dtype: torch.dtype = torch.float32, **options: Any) -> LLM:
@@ -98,6 +99,29 @@ def test_the_rest_of_a_page_that_a_group_keeps_is_not_shared() -> None:
         longer = [*prompt, *sample.token_ids, 1]
         expected = tiny_llm(torch.float32).generate([longer], greedy(20), spec="off")[0].outputs[0].token_ids
         assert llm.generate([longer], greedy(20), spec="off")[0].outputs[0].token_ids == expected
+    assert_clean(llm)
+
+
+def test_a_page_that_another_request_shares_is_not_kept_for_a_group() -> None:
+    """The first sample fills the prompt's last page, another request shares it and outlives the sample."""
+    llm = caching(max_num_seqs=2, scheduling_policy="priority")
+    prompt = random_prompts((PAGE_SIZE,))[0]
+    longer, sampled = [*prompt, 7, 8], greedy(6, temperature=0.8, seed=1, n=2)
+    expected = [
+        tiny_llm().generate([p], params, spec="off")[0] for p, params in ((prompt, sampled), (longer, greedy(20)))
+    ]
+    engine = LLMEngine(llm)
+    for name, ids, params in (("seat", [5], greedy(30)), ("group", prompt, sampled)):
+        engine.add_request(name, {"prompt_token_ids": ids}, params, spec="off")
+    while not any(output.request_id == "group" for output in engine.step()):
+        pass
+    engine.abort_request("seat")
+    engine.add_request("longer", {"prompt_token_ids": longer}, greedy(20), spec="off", priority=-1)
+    ended = {}
+    while engine.has_unfinished_requests():
+        ended |= {output.request_id: output for output in engine.step() if output.finished}
+    assert ended["longer"].metrics.cached_tokens == PAGE_SIZE
+    assert [ended[name].outputs for name in ("group", "longer")] == [each.outputs for each in expected]
     assert_clean(llm)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from tests.helpers.child import run_uninterpreted
 from tests.helpers.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
+from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
 from treespec.utils import memory
 from treespec.utils.memory import _available, _left_in_group
@@ -43,7 +44,7 @@ def tensor_bytes() -> dict[int, int]:
 
 def decode_4000_tokens() -> None:
     target, drafts = tiny()
-    llm = open_llm(target, drafts[:1], max_num_seqs=8, max_model_len=250)
+    llm = open_llm(target, drafts[:1], max_num_seqs=8, max_model_len=250, compile=True)
     prompts, spec = random_prompts([5, 60, 90, 33, 64, 1, 20, 77]), SpecConfig(nodes=16)
     for tokens in (150, 100):  # every page was touched, every shape was met, and the heap has its final size
         llm.generate(prompts, greedy(tokens), spec=spec)
@@ -59,6 +60,7 @@ def decode_4000_tokens() -> None:
     llm.engine.check_integrity()
 
 
+@needs_compiler
 @reads_proc
 def test_memory_is_constant_over_4000_tokens() -> None:
     """In a process of its own: this one's heap has a past."""

@@ -24,6 +24,7 @@ from tests.helpers.models import (
     tokens_of,
     wide,
 )
+from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM, SpecConfig
 from treespec.errors import ExactnessError
 from treespec.models import attention
@@ -70,10 +71,11 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
+@needs_compiler
 @pytest.mark.slow
 def test_two_hundred_prompts() -> None:
     """Of 32 tokens each, by tokens alone."""
-    llm = tiny_llm(torch.bfloat16, max_num_seqs=25)
+    llm = tiny_llm(torch.bfloat16, max_num_seqs=25, compile=True)
     prompts = random_prompts([1 + i * 7 % 120 for i in range(200)], seed=3)
     plain, trees = (llm.generate(prompts, greedy(32), spec) for spec in ("off", SpecConfig(branching=(3, 2, 1))))
     assert tokens_of(trees) == tokens_of(plain)

@@ -13,7 +13,7 @@ PAIRS = "avx512-bf16"  # the instruction set whose bf16 products have other bits
 def compiler_of(instructions: str) -> tuple[str, ...]:
     """The command for an instruction set; raises CompileError if the machine lacks it."""
     command = find_compiler()[:1]
-    return *command, *instruction_flags(command, instructions)
+    return *command, *instruction_flags(command, instructions), "-O1"
 
 
 @functools.cache

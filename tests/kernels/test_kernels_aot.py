@@ -99,7 +99,7 @@ def assert_registers(rows: Iterable[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_passes_as_they_are_launched(target: str) -> None:
     """Programmatically: each kernel waits first on every path, or has failed. For sm_90 of 8B, and quantised."""
-    names, tile_rows = (("8b bf16", "int8", "awq"), 256) if target == "sm_90" else (("small bf16",), 64)
+    names, tile_rows = (("8b bf16", "int8"), 256) if target == "sm_90" else (("small bf16",), 64)
     rows = rows_of(target, *((name, "programmatic_launch") for name in names), tile_rows=tile_rows)
     absent = {"multiply_quantized", "add_splits"} if target == "sm_100" else set()  # of the small model
     assert {row["kernel"] for row in rows} == OF_A_PASS - absent
@@ -125,9 +125,9 @@ def test_launches_in_order(target: str) -> None:
     others = "row_linear lm_head rms_norm"
     if target == "sm_90":
         parts = [("small bf16", " ".join(op for op in OPS if "quantized" not in op and "programmatic" not in op))]
-        parts += [("small fp32", others), ("small fp16", "tree_attention"), ("8b fp16", "tree_attention")]
+        parts += [("small fp32", others), ("8b fp16", "tree_attention")]
     else:
-        parts = [("8b bf16", f"{others} tree_attention"), ("small bf16", "tree_attention")]
+        parts = [("8b bf16", f"{others} tree_attention")]
         parts += [(form, "quantized_row_linear") for form in ("int8", "int4", "awq")]
     rows = rows_of(target, *parts, ("small fp32", "tree_attention"), ("8b fp32", "tree_attention"))
     assert_registers(rows)
@@ -170,11 +170,11 @@ from treespec_kernels.ops.shapes import default_shapes
 if __name__ == "__main__":
     if triton.__version__ != "{version}":
         triton.__version__, os.environ["TRITON_CACHE_DIR"] = "{version}", "{folder}"  # no part of the cache's key
-    shape, tiles = default_shapes([torch.bfloat16])[0], dict()
+    shape, first = default_shapes([torch.bfloat16])[0], dict()
     for op in ("row_linear", "lm_head", "tree_attention"):
         for launch in aot.launches_of(op, shape, "sm_90"):
-            tiles.setdefault((launch.kernel, launch.constants.get("BLOCK_M")), launch)
-    compiled = [(launch.kernel, aot.compile_launch("sm_90", launch)) for launch in tiles.values()]
+            first.setdefault(launch.kernel, launch)
+    compiled = [(launch.kernel, aot.compile_launch("sm_90", launch)) for launch in first.values()]
     print(json.dumps([[kernel, found.products, found.fences] for kernel, found in compiled if found.products]))
 """
 
@@ -188,7 +188,7 @@ def test_the_kernels_own_fence(tmp_path: Path) -> None:
         assert products == same and fences > fewer > 0
 
 
-# Kernels with a wrong shape, with a tile that does not fit a warp's registers, and that do not wait as they must.
+# Kernels with a wrong shape, with a tile that does not fit the permitted registers, and that do not wait as they must.
 PLANTED = """
 import json, torch
 import triton, triton.language as tl
@@ -234,22 +234,22 @@ def waits(x, out, num_blocks, PDL: tl.constexpr):
 def planted(op, shape, target):
     x = {"x": Pointer(torch.float32, 0), "out": Pointer(torch.float32, 0)}
     options = {"num_warps": 1, "num_stages": 1}
-    launches = [Launch(__name__, name, x | {"BLOCK": size}, options, "a case")
-                for name, size in (("wrong", 16), ("greedy", 64))]
+    launches = [Launch(__name__, name, x | {"BLOCK": 16}, options | more, "a case")
+                for name, more in (("wrong", {}), ("greedy", {"maxnreg": 24}))]
     return launches + [
         Launch(__name__, name, x | ({"num_blocks": 7} if "waits" in name else {}) | {"PDL": True},
                {"num_warps": 1, "launch_pdl": True})
         for name in ("reads_first", "waits_in_a_loop", "forgets", "waits")]
 aot.launches_of = planted
-print(json.dumps(aot.compile_report(["sm_90"], default_shapes()[:2], ["kv_commit"], jobs=1)))
+print(json.dumps(aot.compile_report(["sm_90"], default_shapes()[:1], ["kv_commit"], jobs=1)))
 """
 
 
 def test_what_does_not_compile_or_spills_or_does_not_wait_has_failed(tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(PLANTED)  # Triton reads the source of a kernel from its file
     report = uninterpreted_document(f"import sys; sys.path.append({str(tmp_path)!r}); import planted")
-    assert [row["kernel"] for row in report["targets"]["sm_90"]] == ["greedy", "waits"] * 2, "once per shape"
-    assert len(report["failed"]) == 2 * 5
+    assert [row["kernel"] for row in report["targets"]["sm_90"]] == ["greedy", "waits"]
+    assert len(report["failed"]) == 5
     failed = {row["kernel"]: row for row in report["failed"]}
     wrong, greedy = failed.pop("wrong"), failed.pop("greedy")
     assert (wrong["target"], wrong["case"]) == ("sm_90", "a case") and "CompilationError" in wrong["message"]
@@ -270,7 +270,7 @@ if __name__ == "__main__":
     os.environ["TRITON_CACHE_DIR"] = FOLDER
     setting = Setting(KernelShape(torch.bfloat16, 16, 4, 2, 64, 96, 100), compiled_for="sm_90")
     problems = problems_of([setting], ["row_linear", "programmatic_launch"])[-2:]
-    configs = [problem[0].candidates()[:2] for problem in problems]
+    configs = [problem[0].candidates()[:1] for problem in problems]
     found = []
     for deadline in (time.monotonic(), float("inf")):
         precompile(problems, configs, 2, deadline)

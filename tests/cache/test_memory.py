@@ -12,7 +12,6 @@ import torch
 
 from tests.helpers.child import run_uninterpreted
 from tests.helpers.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
-from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
 from treespec.utils import memory
 from treespec.utils.memory import _available, _left_in_group
@@ -44,7 +43,7 @@ def tensor_bytes() -> dict[int, int]:
 
 def decode_4000_tokens() -> None:
     target, drafts = tiny()
-    llm = open_llm(target, drafts[:1], max_num_seqs=8, max_model_len=250, compile=True)
+    llm = open_llm(target, drafts[:1], max_num_seqs=8, max_model_len=250)
     prompts, spec = random_prompts([5, 60, 90, 33, 64, 1, 20, 77]), SpecConfig(nodes=16)
     for tokens in (150, 100):  # every page was touched, every shape was met, and the heap has its final size
         llm.generate(prompts, greedy(tokens), spec=spec)
@@ -60,7 +59,6 @@ def decode_4000_tokens() -> None:
     llm.engine.check_integrity()
 
 
-@needs_compiler
 @reads_proc
 def test_memory_is_constant_over_4000_tokens() -> None:
     """In a process of its own: this one's heap has a past."""
@@ -72,7 +70,7 @@ def test_tensors_hold_what_the_plan_says() -> None:
     target, drafts = tiny()
     gc.collect()
     before = tensor_bytes()
-    llm = open_llm(target, drafts, max_num_seqs=8, max_model_len=600)
+    llm = open_llm(target, drafts, max_num_seqs=8, max_model_len=600, compile=False)
     llm.generate(random_prompts([30]), greedy(20))
     gc.collect()
     held = sum(size for key, size in tensor_bytes().items() if key not in before)

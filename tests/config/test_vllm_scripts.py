@@ -35,7 +35,7 @@ def reference(folder: Path) -> LLM:
 
 @pytest.fixture
 def run(folder: Path) -> Iterator[Callable[[Script], dict[str, Any]]]:
-    """Runs a script with its import lines changed; what it leaves behind. Engines start eagerly and are proven once."""
+    """Runs a script with its import lines changed; what it leaves behind. Engines are proven once."""
 
     def play(script: Script) -> dict[str, Any]:
         argv = [str(folder) if word == "MODEL" else word for word in script.argv.split()]
@@ -47,7 +47,6 @@ def run(folder: Path) -> Iterator[Callable[[Script], dict[str, Any]]]:
     with (
         mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
         mock.patch("treespec.startup.build.differing_rows", _differing_rows_once),
-        mock.patch("treespec.startup.options.resolve_compile", lambda *_: False),
         mock.patch("treespec.startup.build._lookup_library", lambda *_: None),
     ):
         yield play

@@ -95,7 +95,7 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
     params = [SamplingParams(max_tokens=count, ignore_eos=True, **options) for count in (6, 14, 9, 20)]
 
     def run() -> tuple[list[list[int]], list[RoundRecord]]:
-        llm = open_llm(target, drafts, compile=True)
+        llm = open_llm(target, drafts, compile=True, draft_quantization="auto")
         with watch(llm.engine) as rounds:
             return tokens_of(llm.generate(prompts, params, spec)), rounds
 

@@ -24,7 +24,6 @@ from tests.helpers.models import (
     tokens_of,
     wide,
 )
-from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM, SpecConfig
 from treespec.errors import ExactnessError
 from treespec.models import attention
@@ -51,13 +50,13 @@ SPECS = {
 @functools.cache
 def plain_run(dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, tokens: int = TOKENS) -> Run:
     """Plain decoding of the same prompts by an engine that has no drafts."""
-    return run(tiny_llm(dtype, ()), random_prompts(lengths), greedy(tokens))
+    return run(tiny_llm(dtype, (), compile=False), random_prompts(lengths), greedy(tokens))
 
 
 @exact_in
 @pytest.mark.parametrize("ssms", SUBSETS)
 def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, ssms: tuple[int, ...]) -> None:
-    plain, llm = plain_run(dtype), tiny_llm(dtype, ssms)
+    plain, llm = plain_run(dtype), tiny_llm(dtype, ssms, compile=False)
     for name in SPECS if len(ssms) == 3 else ("16", "auto"):
         tree = assert_exact(llm, plain, SPECS[name])
         assert tree.acceptance_length > 1.2, f"{name}: nothing was accepted, so nothing was shown"
@@ -71,11 +70,10 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@needs_compiler
 @pytest.mark.slow
 def test_two_hundred_prompts() -> None:
     """Of 32 tokens each, by tokens alone."""
-    llm = tiny_llm(torch.bfloat16, max_num_seqs=25, compile=True)
+    llm = tiny_llm(torch.bfloat16, max_num_seqs=25)
     prompts = random_prompts([1 + i * 7 % 120 for i in range(200)], seed=3)
     plain, trees = (llm.generate(prompts, greedy(32), spec) for spec in ("off", SpecConfig(branching=(3, 2, 1))))
     assert tokens_of(trees) == tokens_of(plain)
@@ -85,7 +83,7 @@ def test_two_hundred_prompts() -> None:
 @exact_in
 @pytest.mark.parametrize("name", quick(ENGINES, ("three at a time, chunks of 7", "gathered attention")))
 def test_prefill_chunks_batch_size_and_attention_change_nothing(dtype: torch.dtype, name: str) -> None:
-    llm = tiny_llm(dtype, (0, 2), **ENGINES[name])
+    llm = tiny_llm(dtype, (0, 2), compile=False, **ENGINES[name])
     for spec in ("off", SPECS["16"]):
         assert_exact(llm, plain_run(dtype, (1, 62, 65, 126), 10), spec)
 
@@ -114,18 +112,18 @@ def test_threads(dtype: torch.dtype, count: int) -> None:
 def wide_llm(dtype: torch.dtype, count: int) -> LLM:
     """`count` keeps engines of different thread counts apart."""
     target, draft = wide(dtype)
-    return open_llm(target, [draft], max_model_len=768)
+    return open_llm(target, [draft], max_model_len=768, compile=False)
 
 
 @exact_in
 def test_every_node_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
-    assert_every_node_exact(tiny_llm(dtype), SPECS["40"])
+    assert_every_node_exact(tiny_llm(dtype, compile=False), SPECS["40"])
 
 
 @pytest.mark.parametrize("spec", quick(("off", "16", "auto"), ("16",)))
 def test_company_in_the_batch_changes_nothing(spec: str) -> None:
     chosen = SPECS.get(spec, spec)
-    llm, prompts = tiny_llm(), random_prompts((5, 64, 80))
+    llm, prompts = tiny_llm(compile=False), random_prompts((5, 64, 80))
     alone = [run(llm, [prompt], greedy(12), "off") for prompt in prompts]
     crowd = random_prompts((1, 70, 33, 128, 12, 64, 3, 9, 17), seed=9)
     for order in ([*prompts[::-1], *crowd], [crowd[0], prompts[1], *crowd, prompts[0], prompts[2]]):
@@ -163,7 +161,7 @@ def oracle_truth(dtype: torch.dtype) -> Run:
 
 @functools.cache
 def oracle_llm(dtype: torch.dtype) -> LLM:
-    return open_llm(tiny(dtype)[0], [OracleDrafter([], 1)])
+    return open_llm(tiny(dtype)[0], [OracleDrafter([], 1)], compile=False)
 
 
 @pytest.mark.skipif("target" not in default_names(), reason="no embedded models in this checkout")

@@ -149,8 +149,11 @@ def tiny(dtype: torch.dtype = torch.float32) -> tuple[Path, tuple[Path, ...]]:
     return target, tuple(make_draft(root / f"ssm-{i}", target, i, noise) for i, noise in enumerate(NOISES, start=1))
 
 
+DEFAULTS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "draft_quantization": None}
+
+
 def open_llm(model: Path, drafts: Iterable[Any] = (), prove: bool | None = False, **options: Any) -> LLM:
-    """An engine on the CPU, eager and with `CURVE` for its costs.
+    """An engine on the CPU, compiled where it can be, with drafts as they are stored and `CURVE` for its costs.
 
     `prove` runs the self-test, most of the start: True always, False once for each shape, None never, for Triton's
     interpreter, where it takes minutes.
@@ -160,7 +163,7 @@ def open_llm(model: Path, drafts: Iterable[Any] = (), prove: bool | None = False
         mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
         mock.patch("treespec.startup.build.differing_rows", proof),
     ):
-        llm = LLM(model, drafts=list(drafts), **({"device": "cpu", "max_model_len": 256, "compile": False} | options))
+        llm = LLM(model, drafts=list(drafts), **(DEFAULTS | options))
     at_fixed_costs(llm.engine.host.planner)  # what times of this machine would teach is luck
     return llm
 

@@ -48,7 +48,7 @@ def folders() -> tuple[Path, Path, Path]:
 
 def sampling_llm(*drafts: Path, text: bool = False) -> LLM:
     with mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 1.1 if text else 0.0):
-        llm = timeless(open_llm(folders()[0], drafts, max_num_seqs=32, max_model_len=64, compile="auto"))
+        llm = timeless(open_llm(folders()[0], drafts, max_num_seqs=32, max_model_len=64, draft_quantization="auto"))
     for drafter in llm.engine.sources.others:
         assert isinstance(drafter, ForeignDrafter)
         drafter.pass_value.pays = lambda expected: expected > 0.01  # type: ignore[method-assign]

@@ -46,17 +46,17 @@ def gemma2(dtype: torch.dtype, compile: bool) -> LLM:
 
 
 ENGINES: dict[str, Callable[[], LLM]] = {
-    "float32": lambda: tiny_llm(),
-    "bfloat16": lambda: tiny_llm(torch.bfloat16, (0, 1)),
+    "float32": lambda: tiny_llm(compile=False),
+    "bfloat16": lambda: tiny_llm(torch.bfloat16, (0, 1), compile=False),
     "fixed rows": lambda: tiny_llm(ssms=(0,), linear="torch"),
     "gemma2": lambda: gemma2(torch.float32, False),
     "adapter, bfloat16": lambda: open_adapter_llm(saved("cohere2", torch.bfloat16)[1]),
 }
 COMPILED: dict[str, Callable[[], LLM]] = {
-    "compiled": lambda: tiny_llm(compile=True),
+    "compiled": lambda: tiny_llm(),
     "compiled gemma2": lambda: gemma2(torch.bfloat16, True),
-    "int8": lambda: tiny_llm(torch.bfloat16, (), quantization="int8"),
-    "compiled int4": lambda: tiny_llm(torch.float32, (), quantization="int4", compile=True),
+    "int8": lambda: tiny_llm(torch.bfloat16, (), quantization="int8", compile=False),
+    "compiled int4": lambda: tiny_llm(torch.float32, (), quantization="int4"),
 }
 
 

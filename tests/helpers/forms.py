@@ -72,13 +72,13 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[str], Any]]] = {
     ),
 }
 ENGINES: dict[str, Callable[[], LLM]] = {
-    "eager": lambda: speaking_llm(),
-    "compiled": lambda: speaking_llm(compile=True),
+    "default": lambda: speaking_llm(),
+    "eager": lambda: speaking_llm(compile=False),
     "int8": lambda: speaking_llm(quantization="int8"),
 }
 every_engine = pytest.mark.parametrize(
     "opened",
-    [ENGINES["eager"], *(pytest.param(ENGINES[name], marks=needs_compiler) for name in ("compiled", "int8"))],
+    [ENGINES["default"], ENGINES["eager"], pytest.param(ENGINES["int8"], marks=needs_compiler)],
     ids=list(ENGINES),
 )
 PROMPTS = ["import argparse\n", "the parser of the arguments is", "("]

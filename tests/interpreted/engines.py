@@ -27,7 +27,7 @@ LONG = SMALL | {"rope_parameters": LONGROPE}
 TREES = SpecConfig(nodes=8, max_depth=2)
 SHORT = random_prompts([3, 9], vocab=64)  # a prompt of 62 tokens takes the interpreter a second, and more beside drafts
 PROMPTS = random_prompts([3, 62], vocab=64)  # the longer one goes on over a border of pages
-TRITON: dict[str, Any] = {"attention": "triton", "linear": "triton", "prove": None}
+TRITON: dict[str, Any] = {"attention": "triton", "linear": "triton", "compile": False, "prove": None}
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float16", "prove": None}
 
 

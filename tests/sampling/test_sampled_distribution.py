@@ -61,7 +61,8 @@ def folders() -> tuple[Any, tuple[Any, ...]]:
 def sampling_llm(compile: bool | str = False) -> LLM:
     """A fresh engine whose automatic trees do not depend on the clock; compiled ("auto"), its drafts are in int8."""
     target, drafts = folders()
-    return timeless(open_llm(target, drafts, max_num_seqs=32, max_model_len=64, compile=compile))
+    options = {"max_num_seqs": 32, "max_model_len": 64, "compile": compile, "draft_quantization": "auto"}
+    return timeless(open_llm(target, drafts, **options))
 
 
 def timeless(llm: LLM) -> LLM:

@@ -18,19 +18,17 @@ from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drawing.recording import watch
 from treespec.text.prompt_tokenizer import load_tokenizer
 
-COMPILED = [("compiled", "schema"), ("int8", "schema")]
-
 # --- the tokens of plain decoding, in the form that was asked for
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "name"),
-    [*(("eager", name) for name in FORMS), *(pytest.param(*case, marks=needs_compiler) for case in COMPILED)],
+    [*(("default", name) for name in FORMS), ("eager", "schema"), pytest.param("int8", "schema", marks=needs_compiler)],
 )
 def test_trees_write_what_plain_decoding_writes(engine: str, name: str) -> None:
     llm, form, ended = ENGINES[engine](), FORMS[name][0], 0
-    specs = [*SPECS.values()] if (engine, name) == ("eager", "schema") else [SPECS["tree"], SPECS["auto"]]
+    specs = [*SPECS.values()] if (engine, name) == ("default", "schema") else [SPECS["tree"], SPECS["auto"]]
     each = [asked(form), asked(form, temperature=2.0, seed=1, top_p=0.9)]
     for params in each:
         plain = llm.generate(PROMPTS, params, "off")

@@ -215,49 +215,32 @@ inline __attribute__((always_inline)) void widen_tile(const uint8_t* from, uint3
 #endif
 }
 
-// How tiles divide the inputs of a layer, whose groups are multiples of BLOCK, for a number of rows.
-struct TileSteps {
-    int64_t group;    // blocks of a group
-    int64_t sharing;  // groups whose rows share tiles, if there are few rows: the time to store a tile is fixed
-    int64_t length;   // blocks until the sums in tiles are stored: of `sharing` groups, or if they are large, of a part
-
-    TileSteps(const Linear& layer, int64_t rows) : group(layer.group / BLOCK) {
-        const int64_t groups = 4 / group;
-        sharing = std::min<int64_t>(rows > 8 ? 1 : rows > 4 ? 2 : 4, groups == 4 ? 4 : groups == 2 ? 2 : 1);
-        length = std::min<int64_t>(sharing * group, 4);
-    }
-};
-
-// Sums of up to 16 rows and `count` groups of inputs of a panel, those of a group `step` rows behind those of the one
-// before, in the tiles of a panel, [4][16][16].
+// Sums of up to 16 rows and a group of inputs of a panel, in the tiles of a panel, [4][16][16].
 struct GroupSums {
     const float* sums = nullptr;
-    int64_t count = 0, rows, step;
-    const float *scale, *zero;  // of the groups, PANEL each; zero may be null
-    const float* activations;   // sums of activations, rows `groups` apart; null without zeros
+    int64_t rows = 0;
+    const float *scale, *zero;  // of the group, PANEL each; zero may be null
+    const float* activations;   // the group's sums of activations, rows `groups` apart; null without zeros
     int64_t groups;
     vec (*totals)[VECS];
 };
 
-// Adds the scaled sums of rows 4 * quarter .. 4 * quarter + 3 of the tiles, which are of one group, to the totals.
+// Adds the scaled sums of rows 4 * quarter .. 4 * quarter + 3 to the totals.
 template <int BITS> inline void add_quarter(const GroupSums& from, int64_t quarter) {
-    int64_t row = 4 * quarter, group = 0;
-    for (; group < from.count && row >= from.step; row -= from.step) group++;
-    if (group == from.count) return;
+    const int64_t begin = 4 * quarter, end = std::min(begin + 4, from.rows);
+    if (begin >= end) return;
     vec scales[VECS], zeros[VECS];
     for (int64_t j = 0; j < VECS; j++) {
-        scales[j] = load<vec>(from.scale + group * PANEL + j * LANES);
-        zeros[j] = zeros_at<BITS>(from.zero, group * PANEL + j * LANES);
+        scales[j] = load<vec>(from.scale + j * LANES);
+        zeros[j] = zeros_at<BITS>(from.zero, j * LANES);
     }
     const auto add = [&](auto has_zero) {
-        const float *sums = from.sums + 64 * quarter, *activations = from.activations + row * from.groups + group;
-        const int64_t end = std::min(row + 4, from.rows);
-        for (; row < end; row++, sums += 16, activations += from.groups) {
+        for (int64_t row = begin; row < end; row++) {
             vec* const totals = from.totals[row];
-            const float of = has_zero ? *activations : 0.0f;
+            const float activations = has_zero ? from.activations[row * from.groups] : 0.0f;
             for (int64_t j = 0; j < VECS; j++) {
-                const vec sum = load<vec>(sums + j * LANES / 16 * TILE_ROWS * 16 + j * LANES % 16);
-                totals[j] = add_group(totals[j], sum, scales[j], has_zero, zeros[j], of);
+                const vec sum = load<vec>(from.sums + (j * LANES / 16 * TILE_ROWS + row) * 16 + j * LANES % 16);
+                totals[j] = add_group(totals[j], sum, scales[j], has_zero, zeros[j], activations);
             }
         }
     };
@@ -267,18 +250,18 @@ template <int BITS> inline void add_quarter(const GroupSums& from, int64_t quart
 // Multiplies a panel with at most 64 rows. x: of TiledRows. group_sums: [rows, groups], sums of each group's
 // activations; null without zeros.
 //
-// A step computes the tiles of one block of rows and `steps.length` blocks of inputs. A load waits until older stores
-// to the same place of any page have reached the cache, which they do only after all older instructions, such as a
-// product of 50 cycles. So the loads and stores between two products of a step belong to other steps: the last one's
+// A step computes the tiles of one block of rows and `length` blocks of a group's inputs. A load waits until older
+// stores to the same place of any page have reached the cache, which they do only after all older instructions, such as
+// a product of 50 cycles. So the loads and stores between two products of a step belong to other steps: the last one's
 // sums are stored, those of the one before are added to the totals, and the weights of the next block are widened.
 template <int BITS>
-void multiply_tiles(const Linear& layer, const TileSteps& steps, int64_t panel, const scalar* x, int64_t rows,
-                    const float* group_sums, void* out, Then then) {
+void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t rows, const float* group_sums,
+                    void* out, Then then) {
     constexpr int64_t BLOCK_BYTES = BLOCK / STEP * step_bytes(BITS), LINES = BLOCK_BYTES / 64 / 4;
     constexpr int64_t FETCHED_BLOCKS = FETCHED / BLOCK_BYTES;
     const int64_t blocks = layer.inputs / BLOCK, row_blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t groups = blocks / steps.group;
-    const int64_t ring = row_blocks == 1 || steps.length == 1 ? 1 : 7;  // few blocks, which stay in the L1 cache
+    const int64_t group = layer.group / BLOCK, groups = blocks / group, length = std::min<int64_t>(group, 4);
+    const int64_t ring = row_blocks == 1 || length == 1 ? 1 : 7;  // few blocks, which stay in the L1 cache
     const uint8_t* w = (const uint8_t*)layer.weight + panel * blocks * BLOCK_BYTES;
     const float* scale = layer.scale + panel * groups * PANEL;
     const float* zero = layer.zero ? layer.zero + panel * groups * PANEL : nullptr;
@@ -290,23 +273,21 @@ void multiply_tiles(const Linear& layer, const TileSteps& steps, int64_t panel, 
     const auto widen = [&](int64_t block, auto j) __attribute__((always_inline)) {
         const uint8_t* from = w + block * BLOCK_BYTES;
         for (int64_t i = 0; i < LINES; i++) __builtin_prefetch(from + FETCHED + 64 * (LINES * j + i));
-        if (steps.group == 1) {  // the factors of fewer groups need no prefetch
+        if (group == 1) {  // the factors of fewer groups need no prefetch
             __builtin_prefetch(scale + (block + FETCHED_BLOCKS) * PANEL + 16 * j);
             if (zero) __builtin_prefetch(zero + (block + FETCHED_BLOCKS) * PANEL + 16 * j);
         }
         widen_tile<BITS, j>(from, wide[block & ring][j]);
     };
     with_all<4>([&](auto j) { widen(0, j); });
-    const int64_t tile_rows = steps.sharing > 1 ? TILE_ROWS : std::min(rows, TILE_ROWS);
-    const TileRows configured(tile_rows, tile_rows);
-    const bool is_partial = steps.group > steps.length;  // a step has a part of one group
-    GroupSums last, before;  // the sums of the last step and the one before; without groups if no group ends there
+    const TileRows configured(std::min(rows, TILE_ROWS), std::min(rows, TILE_ROWS));
+    const bool is_partial = group > length;
+    GroupSums last, before;  // the sums of the last step and the one before; without rows if no group ends there
     int64_t g = 0, turn = 0;
     for (int64_t begin = 0, end; begin < blocks; begin = end) {
-        const int64_t group_end = (g + 1) * steps.group;
-        const int64_t count = is_partial ? 1 : std::min(steps.sharing, groups - g);
-        end = is_partial ? std::min(begin + steps.length, group_end) : begin + count * steps.group;
-        const bool starts = begin == g * steps.group, ends = !is_partial || end == group_end;
+        const int64_t group_end = (g + 1) * group;
+        end = std::min(begin + length, group_end);
+        const bool starts = begin == g * group, ends = end == group_end;
         for (int64_t t = 0; t < row_blocks; t++) {
             const int64_t row = t * TILE_ROWS;
             float(*const own)[TILE_ROWS * 16] = sums[is_partial ? t : turn];
@@ -328,12 +309,12 @@ void multiply_tiles(const Linear& layer, const TileSteps& steps, int64_t panel, 
                 tile_free<4>();
             }
             before = last;
-            last = {own[0], ends ? count : 0, std::min(TILE_ROWS, rows - row), TILE_ROWS / steps.sharing,
-                    scale + g * PANEL, zero ? zero + g * PANEL : nullptr,
-                    group_sums ? group_sums + row * groups + g : nullptr, groups, totals + row};
+            last = {own[0], ends ? std::min(TILE_ROWS, rows - row) : 0, scale + g * PANEL,
+                    zero ? zero + g * PANEL : nullptr, group_sums ? group_sums + row * groups + g : nullptr, groups,
+                    totals + row};
             turn = 1 - turn;
         }
-        if (ends) g += count;
+        g += ends;
     }
     for (int64_t j = 0; j < 4; j++) add_quarter<BITS>(before, j);
     with_all<4>([&](auto j) { tile_store<j>((char*)last.sums + j * 1024, 64); });
@@ -356,16 +337,15 @@ void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* 
     };
     const int preparing = threads_of_rows(rows, threads);
 #if TILES
-    if (rows >= TILED_ROWS_QUANTIZED && layer.group % BLOCK == 0) {
-        const TileSteps steps(layer, rows);
-        const TiledRows tiles(rows, k, steps.group, steps.sharing);
+    if (rows >= tiled_rows_quantized(layer.bits) && layer.group % BLOCK == 0) {
+        const TiledRows tiles(rows, k);
         parallel(preparing, rows, [&](int64_t r) { sum_groups(r), tiles.copy(r, x + r * k); });
         return parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
             const FlushDenormals flushing;
             for (int64_t r = 0; r < rows; r += 4 * TILE_ROWS) {
                 const auto multiply = layer.bits == 8 ? multiply_tiles<8> : multiply_tiles<4>;
                 void* to = (char*)out + r * layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
-                multiply(layer, steps, panel, tiles.data() + r * k, std::min(4 * TILE_ROWS, rows - r),
+                multiply(layer, panel, tiles.data() + r * k, std::min(4 * TILE_ROWS, rows - r),
                          sums ? sums + r * groups : nullptr, to, then);
             }
         });

@@ -60,9 +60,10 @@ template <int C, int A, int B> inline void tile_multiply() {
 }
 
 // Number of rows from which on tiles are used. In a prototype on Sapphire Rapids, SmolLM2's products of two rows took
-// 8.9 ms in tiles and 9.5 ms by vdpbf16ps. With 4-bit weights, which have to be widened for tiles, those of two rows
-// took 5.1 ms without tiles and 5.9 ms in them (Emerald Rapids).
-constexpr int64_t TILED_ROWS = 2, TILED_ROWS_QUANTIZED = 3;
+// 8.9 ms in tiles and 9.5 ms by vdpbf16ps. Quantised weights have to be widened for tiles: those of two rows take 5.2 ms
+// in tiles and 5.5 ms without with 4 bits, 13.0 and 9.4 ms with 8 bits (Emerald Rapids, medians of one run each).
+constexpr int64_t TILED_ROWS = 2;
+constexpr int64_t tiled_rows_quantized(int64_t bits) { return bits == 4 ? 2 : 3; }
 
 // Configures the tiles 0 to 3 for sums and 4 and 5 for activations of `low` rows, or of `high` rows where odd; 6 and 7
 // for weights. Releases them at its end: the kernel saves tiles in use whenever it switches threads.
@@ -93,27 +94,21 @@ class TileRows {
 constexpr int64_t TILE_ROWS = 16, SUM_BYTES = PANEL * sizeof(float);  // rows of a tile, and bytes of a row of sums
 constexpr int64_t ROW_SCALARS = 32, TILE_SCALARS = TILE_ROWS * ROW_SCALARS;
 
-// Activations tile by tile: [blocks of 16 rows][blocks of 32 inputs][16][32], valid until the next one exists. The
-// `sharing` groups of inputs, `group` blocks each, whose rows share a tile lie below each other in it, and zeros beside
-// them.
+// Activations tile by tile: [blocks of 16 rows][blocks of 32 inputs][16][32], valid until the next one exists.
 class TiledRows {
-    const int64_t blocks, group, sharing;
+    const int64_t blocks;
     uint16_t* tiles;
 
   public:
-    TiledRows(int64_t rows, int64_t inputs, int64_t group = 1, int64_t sharing = 1)
-        : blocks(inputs / BLOCK), group(group), sharing(sharing) {
+    TiledRows(int64_t rows, int64_t inputs) : blocks(inputs / BLOCK) {
         static thread_local std::vector<uint16_t> memory;
         memory.resize(((rows + TILE_ROWS - 1) / TILE_ROWS * blocks + 1) * TILE_SCALARS);
-        if (sharing > 1) std::fill(memory.begin(), memory.end(), 0);
         tiles = (uint16_t*)((uintptr_t(memory.data()) + 63) / 64 * 64);
     }
 
     void copy(int64_t row, const uint16_t* x) const {
         uint16_t* to = tiles + (row / TILE_ROWS * blocks * TILE_ROWS + row % TILE_ROWS) * ROW_SCALARS;
-        for (int64_t first = 0, set = 0; first < blocks; first += group, set = set + 1 == sharing ? 0 : set + 1)
-            for (int64_t b = first; b < first + group; b++)
-                std::memcpy(to + b * TILE_SCALARS + set * (TILE_SCALARS / sharing), x + b * BLOCK, 2 * ROW_SCALARS);
+        for (int64_t b = 0; b < blocks; b++) std::memcpy(to + b * TILE_SCALARS, x + b * BLOCK, 2 * ROW_SCALARS);
     }
 
     const uint16_t* data() const { return tiles; }

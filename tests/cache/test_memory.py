@@ -81,8 +81,8 @@ def test_tensors_hold_what_the_plan_says() -> None:
 @reads_proc
 def test_an_engine_takes_what_its_requests_need() -> None:
     """Of a cache of a GiB and more for long contexts, a short request takes little; so does the proof at start."""
-    shape = {"num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1 << 17, "num_hidden_layers": 2}
-    target = make_llama(new_folder("long") / "target", 0, **shape)
+    shape = {"num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 1 << 17}
+    target = make_llama(new_folder("long") / "target", 0, **shape, num_hidden_layers=2)
     before = resident_bytes()
     llm = open_llm(target, [], max_num_seqs=2, max_model_len=1 << 17, prove=True)
     llm.generate(random_prompts([5]), greedy(8))

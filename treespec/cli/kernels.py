@@ -164,7 +164,7 @@ def tune_kernels(
         counts = {"measured": len(outcome.measurements) - len(failed), "left": outcome.unmeasured, "failed": failed}
         if entry := outcome.entry(tuned.versions_of(name, first.op), bandwidth):
             before = earlier.get(entry.label)
-            if before and before.has_times_of(entry):  # nothing was measured: keep its date and shares of the bandwidth
+            if before and before.has_same_times(entry):  # nothing new was measured: keep the date and share_of_copy
                 entry = before
             entries.append(entry)
         entry_fields = entry and asdict(entry)

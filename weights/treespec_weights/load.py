@@ -57,7 +57,7 @@ class Placement(NamedTuple):
 
     def pack(self, params: dict[str, Tensor]) -> Tensor:
         """Stack parameters, the inverse of `unpack`. A single parameter is not copied."""
-        assert self.rule.layout == "stacked", "no other family has the parameters of one with another layout"
+        assert self.rule.layout == "stacked", f"no conversion packs parameters into layout {self.rule.layout!r}"
         blocks = [params[name] for name in self.params]
         return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
 

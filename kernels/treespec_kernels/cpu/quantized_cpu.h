@@ -215,10 +215,10 @@ inline __attribute__((always_inline)) void widen_tile(const uint8_t* from, uint3
 #endif
 }
 
-// Sums of up to 16 rows and a group of inputs of a panel, in the tiles of a panel, [4][16][16].
+// Sums of a group of inputs of a panel for up to 16 rows, stored as four tiles, [4][16][16].
 struct GroupSums {
     const float* sums = nullptr;
-    int64_t rows = 0;
+    int64_t rows = 0;           // 0: the group is not complete
     const float *scale, *zero;  // of the group, PANEL each; zero may be null
     const float* activations;   // the group's sums of activations, rows `groups` apart; null without zeros
     int64_t groups;
@@ -281,8 +281,8 @@ void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t
     };
     with_all<4>([&](auto j) { widen(0, j); });
     const TileRows configured(std::min(rows, TILE_ROWS), std::min(rows, TILE_ROWS));
-    const bool is_partial = group > length;
-    GroupSums last, before;  // the sums of the last step and the one before; without rows if no group ends there
+    const bool is_partial = group > length;  // a step has a part of a group
+    GroupSums last, before;  // the sums of the last step and the one before
     int64_t g = 0, turn = 0;
     for (int64_t begin = 0, end; begin < blocks; begin = end) {
         const int64_t group_end = (g + 1) * group;

@@ -60,8 +60,8 @@ template <int C, int A, int B> inline void tile_multiply() {
 }
 
 // Number of rows from which on tiles are used. In a prototype on Sapphire Rapids, SmolLM2's products of two rows took
-// 8.9 ms in tiles and 9.5 ms by vdpbf16ps. Quantised weights have to be widened for tiles: those of two rows take 5.2 ms
-// in tiles and 5.5 ms without with 4 bits, 13.0 and 9.4 ms with 8 bits (Emerald Rapids, medians of one run each).
+// 8.9 ms in tiles and 9.5 ms by vdpbf16ps. Quantised weights must be widened for tiles: with them, the products of two
+// rows take 5.2 ms in tiles and 5.5 ms without (4 bits), or 13.0 and 9.4 ms (8 bits; Emerald Rapids, medians of a run).
 constexpr int64_t TILED_ROWS = 2;
 constexpr int64_t tiled_rows_quantized(int64_t bits) { return bits == 4 ? 2 : 3; }
 

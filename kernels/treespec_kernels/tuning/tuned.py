@@ -48,8 +48,8 @@ class TunedEntry:
     def label(self) -> str:
         return label_of(self.op, self.key)
 
-    def has_times_of(self, other: Self) -> bool:
-        """Return whether both entries are of the same measurements."""
+    def has_same_times(self, other: Self) -> bool:
+        """Return whether both entries have the same times and versions, that is, the same measurements."""
         names = "microseconds", "default_microseconds", "versions"
         return all(getattr(self, name) == getattr(other, name) for name in names)
 

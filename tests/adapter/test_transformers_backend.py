@@ -65,7 +65,7 @@ def test_parity_and_identity(kind: str, alone: bool, monkeypatch: pytest.MonkeyP
     model, folder = saved(kind)
     prompts = random_prompts([5, 58, 1] + [129] * (kind == "cohere2"), vocab=VOCAB)  # four windows deep
     wanted, oracle = foretold(model, prompts, COUNT)
-    llm = open_adapter_llm(folder, [oracle], backend="transformers", prefill_chunk=37)
+    llm = open_adapter_llm(folder, [oracle], backend="transformers", max_num_batched_tokens=37)
     frozen = llm.stats()["frozen"]
     assert frozen["backend"] == "transformers"
     assert frozen["exactness"].startswith("bit-identical")

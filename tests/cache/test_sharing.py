@@ -67,7 +67,7 @@ def test_fewer_pages_are_held(spec: Any) -> None:
 
 
 def test_samples_wait_for_the_prompt_and_let_others_pass() -> None:
-    llm = tiny_llm(ssms=(), max_num_seqs=4, prefill_chunk=32)
+    llm = tiny_llm(ssms=(), max_num_seqs=4, max_num_batched_tokens=32)
     group = samples(llm, random_prompts((100,))[0], (6,) * 5)
     (other,) = samples(llm, [5, 6], (30,), group=False)
     driven = drive(llm, [*group, other])
@@ -104,7 +104,7 @@ def test_kept_pages_do_not_block_an_earlier_request() -> None:
 @pytest.mark.parametrize("who", [[0], [0, 1, 2], [3, 4, 5]])
 @pytest.mark.parametrize("seqs", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_aborts(who: list[int], when: int, seqs: int) -> None:
-    llm = tiny_llm(ssms=(0,), max_num_seqs=seqs, prefill_chunk=64)
+    llm = tiny_llm(ssms=(0,), max_num_seqs=seqs, max_num_batched_tokens=64)
     prompt = random_prompts((130,), seed=5)[0]
     group, steps = samples(llm, prompt, (9,) * 6, NODES), 0
     with guarded(llm), pytest.MonkeyPatch.context() as patch:

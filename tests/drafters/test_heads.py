@@ -171,7 +171,7 @@ def engine_with_heads(dtype: torch.dtype = torch.float32, **options: Any) -> LLM
     names = *ONE_OF_EACH[:1], "specforge, other layers, whole vocabulary", *ONE_OF_EACH[1:]
     first, *heads = (make_head(name, seed) for seed, name in enumerate(names, start=1))
     ssm = make_draft(new_folder("ssm"), target, 1, 0.05)
-    return open_llm(target, [first, ssm, *heads], **({"max_num_seqs": 4, "prefill_chunk": 40} | options))
+    return open_llm(target, [first, ssm, *heads], **({"max_num_seqs": 4, "max_num_batched_tokens": 40} | options))
 
 
 SPECS = (

@@ -110,7 +110,7 @@ def test_probabilities_are_those_of_transformers(kind: str) -> None:
     (prompt,) = random_prompts((61,), vocab=VOCAB)
     (wanted,) = continuations(model, [prompt], 24)
     oracle = OracleDrafter([prompt + wanted[:13]], 2, vocab=VOCAB)  # knows the first half
-    llm = open_adapter_llm(folder, ["mtp", oracle], prefill_chunk=24)
+    llm = open_adapter_llm(folder, ["mtp", oracle], max_num_batched_tokens=24)
     assert "MTP layer" in llm.stats()["draft_vocabularies"]["mtp"]
     with watch(llm.engine) as records:
         [output] = llm.generate(prompt, greedy(24), spec=SpecConfig(nodes=16, max_depth=4))

@@ -63,9 +63,9 @@ def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype, ssms: tuple[i
 
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "chunks of one": {"prefill_chunk": 1},
-    "three at a time, chunks of 7": {"prefill_chunk": 7, "max_num_seqs": 3},
-    "chunks of 64": {"prefill_chunk": 64, "max_num_seqs": 3},
+    "chunks of one": {"max_num_batched_tokens": 1},
+    "three at a time, chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
+    "chunks of 64": {"max_num_batched_tokens": 64, "max_num_seqs": 3},
     "gathered attention": {"attention": "cpu-gathered"},
 }
 
@@ -82,7 +82,7 @@ def test_two_hundred_prompts() -> None:
 
 @exact_in
 @pytest.mark.parametrize("name", quick(ENGINES, ("three at a time, chunks of 7", "gathered attention")))
-def test_prefill_chunks_batch_size_and_attention_change_nothing(dtype: torch.dtype, name: str) -> None:
+def test_max_num_batched_tokenss_batch_size_and_attention_change_nothing(dtype: torch.dtype, name: str) -> None:
     llm = tiny_llm(dtype, (0, 2), compile=False, **ENGINES[name])
     for spec in ("off", SPECS["16"]):
         assert_exact(llm, plain_run(dtype, (1, 62, 65, 126), 10), spec)

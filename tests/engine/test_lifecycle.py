@@ -30,7 +30,7 @@ def test_slots_are_refilled_at_once() -> None:
 
 def test_a_long_prompt_does_not_hold_up_the_others() -> None:
     """Prompts are computed in chunks beside the decoding of others; every step stays within the prefill budget."""
-    llm = tiny_llm(ssms=(0,), max_num_seqs=3, prefill_chunk=16)
+    llm = tiny_llm(ssms=(0,), max_num_seqs=3, max_num_batched_tokens=16)
     rows: list[int] = []
     prefill = llm.engine.runner.prefill
 
@@ -48,18 +48,60 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
     assert all(m.target_passes == m.generated_tokens for m in (short.metrics, long.metrics, other.metrics))
 
 
+def test_prompts_delay_other_requests_by_a_bounded_time() -> None:
+    """Beside a request that decodes, a step has as many prompt rows as take 0.1 s at the last measured speed."""
+    llm, rows = tiny_llm(ssms=(), max_num_seqs=2, max_num_batched_tokens=80), []
+    scheduler = llm.engine.scheduler
+    observe = scheduler.observe_prefill
+
+    def slow(num_rows: int, seconds: float) -> None:
+        rows.append(num_rows)
+        observe(num_rows, num_rows * 0.1 / 50)
+
+    with mock.patch.object(scheduler, "observe_prefill", slow):
+        llm.generate(random_prompts((3, 220)), greedy(8), "off")
+        assert rows == [80, 50, 50, 41], "nobody decodes beside the first 80"
+        rows.clear()
+        llm.generate(random_prompts((220,)), greedy(8), "off")
+    assert rows == [80, 80, 59]
+
+
+def test_ssms_read_a_prompt_in_parts_beside_other_requests() -> None:
+    """They draft once they have read it; until then, the request is decoded without them."""
+    llm, reads = open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=2), []
+    ssms = llm.engine.sources.ssms
+    assert ssms is not None
+    read = ssms.read
+
+    def noting(*args: Any) -> None:
+        before = ssms.drafted.read_tokens
+        read(*args)
+        reads.extend([ssms.drafted.read_tokens - before] if args[1] else [])
+
+    prompts = random_prompts((2, 200))
+    ssms.read = noting  # type: ignore[method-assign]
+    with mock.patch("treespec.planning.planner.MAX_STALL", 40e-12):  # the engine's costs say 1e-12 s per token
+        together = llm.generate(prompts, greedy(30))
+        assert reads[0] == max(reads) == 40
+        reads.clear()
+        (alone,) = llm.generate(prompts[1:], greedy(30))
+    assert max(reads) >= 199
+    plain = llm.generate(prompts, greedy(30), "off")
+    assert tokens_of([*together, alone]) == tokens_of([*plain, plain[1]])
+
+
 # --- figures
 
 
 def test_metrics_are_consistent() -> None:
     llm = tiny_llm()
-    prompts = random_prompts((1, 30, 70))
+    prompts = random_prompts((2, 30, 70))
     for spec in (TREE, SpecConfig(), "off"):
         for output in llm.generate(prompts, [greedy(n, seed=n) for n in (5, 17, 30)], spec):
             m = output.metrics
             assert m.generated_tokens == len(output.outputs[0].token_ids) == m.seed
             assert m.acceptance_length == m.generated_tokens / m.target_passes
-            assert m.prefill_passes == (len(output.prompt_token_ids) > 1)
+            assert m.prefill_passes == 1
             assert m.ttft is not None and 0 < m.ttft <= m.seconds
             if spec == "off":
                 assert m.acceptance_length == 1.0 and m.nodes_verified == m.target_passes

@@ -77,7 +77,7 @@ def test_one_request_ends_and_the_others_finish(where: str, spec: SpecConfig | s
 @pytest.mark.parametrize("how", ["abort", "interrupt"])
 def test_a_poisoned_prompt_that_is_given_up_before_it_fails(how: str) -> None:
     """Its prompt is in the cache, and nobody has seen its logits yet: the next holder of its pages must not suffer."""
-    llm = poisoned(open_llm(tiny()[0], max_num_seqs=1, prefill_chunk=8))
+    llm = poisoned(open_llm(tiny()[0], max_num_seqs=1, max_num_batched_tokens=8))
     (prompt,) = safe_prompts(100)
     expected = tokens_of(llm.generate(prompt, greedy(8)))
     bad = [POISON] * 60

@@ -28,7 +28,8 @@ def crowded(num_pages: int, model: Any = None, **options: Any) -> LLM:
     target, drafts = tiny()
     page = tiny_llm(ssms=(0,)).engine.cache
     size = num_pages * page.nbytes // (page.num_pages + 1)
-    defaults = {"max_num_seqs": 4, "max_model_len": LENGTH, "scheduling_policy": "priority", "prefill_chunk": 64}
+    defaults = {"max_num_seqs": 4, "max_model_len": LENGTH, "max_num_batched_tokens": 64}
+    defaults |= {"scheduling_policy": "priority"}
     return open_llm(model or target, drafts[:1], kv_cache_memory_bytes=size, **(defaults | options))
 
 

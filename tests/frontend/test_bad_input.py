@@ -100,7 +100,7 @@ LLM_CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_num_seqs": 10**12, "max_model_len": None}, ConfigError, "max_num_seqs=1000000000000"),
     ({"max_model_len": 1}, ConfigError, "max_model_len=1; valid: an int of at least 2, or None"),
     ({"max_model_len": 1025}, ConfigError, "max_model_len=1025; valid: an int from 2 to the model's 1024"),
-    ({"prefill_chunk": "all"}, ConfigError, "prefill_chunk='all'"),
+    ({"max_num_batched_tokens": "all"}, ConfigError, "max_num_batched_tokens='all'"),
     ({"dtype": torch.float64}, ConfigError, "torch.float64"),
     ({"device": "gpu"}, ConfigError, "device='gpu'"),
     ({"attention": "flash"}, ConfigError, "attention='flash'; valid: 'auto', 'cpu-packed', 'cpu-gathered', 'triton'"),

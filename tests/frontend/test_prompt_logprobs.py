@@ -86,7 +86,7 @@ def test_chunks_company_and_drafts_change_nothing(dtype: torch.dtype, compile: b
     alone = [of_prompt(tiny_llm(dtype, (), compile=compile).generate(prompt, params)[0]) for prompt in prompts]
     assert [len(positions) for positions in alone] == [length - 1 for length in LENGTHS]
     for chunk, count in ((1, 3), (7, 6), (64, 6), (512, 6)):
-        llm = open_llm(target, drafts[:1], compile=compile, prefill_chunk=chunk, max_num_seqs=4)
+        llm = open_llm(target, drafts[:1], compile=compile, max_num_batched_tokens=chunk, max_num_seqs=4)
         mixed = [greedy(9, logprobs=1), params, greedy(3, temperature=2.0, top_k=4)]
         company = [params if i < count else mixed[i % 3] for i in range(2 * count)]
         with checked(llm):
@@ -113,7 +113,7 @@ def test_as_many_as_asked_for() -> None:
 
 def test_who_does_not_ask_does_not_pay() -> None:
     """Prompt rows are scored for the requests that ask, in blocks, and once for all samples."""
-    llm, prompts = tiny_llm(ssms=(), prefill_chunk=100), random_prompts((150, 80))
+    llm, prompts = tiny_llm(ssms=(), max_num_batched_tokens=100), random_prompts((150, 80))
     asks = greedy(4, prompt_logprobs=1, n=3, temperature=1.0, seed=1)
     with mock.patch("treespec.engine.runner.logprobs_of", side_effect=logprobs_of) as scored:
         three, _ = llm.generate(prompts, [asks, greedy(2)])
@@ -126,7 +126,7 @@ def test_who_does_not_ask_does_not_pay() -> None:
 @pytest.mark.parametrize("spec", [STATIC, TREE, "off"], ids=["static", "tree", "off"])
 def test_infinity_in_a_prompt_ends_its_request_alone(spec: SpecConfig | str, n: int) -> None:
     """Where only the logits of a position are not finite, decoding goes well, and the request has no answer yet."""
-    llm = tiny_llm(ssms=(0,), max_num_seqs=4, prefill_chunk=50)
+    llm = tiny_llm(ssms=(0,), max_num_seqs=4, max_num_batched_tokens=50)
     prompts = random_prompts((70, 40, 90))
     params = [greedy(6, temperature=1.0, seed=1, n=n, prompt_logprobs=count) for count in (1, 2, None)]
     alone = llm.generate(prompts, params, spec)

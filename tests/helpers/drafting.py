@@ -37,7 +37,7 @@ def drafted_rounds(
     target: Path, draft: Path, vocab: int, executor: dict[str, Any], tokens: int = 24, **tree: int
 ) -> list[RoundRecord]:
     """Rounds behind a prompt that was read in chunks; lookup makes them accept tokens."""
-    llm = open_llm(target, [draft], prefill_chunk=24, draft_quantization=None, **executor)
+    llm = open_llm(target, [draft], max_num_batched_tokens=24, draft_quantization=None, **executor)
     spec = SpecConfig(**({"nodes": 16, "max_depth": 4} | tree), sources=("ssm", "lookup"))
     with watch(llm.engine) as records:
         llm.generate(random_prompts((61,), vocab=vocab), greedy(tokens), spec=spec)

@@ -23,7 +23,7 @@ def our_logits(llm: LLM, tokens: list[int]) -> Tensor:
     request.pages = engine.cache.reserve(request.request_id, len(tokens) + 1)
     with torch.inference_mode():
         while request.context_len < half:
-            engine.runner.prefill([request], [min(llm.config.prefill_chunk, half - request.context_len)])
+            engine.runner.prefill([request], [min(llm.config.max_num_batched_tokens, half - request.context_len)])
         for position, token in enumerate(tokens):  # the prompt too, once it is prefilled
             each = request_of(position + 1) if position < half else request
             each.pages, each.context_len = request.pages, position

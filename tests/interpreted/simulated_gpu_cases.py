@@ -182,7 +182,7 @@ def test_a_gpu_that_is_not_the_threads_own(gpu: Gpu) -> None:
     with pytest.raises(ValueError, match="launched on cuda:1, its tensors lie on cuda:0"):
         row_topk_triton(torch.ones(2, 8, device="cuda:0"), 1)
     llm = open_llm(target, [], device="cuda:0", dtype="float16", spec="off", max_num_seqs=1, prove=None)
-    assert llm.config.prefill_chunk == 2048
+    assert llm.config.max_num_batched_tokens == 2048
     assert len(tokens_of(llm.generate(PROMPTS[:1], greedy(3)))[0]) == 3
     assert gpu.current == 1 and str(llm.config.device) == "cuda:0"
     with pytest.raises(ConfigError, match="device='cuda:2', but the last of the 2 that torch sees here is cuda:1"):

@@ -187,12 +187,12 @@ def test_a_graph_that_cannot_be_captured_later(
     llm.engine.check_integrity()
 
 
-def test_prefill_chunks_by_free_memory(gpu: Gpu) -> None:
+def test_max_num_batched_tokenss_by_free_memory(gpu: Gpu) -> None:
     """Larger chunks if their buffers, mostly logits, leave the memory to the cache; 512 rows in any case."""
     target = make_llama(new_folder("wide") / "target", 0, torch.float16, **(LONG | {"vocab_size": 150_000}))
     chunks = []
     for gib in (1.7, 1.9, 8.0):
         with mock.patch.object(memory, "free_memory", lambda device, gib=gib: int(gib * 2**30)):
             llm = open_llm(target, [], spec="off", max_num_seqs=1, **ON_GPU)
-        chunks.append(llm.config.prefill_chunk)
+        chunks.append(llm.config.max_num_batched_tokens)
     assert chunks == [512, 1024, 2048]

@@ -65,7 +65,7 @@ def test_every_node_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
 def test_company_chunks_and_places_change_nothing(dtype: torch.dtype) -> None:
     plain = run(tiny_llm(dtype, (), compile=True), random_prompts((2, 31, 62, 65)), greedy(12))
     for chunk, seqs in ((1, 1), (7, 3)):
-        llm = tiny_llm(dtype, (0, 2), prefill_chunk=chunk, max_num_seqs=seqs, compile=True)
+        llm = tiny_llm(dtype, (0, 2), max_num_batched_tokens=chunk, max_num_seqs=seqs, compile=True)
         for spec in ("off", SPECS["16"]):
             assert_exact(llm, plain, spec)
 

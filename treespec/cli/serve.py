@@ -29,8 +29,8 @@ KEEP_ALIVE = 75
 logger = logging.getLogger("treespec")
 
 
-_ENGINE = """tokenizer device dtype max_num_seqs max_model_len kv_cache_memory_bytes scheduling_policy compile
-    generation_config quantization suffix_tokens""".split()  # options of `LLM`
+_ENGINE = """tokenizer device dtype max_num_seqs max_num_batched_tokens max_model_len kv_cache_memory_bytes
+    scheduling_policy compile generation_config quantization suffix_tokens""".split()  # options of `LLM`
 
 
 @flags(EngineOptions, *_ENGINE)

@@ -177,8 +177,8 @@ class SpecConfig:
 class EngineConfig:
     """Resolved engine settings, fixed for its lifetime as bit equality depends on them.
 
-    `prefill_chunk` is the maximum number of prompt rows per pass. `max_tree_slots` limits a request's scratch slots.
-    `num_threads` is torch's; changing it may change bits.
+    `max_num_batched_tokens` is the maximum number of prompt rows per pass. `max_tree_slots` limits a request's scratch
+    slots. `num_threads` is torch's; changing it may change bits.
     """
 
     device: torch.device
@@ -187,7 +187,7 @@ class EngineConfig:
     max_num_seqs: int
     max_model_len: int
     scheduling_policy: str
-    prefill_chunk: int
+    max_num_batched_tokens: int
     max_tree_slots: int
     num_threads: int
     linear: str

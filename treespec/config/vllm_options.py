@@ -42,7 +42,6 @@ _TEXT_ONLY = "prompts are text or token ids: omit it"
 _ONE_DEVICE = "a model runs on one device here, such as device='cuda:1'"
 _REVISION = "fetch it (treespec weights fetch) and give the folder"
 _MEMORY = "max_num_seqs and max_model_len bound the memory, or kv_cache_memory_bytes does"
-_CHUNK = "prefill_chunk is the number of prompt tokens of a step"
 _LEAVE_OUT = "it has no effect: omit it"
 _POOLING = "LLM generates text; run embedding, classification and reward models with transformers itself"
 
@@ -64,7 +63,7 @@ class VllmEngineOptions:
     disable_log_stats: bool | None = hint(_LEAVE_OUT, False, True)
     distributed_executor_backend: str | None = absent(_ONE_DEVICE)
     download_dir: str | None = absent("set HF_HOME, or give the checkpoint's folder")
-    enable_chunked_prefill: bool | None = hint("prompts are computed prefill_chunk tokens at a time", True)
+    enable_chunked_prefill: bool | None = hint("prompts are computed max_num_batched_tokens at a time", True)
     enable_lora: bool | None = absent(_LORA)
     enable_prompt_embeds: bool | None = absent("prompts are text or token ids: encode them with the tokenizer")
     enable_sleep_mode: bool | None = absent("delete the LLM to free its memory, and build it again")
@@ -84,7 +83,6 @@ class VllmEngineOptions:
     max_logprobs: int | None = hint("the number of logprobs is not limited")
     max_lora_rank: int | None = absent(_LORA)
     max_loras: int | None = absent(_LORA)
-    max_num_batched_tokens: int | None = hint(_CHUNK)
     max_seq_len_to_capture: int | None = hint("captured rounds support every length")
     mm_processor_kwargs: dict[str, Any] | None = absent(_TEXT_ONLY)
     override_generation_config: dict[str, Any] | None = absent(

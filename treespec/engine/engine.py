@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -115,6 +116,7 @@ class Engine:
         """
         if not batch.prefill and not batch.forked:
             return
+        began = time.perf_counter()
         self.runner.prefill(batch.prefill, batch.counts)
         for request in batch.prefill:
             if request.error is not None:
@@ -129,6 +131,7 @@ class Engine:
             ssms.prefill([r for r in computed if not r.spec.is_adaptive or (r.group and not r.group.without_ssms)])
         if batch.prefill:
             self.runner.wait()  # keeps asynchronous prefill time out of the round that the planner learns from
+            self.scheduler.observe_prefill(sum(batch.counts), time.perf_counter() - began)
 
     def _expects_ssms(self, request: Request) -> bool:
         """Return whether the executor expects SSMs to pay at the batch size that the queue will fill."""

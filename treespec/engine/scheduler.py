@@ -1,6 +1,7 @@
 """Continuous batching: admission, chunked prefill, preemption and release of requests. Holds no tensors."""
 
 import logging
+import math
 import time
 from bisect import insort
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 from treespec.cache.kv_cache import NO_PAGES, KVCache, pages_for
 from treespec.cache.prefix_cache import Prefix, page_keys
 from treespec.outputs import FinishReason
+from treespec.planning.draft_plan import MAX_STALL
 from treespec.request import PromptGroup, Request
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
@@ -17,6 +19,7 @@ logger = logging.getLogger("treespec")
 
 NO_LENGTHS = np.zeros(1, dtype=np.int64)
 MOST_PASSED = 16  # later requests that may be admitted before one whose pages are not free
+MIN_CHUNK = 32  # prompt rows of a step, even if they take longer: each pass reads all weights
 
 
 class Batch(NamedTuple):
@@ -54,6 +57,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []
         self._num_added = 0
+        self._row_seconds = math.inf  # of a prompt row, in the last step with any; none yet
 
     @property
     def is_idle(self) -> bool:
@@ -119,17 +123,26 @@ class Scheduler:
 
     def _chunks(self) -> dict[Request, int]:
         """Divide the prompt rows of a step: one half goes to the request that came first, the other to the shortest
-        prompts, so that neither waits long for the other."""
+        prompts, so that neither waits long for the other.
+
+        While other requests decode, there are only as many rows as take `MAX_STALL` at the last measured speed.
+        """
         prefilling = sorted((request for request in self.running if request.needs_prefill), key=rank)
         left = {request: request.prefill_len - request.context_len for request in prefilling}
         shortest_first = sorted(prefilling, key=lambda request: (request.priority, left[request]))
         counts, budget = dict.fromkeys(prefilling, 0), self.prefill_chunk
+        if len(prefilling) < len(self.running):
+            budget = min(budget, max(int(MAX_STALL / self._row_seconds), MIN_CHUNK))
         shares = [(request, (budget + 1) // 2) for request in prefilling[:1]]
         for request, most in [*shares, *((request, budget) for request in shortest_first)]:
             count = min(left[request] - counts[request], most, budget)
             counts[request] += count
             budget -= count
         return {request: count for request, count in counts.items() if count}
+
+    def observe_prefill(self, num_rows: int, seconds: float) -> None:
+        """Learn the time of a prompt row from a step's prefill."""
+        self._row_seconds = seconds / num_rows
 
     @property
     def can_admit(self) -> bool:

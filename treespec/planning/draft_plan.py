@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MAX_STALL = 0.1  # seconds by which one request's prompt may delay the tokens of the others in a round
+
 
 @dataclass(frozen=True)
 class DraftPlan:
@@ -17,6 +19,7 @@ class DraftPlan:
     min_trust: float = 0.0  # minimum mixture weight of an SSM; below it, its proposals do not pay for its pass
     max_ssms: int | None = None  # maximum number of SSMs that draft; None = all
     time_left: float = math.inf  # expected until the request ends, in tokens that an SSM could read meanwhile
+    max_read: float = math.inf  # maximum number of committed tokens that the SSMs read in this round
 
 
 @dataclass

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treespec.planning.draft_plan import NOTHING_DRAFTED, Drafted, DraftPlan
+from treespec.planning.draft_plan import MAX_STALL, NOTHING_DRAFTED, Drafted, DraftPlan
 from treespec.planning.learning import MARGIN, Calibration, RoundShapes, SpeculationBackoff, TreeYield
 from treespec.planning.round_costs import CostCurve, CostedBatch, RoundCosts, RoundSeconds
 from treespec_kernels.tree.level_rule import COVERAGE, LevelRule
@@ -148,7 +148,9 @@ class Planner:
             drafts = self._first_level_pays()
             min_trust = self._min_trust()
         gain = max(state.gain, LEAST_GAIN)
-        time_of_token = self.costs.plain / len(requests) / gain / max(self.costs.curve.read_seconds, 1e-12)
+        read_seconds = max(self.costs.curve.read_seconds, 1e-12)
+        time_of_token = self.costs.plain / len(requests) / gain / read_seconds
+        max_read = math.inf if len(requests) == 1 else MAX_STALL / read_seconds
         plans = []
         for i, request in enumerate(requests):
             spec, time_left = request.spec, request.tokens_left * time_of_token
@@ -163,10 +165,12 @@ class Planner:
                 # A request repays the reading of its own prompt by the time that drafting is expected to save.
                 repays = unread is None or unread(request) <= time_left * (gain - 1)
                 levels = levels if drafts[i] and repays and not state.ssms.pause_left else 0
-            trust, budget = (min_trust, time_left) if spec.is_adaptive else (0.0, math.inf)
-            plans.append(
-                DraftPlan(depth, levels, spec.max_nodes, spec.branching, spec.is_adaptive, trust, spec.max_ssms, budget)
-            )
+            nodes, branching, ssms = spec.max_nodes, spec.branching, spec.max_ssms
+            if spec.is_adaptive:
+                plan = DraftPlan(depth, levels, nodes, branching, True, min_trust, ssms, time_left, max_read)
+            else:
+                plan = DraftPlan(depth, levels, nodes, branching, max_ssms=ssms)
+            plans.append(plan)
         self.round.asks_sources = any(plan.max_depth for plan in plans)
         if adaptive and not any(plan.max_depth or plan.levels for plan in plans):
             state.ssms.pause_left = max(state.ssms.pause_left, IDLE_ROUNDS)

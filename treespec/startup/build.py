@@ -254,7 +254,7 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
             max_num_seqs=options.max_num_seqs,
             max_model_len=length,
             scheduling_policy=options.scheduling_policy,
-            prefill_chunk=chunk,
+            max_num_batched_tokens=chunk,
             max_tree_slots=plan.scratch,
             num_threads=torch.get_num_threads(),
             linear=decoder.linear,

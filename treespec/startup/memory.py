@@ -67,9 +67,9 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     foreign_page = int(
         CAPACITY_FACTOR * KVCache.bytes_per_page([draft.config.shape for draft in resolved.foreign], cache_dtype)
     )
-    reserved, chunk = 0, options.prefill_chunk or PREFILL_CHUNK
+    reserved, chunk = 0, options.max_num_batched_tokens or PREFILL_CHUNK
     if triton and loader.device.type == "cuda":  # a CPU's memory is not budgeted this closely
-        if options.prefill_chunk is None:
+        if options.max_num_batched_tokens is None:
             chunk = _prefill_chunk(resolved, scratch)
         reserved = _weight_bytes(resolved) + _round_bytes(resolved, scratch, chunk)
     max_num_seqs, cache_bytes = options.max_num_seqs, options.kv_cache_memory_bytes

@@ -8,6 +8,7 @@ The SSMs therefore share one tree topology and one slot table, and each has the 
 after a commit only one or two tokens have to be caught up. Inactive SSMs read the tokens that they missed more rarely.
 """
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -31,6 +32,7 @@ from treespec.trust import WINDOW, Trust
 from treespec_kernels.cpu.growth_cpu import CallPasses, DraftInputs, DraftModels, DraftSampling, TreePlaces
 from treespec_kernels.tree.level_rule import LevelRule
 
+MIN_READ = 32  # tokens, as each pass reads all weights
 NULL_PAGE = np.zeros(1, dtype=np.int64)
 MAX_SCORES = 1 << 27  # maximum probabilities of one SSM that a compiled call has room for
 
@@ -74,6 +76,9 @@ class SsmDrafter:
         if not any(drafting):
             return list(seed_trees)
         self._select([(r, self.state(r), p) for r, p, drafts in zip(requests, plans, drafting, strict=True) if drafts])
+        drafting = [drafts and bool(self.state(r).active) for r, drafts in zip(requests, drafting, strict=True)]
+        if not any(drafting):
+            return list(seed_trees)
         random = [request.draws_at_random for request in requests]
         trees = list(seed_trees)
         for kind in (False, True):
@@ -314,20 +319,27 @@ class SsmDrafter:
         return ssms if request.context_len else [ssm for ssm in ssms if not self.models[ssm].offset]
 
     def _select(self, rows: Sequence[tuple[Request, SsmState, DraftPlan]]) -> None:
-        """Score SSMs on newly verified tokens; select each request's active ones among those that do not lag."""
+        """Score SSMs on newly verified tokens; select each request's active ones among those that do not lag.
+
+        None is active if they read more than the plan allows: they go on reading in the next round.
+        """
         for request, state, _ in rows:
             self._score_accepted(request, state)
-        lagging: dict[int, list[Request]] = {}
+        lagging: dict[int, dict[Request, float]] = {}  # by SSM, the tokens that it may read of each request
         for request, state, plan in rows:
             allowed = self.allowed(request)
             for ssm in self._catch_up_policy.readers(state, allowed, request.context_len, plan.time_left):
-                lagging.setdefault(ssm, []).append(request)
+                lagging.setdefault(ssm, {})[request] = plan.max_read
+        num_readers = sum(map(len, lagging.values()))
         for ssm in sorted(lagging):
-            self.read(self.drafts[ssm], lagging[ssm])
+            self.read(self.drafts[ssm], [*lagging[ssm]], [limit / num_readers for limit in lagging[ssm].values()])
         self._catch_up_policy.learn()
         for request, state, plan in rows:
             behind = (request.context_len - state.valid).tolist()
             candidates = [ssm for ssm in self.allowed(request) if behind[ssm] < state.max_lags[ssm]]
+            if not candidates:
+                state.active = []
+                continue
             weights = state.trust.weights(candidates)
             order = np.argsort(-weights, kind="stable")[: plan.max_ssms]
             selected = order[(weights[order] > plan.min_trust) | (order == order[0])]
@@ -346,12 +358,19 @@ class SsmDrafter:
             probs = state.token_probs(ssm, kept[: len(following)], following)
             state.trust.observe(ssm, root + 1, probs)
 
-    def read(self, draft: GroupDraft, requests: Sequence[Request]) -> None:
-        """Compute a draft's K/V of all committed positions of these requests, and score it on the tokens read."""
+    def read(self, draft: GroupDraft, requests: Sequence[Request], limits: Sequence[float] | None = None) -> None:
+        """Compute a draft's K/V of the committed positions of these requests, and score it on the tokens read.
+
+        `limits` are the most tokens to read of each request, but at least `MIN_READ`; None = all.
+        """
         began, ssm = time.perf_counter(), draft.ssm
-        while behind := [r for r in requests if self.state(r).valid[ssm] < r.context_len]:
+        ends = {
+            r: int(min(r.context_len, self.state(r).valid[ssm] + max(limit, MIN_READ)))
+            for r, limit in zip(requests, limits or [math.inf] * len(requests), strict=True)
+        }
+        while behind := [r for r, end in ends.items() if self.state(r).valid[ssm] < end]:
             starts = [int(self.state(r).valid[ssm]) for r in behind]
-            stops = [min(start + CATCH_UP_CHUNK, r.context_len) for start, r in zip(starts, behind, strict=True)]
+            stops = [min(start + CATCH_UP_CHUNK, ends[r]) for start, r in zip(starts, behind, strict=True)]
             chains = list(zip(behind, starts, stops, strict=True))
             # Only positions within the trust window, and none for a single draft, which needs no weights.
             counts = [

@@ -70,7 +70,8 @@ def test_the_default_answers_through_the_template_or_continues(
     [answer] = llm.chat([{"role": "user", "content": QUESTION}], greedy(6))
     assert ran.stdout == f"{answer.outputs[0].text}\n"
     assert "not installed" not in ran.stderr and "identical to plain decoding: 6 tokens" in ran.stderr
-    assert run("generate", QUESTION, *QUICK, "--model", "smollm2").stdout == ran.stdout
+    for model in ("smollm2", installed.file):
+        assert run("generate", QUESTION, *QUICK, "--model", model).stdout == ran.stdout
     [output] = llm.generate(QUESTION, greedy(6))
     document = run("generate", QUESTION, *QUICK, "--no-chat", "--json").document
     assert document["token_ids"] == output.outputs[0].token_ids
@@ -96,6 +97,7 @@ def test_names_of_models(installed: Installed, tmp_path: Path, monkeypatch: pyte
     assert resolve_model("smollm2") == installed.file
     assert resolve_folders("smollm2", None) == list(folders.items())
     assert resolve_folders("smollm2", ["ssm-2"]) == [("ssm-2", folders["ssm-2"])]
+    assert resolve_folders("embedded", [installed.file]) == [("SmolLM2-135M-Instruct.Q4_1", installed.file)]
     assert resolve_folders("smollm2", []) == resolve_folders(installed.file, None) == []
     with pytest.raises(FileNotFoundError, match=r"no embedded draft 'ssm-3'; valid: 'ssm-1', 'ssm-2'$"):
         resolve_drafts("smollm2", ["ssm-3"])
@@ -117,9 +119,14 @@ def test_its_ssms_are_part_of_the_repository() -> None:
 
 def test_the_embedded_model_takes_its_place(made: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(
-        "treespec.cli.generate.load_llm", lambda *options, **_: given.append(options[0]) or open_llm(made.file)
-    )
+
+    def load(model: str | None, *_: Any, **__: Any) -> LLM:
+        given.append(model)
+        llm = open_llm(made.file)
+        llm.get_tokenizer().chat_template = None
+        return llm
+
+    monkeypatch.setattr("treespec.cli.generate.load_llm", load)
     ran = run("generate", QUESTION, "--max-tokens", 4)
     assert given == [None] and ran.stdout.startswith(QUESTION)
     [note, *_] = ran.stderr.splitlines()

@@ -47,7 +47,7 @@ def chat(
     Prints answers to stdout as they are generated, and the metrics of each to stderr.
     """
     template = decoding.read_template()
-    model, _ = choose_target(model, True)
+    model = choose_target(model)
     with status("loading"):
         params = replace(decoding, max_tokens=max_tokens).sampling_params()
         drafts, spec = decoding.speculation(draft)

@@ -66,9 +66,9 @@ def generate(
             f"--check compares tokens, and --verification {decoding.verification} keeps the distribution of plain "
             "decoding, not its tokens; use --verification coupled or naive, or drop --check"
         )
-    model, is_chat = choose_target(model, decoding.chat)
-    if decoding.chat_template is not None and not is_chat:
-        raise UsageError("--chat-template is the template of --chat; add --chat, or drop it")
+    if decoding.chat_template is not None and decoding.chat is False:
+        raise UsageError("--no-chat uses no --chat-template; drop one of them")
+    model = choose_target(model)
     template = decoding.read_template()
     text = read_prompt(prompt, decoding.file)
 
@@ -78,8 +78,8 @@ def generate(
         llm = load_llm(model, drafts, spec, min(samples, MOST_AT_ONCE), **engine)
     if not as_json:
         tell_default(model)
-    inputs = request_of(text, llm, is_chat, template)
-    shown = "" if is_chat else text if isinstance(inputs, str) else " ".join(map(str, inputs))
+    inputs = request_of(text, llm, decoding.chat, template)
+    shown = text if isinstance(inputs, str) else " ".join(str(token) for token in inputs if isinstance(token, int))
     if uses_colour(sys.stdout):
         shown = typer.style(shown, dim=True)
     if stream:

@@ -71,8 +71,7 @@ class GenerationFlags:
         no_spec: plain decoding, without drafts.
         check: also decode plainly with the same seed; exit 1 if a token differs.
         stream: print text as it is generated.
-        chat: answer the prompt as a user message, with the model's chat template, or continue it; if not set, answer
-            with smollm2, else continue.
+        chat: answer the prompt as a user message, or continue it; if not set, answer if the model has a chat template.
         chat_template: Jinja file that replaces the model's chat template.
     """
 
@@ -213,13 +212,11 @@ def read_text(file: str, source: str) -> str:
         raise UsageError(f"{source} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
-def choose_target(model: str | None, chat: bool | None) -> tuple[str | None, bool]:
-    """Resolve the defaults of --model and --chat: SmolLM2 answers if it is installed, else the embedded continues."""
+def choose_target(model: str | None) -> str | None:
+    """Return --model, or its default: SmolLM2 if it is installed, else None, the embedded model."""
     from treespec.startup import smollm2
 
-    if model is None and smollm2.install_command() is None:
-        model = smollm2.NAME
-    return model, model == smollm2.NAME if chat is None else chat
+    return smollm2.NAME if model is None and smollm2.install_command() is None else model
 
 
 def tell_default(model: str | None) -> None:
@@ -231,14 +228,17 @@ def tell_default(model: str | None) -> None:
         typer.echo(f"{smollm2.TITLE} is not installed ({missing}); the embedded model only continues text", err=True)
 
 
-def request_of(prompt: str, llm: "LLM", is_chat: bool, template: str | None = None) -> Any:
-    """Return the prompt as a conversation, or token ids if the model has no tokenizer and the text lists ids."""
-    if is_chat:
-        if not has_chat_template(llm, template):
-            raise UsageError(
-                "--chat: the model has no chat template (not a chat model); give one with `treespec generate "
-                "--chat-template FILE`, or drop --chat to continue the prompt"
-            )
+def request_of(prompt: str, llm: "LLM", chat: bool | None, template: str | None = None) -> Any:
+    """Return the prompt as a conversation, or token ids if the model has no tokenizer and the text lists ids.
+
+    With `chat` None, it is a conversation if the model has a chat template or one is given.
+    """
+    if chat and not has_chat_template(llm, template):
+        raise UsageError(
+            "--chat: the model has no chat template (not a chat model); give one with `treespec generate "
+            "--chat-template FILE`, or drop --chat to continue the prompt"
+        )
+    if chat or (chat is None and has_chat_template(llm, template)):
         return [{"role": "user", "content": prompt}]
     if llm.get_tokenizer() is None and re.fullmatch(r"\s*\d+([\s,]+\d+)*[\s,]*", prompt):
         return [int(number) for number in re.findall(r"\d+", prompt)]

@@ -77,7 +77,7 @@ def serve(
         raise UsageError("--no-spec is plain decoding; drop it, or drop --nodes and --speculative-config")
     if server.replicas is not None and not server.port:
         raise UsageError("--replicas: Ray Serve chooses no free port; give a --port other than 0")
-    (model, _), template = choose_target(model, None), server.chat_template
+    model, template = choose_target(model), server.chat_template
     server = replace(
         server,
         served_model_name=server.served_model_name or [model or "embedded"],

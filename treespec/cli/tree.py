@@ -57,7 +57,7 @@ def tree(
     """
     if number is not None and number < 1:
         raise UsageError(f"--round {number}: rounds count from 1")
-    text, (model, is_chat) = read_prompt(prompt, decoding.file), choose_target(model, decoding.chat)
+    text, model = read_prompt(prompt, decoding.file), choose_target(model)
     with status("loading"):
         if decoding.branching is None:
             decoding = replace(decoding, nodes=decoding.nodes or NODES)
@@ -68,7 +68,7 @@ def tree(
     from treespec.drawing.recording import picture, record_rounds
     from treespec.errors import RequestError
 
-    inputs = request_of(text, llm, is_chat)
+    inputs = request_of(text, llm, decoding.chat)
     rounds = record_rounds(llm, inputs, number or FIRST_ROUNDS, decoding.temperature, decoding.seed)
     if number is not None and number > len(rounds):
         raise RequestError(f"--round {number}, but the output ended in round {len(rounds)}; valid: 1 to {len(rounds)}")

@@ -127,7 +127,7 @@ def resolve_drafts(
             add(MTP, MTP)
         elif isinstance(draft, str | os.PathLike):
             folder = _resolve_draft(draft, group or "default")
-            add(folder.resolve().name, folder)
+            add(folder.resolve().name.removesuffix(".gguf"), folder)
         elif isinstance(draft, nn.Module):
             add(type(draft).__name__, (draft, None))
         elif isinstance(draft, tuple) and len(draft) == 2 and isinstance(draft[0], nn.Module):

@@ -158,7 +158,7 @@ def test_trees_have_the_bits_of_plain_decoding(kind: str, dtype: str, compile: b
     tree = run(llm, prompts, greedy(TOKENS), SpecConfig(nodes=16))
     assert not (found := differences(plain, tree)), "\n".join(found[:10])
     assert tree.acceptance_length > 2
-    assert llm.stats()["draft_vocabularies"] == {path.name: "same vocabulary"}
+    assert llm.stats()["draft_vocabularies"] == {path.stem: "same vocabulary"}
 
 
 @pytest.mark.parametrize("kind", FORMS)

@@ -143,10 +143,15 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     write_json(folder, INDEX, {"metadata": {"total_size": total}, "weight_map": {o.name: file for o, file in outputs}})
 
 
-def write_json(folder: Path, name: str, document: Any, indent: int | None = 2) -> None:
+def write_json(folder: Path, name: str, document: Any) -> None:
     """Write a JSON file. Raises WriteError."""
+    write_text(folder, name, json.dumps(document, indent=2) + "\n")
+
+
+def write_text(folder: Path, name: str, text: str) -> None:
+    """Write a file in UTF-8. Raises WriteError."""
     try:
-        (folder / name).write_text(json.dumps(document, indent=indent) + "\n", encoding="utf-8")
+        (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise WriteError.of(folder, "file", name, f"cannot be written: {error.strerror}") from error
 

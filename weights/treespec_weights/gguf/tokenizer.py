@@ -6,6 +6,7 @@ from SmolLM2's own tokenizer ("smollm"). SentencePiece ("llama") becomes BPE wit
 scores, or by the ids of Gemma's tokens.
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -67,12 +68,21 @@ def has_tokenizer(file: GgufFile) -> bool:
 
 
 def tokenizer_json(file: GgufFile) -> dict[str, Any]:
-    """Return the tokenizer.json of a GGUF file; one beside the file takes precedence over its metadata."""
+    """Return the parsed tokenizer.json of a GGUF file. Raises as `tokenizer_text`."""
+    return dict(json.loads(tokenizer_text(file)))
+
+
+@functools.lru_cache(maxsize=4)
+def tokenizer_text(file: GgufFile) -> str:
+    """Return the tokenizer.json of a GGUF file; one beside the file takes precedence over its metadata.
+
+    Raises CheckpointError if it is unusable.
+    """
     if (file.path.parent / "tokenizer.json").exists():
         found = read_json(file.path.parent, "tokenizer.json", unique_keys=False)
         if not isinstance(found, dict):
             raise _refuse(file, "tokenizer.json", f"a JSON {type(found).__name__}, not an object")
-        return found
+        return json.dumps(found)
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         message = f"{kind!r} is not supported; supported: 'gpt2' (byte-level BPE), 'llama' (SentencePiece); {_REMEDY}"
@@ -84,7 +94,7 @@ def tokenizer_json(file: GgufFile) -> dict[str, Any]:
     try:
         tokenizer = make(file, tokens, types)
         _add_special_tokens(tokenizer, file, tokens, types)
-        return dict(json.loads(tokenizer.to_str()))
+        return str(tokenizer.to_str())
     except CheckpointError:
         raise
     except Exception as error:  # the tokenizers library raises bare Exceptions

@@ -169,7 +169,10 @@ def _measure_here(seconds: float, threads: int | None, **options: Any) -> dict[s
         llm = load_llm(spec=None, **options)
     engine = llm.engine
     silent = not sys.stderr.isatty()
-    with costs.measuring_alone(), tqdm(desc="measuring", total=1.0, leave=False, bar_format=BAR, disable=silent) as bar:
+    with (
+        costs.measuring_alone(seconds),
+        tqdm(desc="measuring", total=1.0, leave=False, bar_format=BAR, disable=silent) as bar,
+    ):
         curve = costs.measure(
             engine.runner, engine.sources.ssms, seconds, lambda fraction: bar.update(fraction - bar.n)
         )

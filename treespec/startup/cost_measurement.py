@@ -48,12 +48,11 @@ PATIENCE = 3  # measures for at most this multiple of the intended time, see `le
 START_SECONDS = 0.5  # intended duration of measuring costs that are not stored
 THREADS_MARGIN = 0.9  # recommend another number of threads below this fraction of the current round time
 _AGREEMENT = 1.1  # largest ratio of the two lowest times of each run that counts as undisturbed
-# Factor by which a stored curve's ratio of 8 rows to one row may be off. On a shared machine, short measurements of it
-# differ by a tenth, and a curve of a disturbed start was off by a third.
-_RATIO_MARGIN = 1.2
+# Factor by which stored times may be off. On a shared machine, short measurements differ by a tenth, and a curve of a
+# start beside other work was off by a half.
+_STORED_MARGIN = 1.2
 _MAX_START_SHARE = 0.9  # upper bound of the start of drafting, relative to drafting one level
 _NUMBERS = tuple(field.name for field in fields(CostCurve))[2:]  # all fields but `rows` and `verify_seconds`
-_MEASURE_LOCK_TIMEOUT = 30.0  # seconds to wait for another process's measurement
 _WRITE_LOCK_TIMEOUT = 10.0  # seconds to wait for another process's write
 _STARTS = "starts"  # folder of costs measured at starts, apart from those of `treespec autotune`
 _MAX_STORED = 1000  # curves in a file; the oldest are dropped
@@ -174,23 +173,26 @@ def measure(
 
 @torch.inference_mode()
 def is_outdated(runner: Runner, curve: CostCurve) -> bool:
-    """Return whether the measured ratio of 8 rows to one row differs from the curve's by more than `_RATIO_MARGIN`.
+    """Return whether passes over one and 8 rows show, at their minimum of two or four, that a curve is wrong.
 
-    Each time is the minimum of four passes. Curves of slow models are not checked.
+    It is if a pass is clearly faster, since other work slows passes down and never speeds them up, or if only one of
+    the two is clearly slower. If both are, the machine is busy now, and the curve stays.
     """
     one, rows = float(curve.verify(1)), float(curve.verify(LONG_ROWS))
-    if 4 * (one + rows) > START_SECONDS or curve.context + LONG_ROWS > runner.cache.num_free * PAGE_SIZE:
+    if curve.context + LONG_ROWS > runner.cache.num_free * PAGE_SIZE:
         return False
     request = Request([1] * (curve.context + 1), SamplingParams(), SpecConfig())
     request.pages = runner.cache.reserve(request.request_id, curve.context + LONG_ROWS)
     request.context_len = curve.context
     runner.cache.scrub(request.pages)
+    turns = 2 if 4 * (one + rows) < START_SECONDS / 2 else 1
     try:
-        now = least_seconds([partial(star_pass, runner, request, n) for n in (1, LONG_ROWS)], 2)
+        now = least_seconds([partial(star_pass, runner, request, n) for n in (1, LONG_ROWS)], turns)
     finally:
         runner.cache.release(request.request_id, scrub=True)
-    change = now[1] / now[0] / (rows / one)
-    return not 1 / _RATIO_MARGIN < change < _RATIO_MARGIN
+    slowdowns = now[0] / one, now[1] / rows
+    least, most = min(slowdowns), max(slowdowns)
+    return least < 1 / _STORED_MARGIN or least < _STORED_MARGIN < most
 
 
 def _long_request(runner: Runner, pages_taken: int) -> Request | None:
@@ -292,15 +294,18 @@ def costs_file(folder: Path | str = "") -> Path:
 
 
 @contextmanager
-def measuring_alone(patience: float = _MEASURE_LOCK_TIMEOUT) -> Iterator[None]:
-    """Keep other processes and threads of this user from measuring, for `patience` seconds and if locks work."""
+def measuring_alone(seconds: float) -> Iterator[None]:
+    """Wait for other measurements of this user, for as long as one of `seconds` may take, and keep others waiting.
+
+    Without working locks, nobody waits.
+    """
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         yield
         return
-    with shared_work(folder / "measuring.lock", "measure pass costs", patience):
+    with shared_work(folder / "measuring.lock", "measure pass costs", PATIENCE * seconds):
         yield
 
 
@@ -381,7 +386,7 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
         stored = load(key_of_start, _STARTS)
         if stored is not None and not is_outdated(runner, stored):
             return stored
-        with measuring_alone(START_SECONDS * PATIENCE):
+        with measuring_alone(START_SECONDS):
             # Another process may have measured meanwhile.
             curve = load(key) or load(key_of_start, _STARTS)
             if curve is not None and curve != stored:

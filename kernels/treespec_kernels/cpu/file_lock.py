@@ -24,10 +24,10 @@ def shared_work(path: Path, waiting_for: str, patience: float) -> Iterator[bool]
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            logger.warning("waiting for another process to %s (%s)", waiting_for, path)
+            logger.warning("waiting for another process to %s, for at most %.3g s (%s)", waiting_for, patience, path)
             lock.acquire(timeout=patience)
     except Timeout:
-        logger.warning("another process took more than %.0f s to %s; not waiting any longer", patience, waiting_for)
+        logger.warning("another process took more than %.3g s to %s; not waiting any longer", patience, waiting_for)
     except (OSError, NotImplementedError) as error:
         logger.warning("cannot lock %s (%s); processes that start together may all %s", path, error, waiting_for)
     try:

@@ -38,6 +38,12 @@ OLDER: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "Phi-3 of before": ("phi3", ("rope_parameters",), PHI3),
     "windows of Qwen 2 by max_window_layers": ("qwen2", ("layer_types",), {"max_window_layers": 2}),
 }
+# Added to a config.json that transformers 5 wrote, as model cards advise. Config classes of other families read it as
+# Llama's does, or have no such scaling.
+SCALED: dict[str, Any] = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+OLDER |= {
+    f"rope_scaling beside rope_parameters of {case}": (case, (), SCALED) for case in ("llama", "gemma3", "gpt_neox")
+}
 
 
 @pytest.mark.parametrize("name", OLDER)

@@ -85,9 +85,9 @@ def read_layers(
     folder: Path, raw: dict[str, Any], rules: FamilyRules, shape: ModelShape, length: int
 ) -> tuple[tuple[Rope, ...], tuple[LayerKind, ...]]:
     """Read ropes and layer kinds from a parsed config.json. `length` is the maximum context length in use."""
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # in transformers' order
     if not isinstance(parameters, dict):
-        raise ModelError(f"{folder}: rope_parameters={parameters!r}; expected an object")
+        raise ModelError(f"{folder}: rope_parameters or rope_scaling is {parameters!r}; expected an object")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if rules.rotary and not isinstance(kind, str):
         raise ModelError(f"{folder}: rope_type={kind!r}; expected a name such as 'default'")

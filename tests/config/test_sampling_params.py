@@ -37,6 +37,7 @@ def test_fields_may_be_set() -> None:
     assert params != same
     for name, value, message in (
         ("temperature", "hot", "temperature='hot'; valid: 0"),
+        ("temperature", 1e39, r"temperature=1e\+39; valid: 0 \(greedy\) or a positive number up to 3\.4e38"),
         ("max_token", 3, r"unknown 'max_token' \(did you mean 'max_tokens'\?\)"),
     ):
         with pytest.raises(ConfigError, match=message):

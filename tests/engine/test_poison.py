@@ -28,7 +28,7 @@ from tests.helpers.sampled import tokens_of
 from tests.helpers.sharing import assert_clean
 from tests.helpers.speech import altered_logits, checked
 from treespec import LLM, SpecConfig
-from treespec.errors import RequestError
+from treespec.errors import ModelError, RequestError
 from treespec.request import Request
 from treespec.tree import TokenTree
 
@@ -45,6 +45,18 @@ def poisoned(llm: LLM, value: float = math.nan) -> LLM:
 
 def safe_prompts(*lengths: int) -> list[list[int]]:
     return random_prompts(lengths, vocab=POISON)
+
+
+def test_nan_in_the_head_is_named_before_anything_falls_back(caplog: pytest.LogCaptureFixture) -> None:
+    folder = shutil.copytree(tiny()[0], new_folder("nan") / "target")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][POISON, 3] = math.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ModelError, match=rf"logits of 1 tokens are NaN, beginning with token {POISON};.*lm_head\.weight"
+    ):
+        open_llm(folder, prove=True)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 @pytest.mark.parametrize("attention", quick(("cpu-packed", "cpu-gathered"), ("cpu-packed",)))

@@ -6,6 +6,7 @@ import pickle
 import struct
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -98,6 +99,16 @@ def test_missing_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="pass the folder"):
         Checkpoint.open(tmp_path / "file")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    refused(tmp_path, "'model.safetensors': a folder, where a file should be", problems=1)
+    (tmp_path / "model.safetensors").rmdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    denied = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr("treespec_weights.files.open", denied, raising=False)
+    refused(tmp_path, r"'model.safetensors': cannot be opened (Permission denied)", problems=1)
 
 
 def test_no_safetensors(tmp_path: Path) -> None:

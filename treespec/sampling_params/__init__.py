@@ -95,12 +95,12 @@ class SamplingParams(VllmSamplingParams):
     detokenize: bool = option(True, choices=(True, False))
     skip_special_tokens: bool = option(True, choices=(True, False))
     n: int = option(1, least=1, most=MAX_SAMPLES)
-    temperature: float = option(0.0, least=0, valid="0 (greedy) or a finite positive number")
+    temperature: float = option(0.0, least=0, valid="0 (greedy) or a positive number up to 3.4e38")
     seed: int | None = option(None, least=-1, most=MAX_SEED, valid="an int from 0 to 2**64 - 1, or -1 for a new one")
     top_k: int = option(0, least=-1, valid="an int of at least 1, or 0 or -1 for all tokens")
     top_p: float = option(1.0, least=LEAST_POSITIVE, most=1, valid="more than 0, at most 1")
     min_p: float = option(0.0, least=0, most=1)
-    repetition_penalty: float = option(1.0, least=LEAST_POSITIVE, valid="a finite positive number; 1 = no penalty")
+    repetition_penalty: float = option(1.0, least=LEAST_POSITIVE, valid="a positive number up to 3.4e38; 1 = none")
     frequency_penalty: float = option(0.0, least=-2, most=2)
     presence_penalty: float = option(0.0, least=-2, most=2)
     bad_words: Sequence[str] | None = None
@@ -218,7 +218,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     for token, bias in value.items():
         number, real = as_int(token, 0), as_number(bias)
         if number is None or real is None:
-            raise ConfigError(f"{name}={{{token!r}: {bias!r}}}; valid: token ids to finite numbers")
+            raise ConfigError(f"{name}={{{token!r}: {bias!r}}}; valid: token ids to numbers from -3.4e38 to 3.4e38")
         biases[number] = real
     return biases
 

@@ -22,10 +22,11 @@ from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.engine.engine import Engine
 from treespec.engine.host_executor import HostExecutor
 from treespec.engine.scheduler import Scheduler
-from treespec.errors import TreespecError
+from treespec.errors import ModelError, TreespecError
 from treespec.graphs.capture import Rounds
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.models.decoder import Decoder
+from treespec.models.model_config import ModelConfig
 from treespec.request import Request
 from treespec.sampling.sampler import Sampler
 from treespec.sampling.transforms import Transforms
@@ -110,6 +111,7 @@ def _compare_after_prompt(
             differences.append(f"a prompt of {prefix} tokens in chunks of {chunk}")
     hidden = _hidden(model, pool, [rows], tree)
     logits = model.logits(hidden)
+    _check_head(model, logits)
     if twin is not None:
         _prefill(model, pool, prompt, largest, twin)
         both = _hidden(model, pool, [replace(rows, pages=twin), rows], np.concatenate([tree, tree]))
@@ -121,6 +123,21 @@ def _compare_after_prompt(
         if not torch.equal(alone[0], hidden[node]) or not torch.equal(model.logits(alone)[0], logits[node]):
             differences.append(f"node {node} of a tree of {len(tree)} nodes after {prefix} tokens")
     return differences
+
+
+def _check_head(model: Decoder, logits: Tensor) -> None:
+    """Raise ModelError if a token's logit, computed from finite states, is NaN in every row."""
+    if not bool((broken := logits.isnan().all(0)).any()):
+        return
+    config, name = model.config, "its output head"
+    if isinstance(config, ModelConfig):
+        head = "embed" if config.shape.tied else "lm_head"
+        name = next(rule.name for rule in config.rules.tensors if rule.params == (head,))
+        name = f"{name} (in GGUF: {'token_embd' if config.shape.tied else 'output'}.weight)"
+    raise ModelError(
+        f"{config.folder}: the logits of {int(broken.sum())} tokens are NaN, beginning with token "
+        f"{int(broken.int().argmax())}; these rows of {name} likely hold NaN. Download or convert the model again"
+    )
 
 
 def proven_rounds(

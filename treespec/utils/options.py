@@ -59,6 +59,7 @@ def checked_value(stated: Field[Any], value: Any) -> Any:
         if number is not None and least <= number <= (math.inf if most is None else most):
             return number
         kind = "a number" if is_float else "an int"
+        most = 3.4e38 if most is None and is_float else most  # float32's largest, to which `as_number` limits
         valid = valid or (f"{kind} of at least {least}" if most is None else f"{kind} from {least} to {most}")
     raise ConfigError(f"{stated.name}={value!r}; valid: {valid}{', or None' if stated.default is None else ''}")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.errors import CheckpointConfigError, CheckpointError, Problem, UnsupportedModelError
 from treespec_weights.families import LLAMA, family_of
+from treespec_weights.files import file_inside
 from treespec_weights.load import cast, expected_tensors
 from treespec_weights.rules import FamilyRules, ModelShape
 
@@ -88,8 +89,9 @@ class DraftTensors:
         if pickled is not None and not any(folder.glob("*.safetensors")):
             stored = _unpickle(pickled)
         elif (folder / MEDUSA_SAFETENSORS).exists():
+            path = file_inside(folder, MEDUSA_SAFETENSORS)
             try:
-                stored = load_file(folder / MEDUSA_SAFETENSORS)
+                stored = load_file(path)
             except (SafetensorError, OSError, ValueError) as error:
                 message = f"not a valid safetensors file: {error}"
                 raise CheckpointError.of(folder, "file", MEDUSA_SAFETENSORS, message) from error

@@ -22,15 +22,17 @@ def resolve_folder(folder: Path | str) -> Path:
     are ignored. Raises FileNotFoundError, NotADirectoryError for another file, and CheckpointError for several GGUF
     models.
     """
+    named_gguf = os.fspath(folder).lower().endswith(_GGUF)
     try:
         if not os.fspath(folder):
             raise ValueError("empty path")
         real = Path(os.path.realpath(folder, strict=True))
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        raise FileNotFoundError(f"no such checkpoint folder: {str(folder)!r}{_hub_hint(str(folder))}") from error
+        kind, hint = ("GGUF file", "") if named_gguf else ("checkpoint folder", _hub_hint(str(folder)))
+        raise FileNotFoundError(f"no such {kind}: {str(folder)!r}{hint}") from error
     if real.is_dir():
         return _gguf_in(real) or real
-    if not is_gguf(folder):
+    if not named_gguf and not is_gguf(folder):
         raise NotADirectoryError(f"{str(folder)!r} is a file; pass the folder that holds it, or a GGUF file")
     path = Path(os.path.abspath(folder))
     return Path(os.path.realpath(path.parent)) / path.name  # not its target, which in a hub cache has another name
@@ -98,7 +100,11 @@ def file_inside(folder: Path, name: str) -> Path:
     if not any(real.is_relative_to(root) for root in allowed):
         raise refuse(f"a link to {str(real)!r}, outside of the folder; copy the file into the folder")
     if not stat.S_ISREG(mode):
-        raise refuse("not a regular file")
+        raise refuse("a folder, where a file should be" if stat.S_ISDIR(mode) else "not a regular file")
+    try:
+        open(real, "rb").close()  # safetensors names other reasons
+    except OSError as error:
+        raise refuse(f"cannot be opened ({error.strerror})") from error
     return real
 
 

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,6 +28,7 @@ from treespec_kernels.cpu.file_lock import shared_work
 
 logger = logging.getLogger("treespec")
 
+_warned, _warned_lock = set[str](), threading.Lock()  # reasons that `_warn_uncached` was given
 _PATIENCE = 600.0  # seconds to wait for another process's compiler, which takes 10 to 100
 # Without -ffast-math and contraction every operation is rounded, so vectorisation does not affect bits.
 _FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -pthread -fPIC -shared -Wno-psabi".split()
@@ -163,11 +165,7 @@ def compile_library(
             folder.mkdir(parents=True, exist_ok=True)
             scratch = tempfile.TemporaryDirectory(dir=folder)
         except OSError as error:
-            logger.warning(
-                "cannot cache compiled libraries (%s), so every start compiles them; set XDG_CACHE_HOME to a writable "
-                "folder",
-                error,
-            )
+            _warn_uncached(str(error))
             with tempfile.TemporaryDirectory() as temporary:
                 return compile_library(compiler, sources, defines, Path(temporary))
         with scratch, shared_work(folder / f"{name}.lock", f"compile {sources[0].stem}", _PATIENCE):
@@ -184,6 +182,18 @@ def compile_library(
     except OSError as error:
         raise CompileError(f"{path} does not load: {error}") from error
     return _declare(library, texts[0])
+
+
+def _warn_uncached(reason: str) -> None:
+    """Warn once, because an engine compiles several libraries, in threads."""
+    with _warned_lock:
+        if reason in _warned:
+            return
+        _warned.add(reason)
+    logger.warning(
+        "cannot cache compiled libraries (%s), so every start compiles them; set XDG_CACHE_HOME to a writable folder",
+        reason,
+    )
 
 
 def build_together(builds: Sequence[Callable[[], object]]) -> None:

@@ -88,6 +88,29 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
         read_training_prompts([tmp_path], chat=False)
 
 
+def test_texts_of_any_encoding_and_length(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treespec.training.prompts.MAX_FILE_BYTES", 20_000)
+    for encoding in ("utf-8-sig", "utf-16", "utf-32", "utf-16-le", "latin-1"):
+        (tmp_path / f"{encoding}.txt").write_text("Größe\n", encoding)
+    (tmp_path / "list.json").write_text('[{"text": "Größe"}]', "utf-8-sig")
+    (tmp_path / "large.txt").write_text("x" * 20_001)
+    lines = {"spaces": "word " * 3000, "minified": "x" * 10_000, "lines": "line\n" * 600 + "x" * 5000 + "\n" * 9}
+    for name, line in lines.items():
+        (tmp_path / f"{name}.txt").write_text(line)
+    found: dict[str, list[str]] = {}
+    for prompt in read_training_prompts([tmp_path], chat=False):
+        found.setdefault(prompt.group, []).append(str(prompt.content))
+    marked = dict.fromkeys(("utf-8-sig", "utf-16", "utf-32"), "Größe\n")
+    assert {name: "".join(passages) for name, passages in found.items()} == lines | marked | {"list": "Größe"}
+    assert all(len(passage) <= 4096 for passages in found.values() for passage in passages)
+    assert all(passage.endswith(" ") for passage in found["spaces"])
+    log = caplog.text
+    assert "left out 1 of the files" in log and "large.txt: larger than 0 MiB" in log
+    assert "left out 2 of the files" in log and "latin-1.txt: binary, or in an encoding other than UTF-8" in log
+
+
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, folder: bool) -> None:
     path = tmp_path / "ssm-1"

@@ -1,5 +1,6 @@
 """Prompts of JSON files: texts, token ids and conversations."""
 
+import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,15 @@ VALID = (
     '{"prompt": text}, {"text": text} or {"prompt_token_ids": [int, ...]}; optional: "kind" or "category", "package"'
 )
 
+# Encodings by byte order mark. UTF-32's begins with UTF-16's.
+_ENCODINGS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
 
 class Prompt(NamedTuple):
     """A prompt as text, token ids or messages, with optional kind and package."""
@@ -23,12 +33,22 @@ class Prompt(NamedTuple):
     package: str | None = None
 
 
+def read_text(path: Path) -> str:
+    """Read a text in UTF-8, or in the encoding of its byte order mark, which is left out. Raises UnicodeDecodeError."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    encoding = next((name for mark, name in _ENCODINGS.items() if start.startswith(mark)), "utf-8")
+    return path.read_text(encoding)
+
+
 def read_prompts(path: Path, chat: bool = False) -> list[Prompt]:
     """Read prompts, user messages with `chat`, from JSON lines or a JSON list. Raises ConfigError with the place."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+        raise ConfigError(
+            f"{path} is not UTF-8, and has no byte order mark of its encoding: {error.reason} at byte {error.start}"
+        ) from None
     prompts = [_prompt(entry, f"{path}, {where}", chat) for entry, where in _entries(text, path)]
     if not prompts:
         raise ConfigError(f"{path} holds no prompt; {VALID}")

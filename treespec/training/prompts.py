@@ -1,15 +1,19 @@
 """Reads training data: texts, prompts and conversations from files and folders."""
 
+import logging
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from treespec.errors import ConfigError
 from treespec.text.chat import Message
-from treespec.text.prompt_files import VALID, read_prompts
+from treespec.text.prompt_files import VALID, read_prompts, read_text
+
+logger = logging.getLogger("treespec")
 
 LISTS = (".jsonl", ".json")
-PASSAGE = 2048  # characters of a text that become one prompt
+PASSAGE = 2048  # characters of a text that become one prompt, up to twice as many if no line ends
 MAX_FILE_BYTES = 16 << 20
 
 
@@ -24,12 +28,14 @@ class TrainingPrompt:
 
 
 def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPrompt]:
-    """Read prompts from `.jsonl` and `.json` lists, and all other UTF-8 text files; raw texts are cut into passages.
+    """Read prompts from `.jsonl` and `.json` lists, and all other text files; raw texts are cut into passages.
 
-    Folders are read recursively. `chat` as in `read_prompts`. Raises ConfigError and OSError.
+    Folders are read recursively. Logs which files are left out, and why. `chat` as in `read_prompts`. Raises
+    ConfigError and OSError.
     """
     prompts: list[TrainingPrompt] = []
     skipped = 0
+    left_out = defaultdict[str, list[Path]](list)  # by reason
     for root in paths:
         if not root.exists():
             raise FileNotFoundError(f"{root} does not exist; give files or folders with text")
@@ -42,32 +48,41 @@ def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPro
                     cut = list(_passages(entry.content)) if isinstance(entry.content, str) else [entry.content]
                     prompts += [TrainingPrompt(passage, entry.kind or group) for passage in cut]
             else:
-                prompts += [TrainingPrompt(passage, group) for passage in _passages(_read_text(path))]
+                try:
+                    prompts += [TrainingPrompt(passage, group) for passage in _passages(_raw_text(path))]
+                except ConfigError as error:
+                    left_out[str(error)].append(path)
             skipped += len(prompts) == before
+    for reason, files in left_out.items():
+        logger.warning("left out %d of the files, such as %s: %s", len(files), files[0], reason)
     if not prompts:
         names = ", ".join(map(str, paths))
         raise ConfigError(f"--data {names}: {skipped} files, none with text; give UTF-8 texts, or JSON lines; {VALID}")
     return prompts
 
 
-def _read_text(path: Path) -> str:
-    """Return the text of a file, empty for binary and very large ones."""
+def _raw_text(path: Path) -> str:
+    """Return the text of a file. Raises ConfigError, with the reason, for binary and very large ones."""
     if path.stat().st_size > MAX_FILE_BYTES:
-        return ""
+        raise ConfigError(f"larger than {MAX_FILE_BYTES >> 20} MiB; split large texts")
     try:
-        return path.read_text(encoding="utf-8")
+        text = read_text(path)
     except UnicodeDecodeError:
-        return ""
+        text = "\0"
+    if "\0" in text:  # UTF-16 of ASCII without a byte order mark is valid UTF-8
+        raise ConfigError(
+            "binary, or in an encoding other than UTF-8 without a byte order mark; convert texts to UTF-8"
+        )
+    return text
 
 
 def _passages(text: str) -> Iterator[str]:
-    """Cut a text into passages at line ends."""
-    passage, size = list[str](), 0
-    for line in text.splitlines(keepends=True):
-        passage.append(line)
-        size += len(line)
-        if size >= PASSAGE:
-            yield "".join(passage)
-            passage, size = [], 0
-    if "".join(passage).strip():
-        yield "".join(passage)
+    """Cut a text into passages at line ends, lines that are too long at spaces, or else anywhere."""
+    start = 0
+    while start < len(text):
+        last, most = start + PASSAGE - 1, start + 2 * PASSAGE
+        ends = (text.find(mark, last, most) + 1 for mark in "\n ")
+        end = next(filter(None, ends), most)
+        if (passage := text[start:end]).strip():
+            yield passage
+        start = end

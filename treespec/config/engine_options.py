@@ -76,7 +76,9 @@ class EngineOptions(VllmEngineOptions):
             group of inputs, as llama.cpp does: faster for several rows on CPUs with VNNI, and less accurate
             (docs/benchmarks.md). "model" keeps them in the model's dtype.
         enable_prefix_caching: keep the KV cache of finished requests in pages that are not needed otherwise, so that
-            requests with the same first tokens (in pages of 64) compute only the rest. Changes no token.
+            requests with the same first tokens (in pages of 64) compute only the rest. Changes no token. Off, unlike
+            in vLLM and `treespec serve`, because kept pages fill the whole cache, of which a CPU otherwise occupies
+            only what running requests need.
         suffix_tokens: number of recent tokens to remember, rounded up to a power of two, for the source "suffix", which
             proposes what followed the same tokens in earlier outputs and prompts. Takes 64 bytes per token (several
             hundred without a C++ compiler). It changes the speed, not the tokens (under "rejection" and "traversal",

@@ -21,7 +21,7 @@ class ServerOptions:
         no_spec: plain decoding, unless a request asks for more.
         speculative_config: JSON of vLLM's keys method (ngram, suffix, draft_model), model and num_speculative_tokens.
         chat_template: Jinja file that replaces the model's chat template. `Server` takes its text.
-        enable_prefix_caching: share the KV cache of common prefixes between requests.
+        enable_prefix_caching: share the KV cache of common prefixes between requests (`LLM` does so only if asked).
         tool_call_parser: format of tool calls: hermes, llama3_json, mistral, qwen3_coder; auto is the template's.
         reasoning_parser: tags of reasoning: think, mistral, none; auto is the template's.
         request_timeout: longest seconds of a request; any if not set.

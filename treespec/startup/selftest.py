@@ -111,7 +111,7 @@ def _compare_after_prompt(
             differences.append(f"a prompt of {prefix} tokens in chunks of {chunk}")
     hidden = _hidden(model, pool, [rows], tree)
     logits = model.logits(hidden)
-    _check_head(model, logits)
+    _check_head(model, logits[hidden.isfinite().all(1)])
     if twin is not None:
         _prefill(model, pool, prompt, largest, twin)
         both = _hidden(model, pool, [replace(rows, pages=twin), rows], np.concatenate([tree, tree]))
@@ -126,8 +126,8 @@ def _compare_after_prompt(
 
 
 def _check_head(model: Decoder, logits: Tensor) -> None:
-    """Raise ModelError if a token's logit, computed from finite states, is NaN in every row."""
-    if not bool((broken := logits.isnan().all(0)).any()):
+    """Raise ModelError if a token's logit is NaN in every row; all rows are computed from finite states."""
+    if not len(logits) or not bool((broken := logits.isnan().all(0)).any()):
         return
     config, name = model.config, "its output head"
     if isinstance(config, ModelConfig):

@@ -164,7 +164,8 @@ class Engine:
             self.learn()
         if self.observers:
             for result, tokens in zip(execution.verified, emitted, strict=True):
-                self.observers.notify(RoundRecord.of(result, len(tokens), seconds, other))
+                reasons = execution.plain_reasons(result)
+                self.observers.notify(RoundRecord.of(result, len(tokens), seconds, other, reasons))
 
     def learn(self) -> None:
         """Learn from all rounds that were not learned from yet.

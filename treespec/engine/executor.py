@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from treespec.drafters.calls import Committing, Failures
-from treespec.planning.draft_plan import Drafted, DraftPlan
+from treespec.planning.draft_plan import Drafted, DraftPlan, PlainReason
 from treespec.planning.planner import PlannedRound, Planner
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
@@ -103,6 +103,17 @@ class Execution:
     drafted: Drafted = field(default_factory=Drafted)
     rows: int | None = None  # rows of the target pass as the planner counts them; None = all nodes of all trees
     seconds: RoundSeconds | None = None  # measured by the executor, where rounds overlap; None = the clock's
+
+    def plain_reasons(self, verified: VerifiedRequest) -> tuple[PlainReason, ...]:
+        """Return why a request's tree is only a root; nothing if it has drafted nodes."""
+        if len(verified.tree) > 1:
+            return ()
+        request = verified.request
+        if any(len(trees.get(request.request_id, ())) > 1 for _, trees in self.proposals):
+            return ("cut",)
+        plan = next(plan for other, plan in zip(self.requests, self.plans, strict=True) if other is request)
+        asks_sources = plan.max_depth or not plan.plain_reasons
+        return (*plan.plain_reasons, "nothing_proposed") if asks_sources else plan.plain_reasons
 
 
 ExecutionT = TypeVar("ExecutionT", bound=Execution)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treespec.errors import ConfigError
+from treespec.planning.draft_plan import PlainReason
 from treespec.planning.round_costs import RoundSeconds
 from treespec.tree import TokenTree
 from treespec.utils.torch_state import outside_code
@@ -37,6 +38,11 @@ class RoundRecord:
         seconds: duration of the round, for all of its requests.
         target_seconds: of the target pass; in captured rounds, of verification and commit too.
         draft_seconds: of drafts that run a model.
+        plain_reasons: why nothing was drafted, empty if something was. "off": speculation is off. "room": only one more
+            token fits. "drafting_paused": drafting did not pay in recent rounds (in captured rounds, of all sources;
+            otherwise, of SSMs). "model_free_paused": the other sources did not. "drafting_cost": a draft level is not
+            expected to pay. "nothing_proposed": by the sources that were asked. "cut": of the proposed nodes none is
+            expected to pay, or is allowed.
     """
 
     request_id: str
@@ -49,6 +55,7 @@ class RoundRecord:
     seconds: float = 0.0
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
+    plain_reasons: tuple[PlainReason, ...] = ()
 
     @property
     def accepted(self) -> int:
@@ -78,11 +85,17 @@ class RoundRecord:
             "seconds": self.seconds,
             "target_seconds": self.target_seconds,
             "draft_seconds": self.draft_seconds,
+            "plain_reasons": list(self.plain_reasons),
         }
 
     @classmethod
     def of(
-        cls, verified: "VerifiedRequest", emitted: int, seconds: RoundSeconds, other_seconds: float
+        cls,
+        verified: "VerifiedRequest",
+        emitted: int,
+        seconds: RoundSeconds,
+        other_seconds: float,
+        plain_reasons: tuple[PlainReason, ...],
     ) -> "RoundRecord":
         """Record a round whose `emitted` tokens were just added; a stop may have cut the path and the bonus token."""
         request, path = verified.request, verified.path
@@ -98,6 +111,7 @@ class RoundRecord:
             sum(seconds) + other_seconds,
             seconds.forward,
             seconds.draft + seconds.read + other_seconds,
+            plain_reasons,
         )
 
 

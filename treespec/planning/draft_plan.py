@@ -3,6 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+# Why a request drafts nothing in a round; see `RoundRecord`.
+PlainReason = Literal["off", "room", "drafting_paused", "drafting_cost", "model_free_paused", "nothing_proposed", "cut"]
 
 MAX_STALL = 0.1  # seconds by which one request's prompt may delay the tokens of the others in a round
 
@@ -20,6 +24,7 @@ class DraftPlan:
     max_ssms: int | None = None  # maximum number of SSMs that draft; None = all
     time_left: float = math.inf  # expected until the request ends, in tokens that an SSM could read meanwhile
     max_read: float = math.inf  # maximum number of committed tokens that the SSMs read in this round
+    plain_reasons: tuple[PlainReason, ...] = ()  # why sources are not asked
 
 
 @dataclass

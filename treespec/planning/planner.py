@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treespec.planning.draft_plan import MAX_STALL, NOTHING_DRAFTED, Drafted, DraftPlan
+from treespec.planning.draft_plan import MAX_STALL, NOTHING_DRAFTED, Drafted, DraftPlan, PlainReason
 from treespec.planning.learning import MARGIN, Calibration, RoundShapes, SpeculationBackoff, TreeYield
 from treespec.planning.round_costs import CostCurve, CostedBatch, RoundCosts, RoundSeconds
 from treespec_kernels.tree.level_rule import COVERAGE, LevelRule
@@ -49,7 +49,14 @@ if TYPE_CHECKING:
     from treespec.request import Request
     from treespec.tree import TokenTree
 
-PLAIN = DraftPlan(0, 0, 1)
+
+def _plain(*reasons: PlainReason) -> DraftPlan:
+    return DraftPlan(0, 0, 1, plain_reasons=reasons)
+
+
+PLAIN, OFF, NO_ROOM = _plain(), _plain("off"), _plain("room")
+DRAFTING_PAUSED, DRAFTING_COST = _plain("drafting_paused"), _plain("drafting_cost")
+MODEL_FREE_PAUSED, ALL_PAUSED = _plain("model_free_paused"), _plain("drafting_paused", "model_free_paused")
 GAIN_EMA = 0.03  # weight of the newest round in running means of gains
 INITIAL_GAIN, LEAST_GAIN = 1.2, 1.08  # prior, and minimum that is assumed of a request whose SSMs have not read it
 # Share of an additional SSM's tokens that no other source proposes. Without the SSMs that had 22 % of the trust, trees
@@ -132,7 +139,7 @@ class Planner:
         """
         self._begin(requests)
         if all(request.spec.is_plain for request in requests):
-            return [PLAIN] * len(requests)
+            return [OFF] * len(requests)
         state = self._state
         for backoff in (state.ssms, state.model_free):
             backoff.pause_left = max(backoff.pause_left - 1, 0)
@@ -140,7 +147,8 @@ class Planner:
             return self._shaped_plans(requests, max_model_len, self._yield)
         adaptive = all(request.spec.is_adaptive for request in requests)
         if adaptive and state.model_free.pause_left and state.ssms.pause_left:
-            return [PLAIN] * len(requests)  # early exit: this round then takes as long as plain decoding
+            # early exit: this round then takes as long as plain decoding
+            return [MODEL_FREE_PAUSED if unread is None else ALL_PAUSED] * len(requests)
         if not others_wait:
             self.round.token_weights = self._weights_of_tokens(requests)
         drafts, min_trust = [False] * len(requests), 0.0
@@ -156,20 +164,25 @@ class Planner:
             spec, time_left = request.spec, request.tokens_left * time_of_token
             room = max(request.room(max_model_len), 0)
             depth = min(spec.max_depth, len(spec.branching) if spec.branching else spec.max_depth, room)
+            reasons: list[PlainReason] = []
             if spec.is_plain:
-                depth = 0
+                depth, reasons = 0, ["off"]
+            elif not depth:
+                reasons = ["room"]
             levels = depth
-            if spec.is_adaptive and state.model_free.pause_left:
-                depth = 0
+            if spec.is_adaptive and depth and state.model_free.pause_left:
+                depth, reasons = 0, ["model_free_paused"]
             if spec.is_adaptive and levels:
                 # A request repays the reading of its own prompt by the time that drafting is expected to save.
                 repays = unread is None or unread(request) <= time_left * (gain - 1)
                 levels = levels if drafts[i] and repays and not state.ssms.pause_left else 0
-            nodes, branching, ssms = spec.max_nodes, spec.branching, spec.max_ssms
+                if not levels and unread is not None:
+                    reasons.insert(0, "drafting_paused" if state.ssms.pause_left else "drafting_cost")
+            nodes, branching, ssms, why = spec.max_nodes, spec.branching, spec.max_ssms, tuple(reasons)
             if spec.is_adaptive:
-                plan = DraftPlan(depth, levels, nodes, branching, True, min_trust, ssms, time_left, max_read)
+                plan = DraftPlan(depth, levels, nodes, branching, True, min_trust, ssms, time_left, max_read, why)
             else:
-                plan = DraftPlan(depth, levels, nodes, branching, max_ssms=ssms)
+                plan = DraftPlan(depth, levels, nodes, branching, max_ssms=ssms, plain_reasons=why)
             plans.append(plan)
         self.round.asks_sources = any(plan.max_depth for plan in plans)
         if adaptive and not any(plan.max_depth or plan.levels for plan in plans):
@@ -209,11 +222,16 @@ class Planner:
         self.round.adaptive_depth = adaptive_depth
         levels = max(levels, shape[0])
         plans = []
-        for request, depth in zip(requests, limits, strict=True):
+        for request, limit in zip(requests, limits, strict=True):
             adaptive = request.spec.is_adaptive
             nodes = shape[1] if adaptive else request.spec.max_nodes
-            depth = min(depth, levels, nodes - 1)
-            plans.append(DraftPlan(depth, depth, nodes, adaptive=adaptive) if depth > 0 else PLAIN)
+            depth = min(limit, levels, nodes - 1)
+            if depth > 0:
+                plans.append(DraftPlan(depth, depth, nodes, adaptive=adaptive))
+            elif not limit:
+                plans.append(OFF if request.spec.is_plain else NO_ROOM)
+            else:
+                plans.append(DRAFTING_PAUSED if self._state.ssms.pause_left else DRAFTING_COST)
         self.round.asks_sources = any(plan.levels for plan in plans)
         return plans
 

@@ -26,12 +26,12 @@ SMALL = RoundPicture(
 SMALL_TEXT = """\
             prob  proposed by
 ● ␣n              root
-├─● ␣<=     0.62          ssm-1  ssm-2
-│ ├─● ␣1    0.50          ssm-1
-│ │ ├─○ :  <0.01          ssm-1
+├─● ␣<=     0.62  ssm-1  ssm-2
+│ ├─● ␣1    0.50  ssm-1
+│ │ ├─○ :  <0.01  ssm-1
 │ │ └─◆ ⏎         target
-│ └─○ ␣0          lookup
-└─○ ␣==     0.25                 ssm-2
+│ └─○ ␣0                        lookup
+└─○ ␣==     0.25         ssm-2
 
 ● accepted path   ○ not accepted   ◆ bonus token
 before   def fib(n):⏎    if n
@@ -103,7 +103,7 @@ def assert_whole(picture: RoundPicture) -> None:
     kinds = ["on" if i in picture.path else "off" for i in range(len(picture.tokens))]
     assert [node.get("class") for node in nodes] == ["root", *kinds[1:]] + ["bonus"] * (picture.bonus is not None)
     for node, names in zip(nodes, picture.sources, strict=False):
-        marks = [shape for shape in node if shape.get("fill")]
+        marks = [shape for shape in node if re.fullmatch(r"s\d", shape.get("class") or "")]
         assert len(marks) == len(names)
         title = node.findtext(f"{SVG}title") or ""
         assert all(name in title for name in names)

@@ -3,6 +3,8 @@
 import unicodedata
 from dataclasses import dataclass
 
+from treespec.drafters.base import RESERVED
+
 MAX_TOKEN_CELLS, MAX_CONTEXT_CELLS = 24, 60
 ACCEPTED, REJECTED, BONUS = "●", "○", "◆"
 BOLD, DIM, GREEN = "1", "2", "1;32"  # ANSI; green is bold too
@@ -28,7 +30,9 @@ class RoundPicture:
 
     @property
     def all_sources(self) -> list[str]:
-        return sorted({name for names in self.sources for name in names})
+        """The names of all sources: drafts, then the engine's own."""
+        named = {name for names in self.sources for name in names}
+        return sorted(named, key=lambda name: (name in RESERVED, name))
 
     @property
     def summary(self) -> str:

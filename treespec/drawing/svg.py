@@ -12,8 +12,9 @@ CELL, SMALL_CELL = 8.0, 6.2
 BOX_HEIGHT, ROW_HEIGHT, PADDING, MARGIN, HEADER, MARK = 38, 48, 9, 24, 82, 11
 COUSIN_ROWS = 1.2  # distance in rows between nodes of different parents
 
-# mid tones for light and dark pages; green is reserved for accepted nodes
-COLOURS = ("#2f7ed8", "#e08a1e", "#b657b0", "#d1495b", "#7f6bd6", "#a88b2c")
+# For light and for dark pages, those of treespec/serve/page/page.css; green is reserved for accepted nodes.
+LIGHT = ("#5a86f7", "#d07818", "#b8108b", "#514f0a", "#5942f1", "#014c55")
+DARK = ("#2681e3", "#df8a3d", "#dc1c9c", "#f8df31", "#cd9cf4", "#aef1fa")
 STYLE = """
 .ts{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
 .ts .page{fill:#fff}.ts text{fill:#1f2328}.ts .small{font-size:10px}.ts .small,.ts .dim{fill:#656d76}
@@ -28,6 +29,8 @@ STYLE = """
 .ts .on .box{fill:#12351f;stroke:#3fb950}.ts .edge.on{stroke:#3fb950}
 .ts .bonus .box{fill:#0d1117;stroke:#3fb950}.ts .off .token{fill:#9198a1}.ts .green{fill:#3fb950}}
 """
+LIGHT_MARKS, DARK_MARKS = ("".join(f".ts .s{i}{{fill:{c}}}" for i, c in enumerate(each)) for each in (LIGHT, DARK))
+STYLE += f"{LIGHT_MARKS}\n@media(prefers-color-scheme:dark){{{DARK_MARKS}}}\n"
 
 
 class Box(NamedTuple):
@@ -170,7 +173,7 @@ def mark(source: int, x: float, y: float) -> str:
         f'<path d="M{x:.1f} {y - 5:.1f}l5 5l-5 5l-5 -5z"',
         f'<path d="M{x:.1f} {y - 4.5:.1f}l4.6 8.2h-9.2z"',
     )
-    return f'{forms[source % len(forms)]} fill="{COLOURS[source % len(COLOURS)]}"/>'
+    return f'{forms[source % len(forms)]} class="s{source % len(LIGHT)}"/>'
 
 
 def _legend(names: list[str], room: float) -> tuple[str, float]:

@@ -1,6 +1,17 @@
 // The page: asks the server for a continuation with its rounds, plays them, and counts.
 import { draw, element, mark } from "./tree.js";
 
+const FIRST_NODES = 16; // size of the trees that the page begins with, so that there is something to see
+const REASONS = { // of a round without drafted tokens
+  off: "Speculation is off.",
+  room: "Only one more token fits into the output.",
+  drafting_paused: "Drafting is paused for some rounds, because it does not pay off at present.",
+  drafting_cost: "The planner expects that drafting would take longer than it saves.",
+  model_free_paused: "Sources without a model, such as lookup, are paused for some rounds, because they did not pay off.",
+  nothing_proposed: "No source proposed a token.",
+  cut: "The planner expects that none of the proposed tokens would save the time to check it.",
+};
+const FADE = 28; // pixels
 const $ = (id) => document.getElementById(id);
 const model = { id: null, chat: false };
 const sources = []; // names, in the order of their colours
@@ -24,7 +35,8 @@ async function describe() {
   $("model").textContent = model.id;
   model.sources.forEach(index);
   const sizes = ["auto", 4, 8, 16, 32, 64].filter((nodes) => nodes === "auto" || nodes <= model.max_nodes);
-  $("nodes").replaceChildren(...sizes.map((nodes) => new Option(nodes)));
+  const chosen = sizes.findLast((nodes) => nodes <= FIRST_NODES) ?? "auto";
+  $("nodes").replaceChildren(...sizes.map((nodes) => new Option(nodes, nodes, false, nodes === chosen)));
 }
 
 /** Yield the chunks of a stream of server-sent events. */
@@ -63,9 +75,9 @@ async function generate() {
     prompt: $("prompt").value, max_tokens: $("max-tokens").valueAsNumber, temperature: $("temperature").valueAsNumber,
     seed: Math.floor(Math.random() * 2 ** 31),
   };
-  run = { rounds: [], spans: [], tokens: [], at: 0, done: false, abort };
-  const plain = { rounds: [], tokens: [], text: "" }, compares = $("compare").checked;
   const nodes = $("nodes").value;
+  run = { rounds: [], spans: [], tokens: [], at: 0, done: false, abort, nodes };
+  const plain = { rounds: [], tokens: [], text: "" }, compares = $("compare").checked;
   busy = true;
   $("error").hidden = true;
   $("go").textContent = "Stop";
@@ -136,7 +148,10 @@ function show(at, still = playing && Number($("pace").value) < 300) {
   const round = run.rounds[run.at - 1], accepted = round.path.length - 1, drafted = round.texts.length - 1;
   $("empty").hidden = true;
   $("tree").removeAttribute("hidden");
+  $("why").textContent = round.plain_reasons.map((reason, i) => REASONS[reason].replace("No", i ? "No other" : "No")).join(" ");
+  $("why").hidden = !round.plain_reasons.length;
   draw($("tree"), round, index, still);
+  hint();
   $("caption").textContent = `Round ${run.at}: ${drafted ? `${accepted} of ${drafted} accepted` : "nothing drafted"}`;
   for (const span of run.spans) {
     span.classList.toggle("landed", span.dataset.round <= run.at);
@@ -145,6 +160,16 @@ function show(at, still = playing && Number($("pace").value) < 300) {
   const now = run.spans.find((span) => span.dataset.round == run.at);
   if (now) $("text").scrollTop = now.offsetTop - $("text").offsetTop - $("text").clientHeight / 2;
   controls();
+}
+
+/** Show towards which sides the tree continues. */
+function hint() {
+  const pane = $("pane"), wide = pane.scrollWidth - pane.clientWidth, high = pane.scrollHeight - pane.clientHeight;
+  const hidden = { left: pane.scrollLeft, right: wide - pane.scrollLeft, up: pane.scrollTop, down: high - pane.scrollTop };
+  for (const [side, pixels] of Object.entries(hidden)) {
+    document.querySelector(`[data-side=${side}]`).disabled = pixels < 4;
+    pane.style.setProperty(`--${side}`, `${Math.min(pixels, FADE)}px`);
+  }
 }
 
 function controls() {
@@ -196,7 +221,11 @@ const shown = (number, digits = 2) => (Number.isFinite(number) ? number.toFixed(
 function count(plain) {
   $("rate").textContent = shown(rate(run), 0);
   $("length").textContent = shown(run.tokens.length / run.rounds.length);
-  $("gain").textContent = shown(rate(run) / rate(plain));
+  const gain = shown(rate(run) / rate(plain));
+  $("gain").textContent = gain;
+  $("gain").classList.toggle("faster", gain > 1);
+  $("slower").hidden = !(gain < 1);
+  $("advice").hidden = !(run.done && gain < 1 && run.nodes !== "auto");
   const earned = new Map(sources.map((name) => [name, [0, 0]]));
   let own = 0;
   for (const round of run.rounds) {
@@ -282,6 +311,11 @@ $("pane").addEventListener("keydown", (event) => {
     event.preventDefault();
     step(by);
   }
+});
+$("pane").addEventListener("scroll", hint);
+$("more").addEventListener("click", ({ target: { dataset: { side } } }) => {
+  const [x, y] = { left: [-1, 0], right: [1, 0], up: [0, -1], down: [0, 1] }[side] ?? [0, 0];
+  $("pane").scrollBy(x * 0.8 * $("pane").clientWidth, y * 0.8 * $("pane").clientHeight);
 });
 $("text").addEventListener("click", ({ target }) => target.dataset.round && step(target.dataset.round - run.at));
 $("key").value = sessionStorage.getItem("key") ?? "";

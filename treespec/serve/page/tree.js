@@ -1,10 +1,10 @@
-// The token tree of one round as SVG: from left to right, or downwards where the page is narrow.
+// The token tree of one round as SVG, from left to right.
 import { hierarchy, tree } from "./d3-hierarchy.min.mjs";
 
-const ROW = 31, LEVEL = 46, BOX = 24, CHAR = 7.9, PAD = 9, MARK = 13, GAP = 26, MARGIN = 12;
-const NARROW = 600; // pixels
+const ROW = 34, BOX = 24, CHAR = 7.9, PAD = 9, MARK = 13, GAP = 26, MARGIN = 12, HALO = 4;
 const LONGEST = 18; // characters of a token's label
-const SMALLEST = 0.75; // scale; a larger tree scrolls
+const SMALLEST = 0.78; // scale; a larger tree scrolls
+const STRAND = 2, LIT_STRAND = 2.6; // widths of an edge per source
 const SIGNS = { " ": "␣", "\n": "⏎", "\t": "→", "\r": "␍" };
 // A shape for every source besides its colour.
 const SHAPES = [
@@ -37,7 +37,7 @@ const cells = (text) => [...text].reduce((sum, c) => sum + (c > "\u10ff" && !"�
 export function draw(svg, round, index, still) {
   const lit = new Set(round.path);
   const nodes = round.texts.map((text, i) => ({
-    text, sources: round.sources[i].map(index), names: round.sources[i], prob: round.probs[i], children: [],
+    text, sources: round.sources[i].map(index).sort((a, b) => a - b), names: round.sources[i], prob: round.probs[i], children: [],
     kind: i === 0 ? "root" : lit.has(i) ? "on" : "off",
   }));
   round.parents.forEach((parent, i) => i && nodes[parent].children.push(nodes[i]));
@@ -45,7 +45,7 @@ export function draw(svg, round, index, still) {
     const last = nodes[round.path.at(-1)], bonus = { text: round.bonus_text, sources: [], names: ["the target"], children: [], kind: "bonus" };
     last.children.splice(Math.ceil(last.children.length / 2), 0, bonus);
   }
-  const pane = svg.parentElement, across = pane.clientWidth >= NARROW;
+  const pane = svg.parentElement;
   const root = hierarchy(nodes[0]), all = root.descendants(), deepest = root.height;
   const widths = Array(deepest + 1).fill(0);
   for (const node of all) {
@@ -53,53 +53,71 @@ export function draw(svg, round, index, still) {
     node.width = 2 * PAD + cells(node.label) * CHAR + (node.data.sources.length ? 4 + MARK * node.data.sources.length : 0);
     widths[node.depth] = Math.max(widths[node.depth], node.width);
   }
-  tree().nodeSize([1, 1]).separation((a, b) => {
-    const cousins = a.parent !== b.parent;
-    return across ? ROW * (cousins ? 1.2 : 1) : (a.width + b.width) / 2 + (cousins ? 18 : 8);
-  })(root);
+  tree().nodeSize([ROW, 1]).separation((a, b) => (a.parent === b.parent ? 1 : 1.2))(root); // x is downwards
   const lefts = [MARGIN];
   widths.forEach((width, depth) => lefts.push(lefts[depth] + width + GAP));
-  for (const node of all) {
-    node.left = across ? lefts[node.depth] : node.x - node.width / 2;
-    node.top = across ? node.x - BOX / 2 : MARGIN + node.depth * LEVEL;
-  }
-  const length = across ? lefts[deepest + 1] - GAP + MARGIN : 2 * MARGIN + deepest * LEVEL + BOX;
-  const half = Math.max(...all.map((node) => Math.abs(node.x) + (across ? BOX : node.width) / 2)) + MARGIN; // the root stays in the middle
-  const [x, y, width, height] = across ? [0, -half, length, 2 * half] : [-half, 0, 2 * half, length];
-  const scale = Math.max(SMALLEST, Math.min(1, pane.clientWidth / width, pane.clientHeight / height));
-  svg.setAttribute("viewBox", `${x} ${y} ${width} ${height}`);
+  for (const node of all) node.left = lefts[node.depth];
+  const width = lefts[deepest + 1] - GAP + MARGIN;
+  const half = Math.max(...all.map((node) => Math.abs(node.x) + BOX / 2)) + MARGIN; // the root stays in the middle
+  const scale = Math.max(SMALLEST, Math.min(1, pane.clientWidth / width, pane.clientHeight / (2 * half)));
+  svg.setAttribute("viewBox", `0 ${-half} ${width} ${2 * half}`);
   svg.setAttribute("width", width * scale);
-  svg.setAttribute("height", height * scale);
+  svg.setAttribute("height", 2 * half * scale);
   svg.classList.toggle("still", still);
-  svg.classList.toggle("down", !across);
   svg.style.setProperty("--deepest", deepest);
 
   const isLit = ({ data }) => data.kind !== "off";
-  const edges = root.links().sort((a, b) => isLit(a.target) - isLit(b.target)).map(({ source, target }) => {
-    const [from, to] = across ? [source.left + source.width, target.left] : [source.top + BOX, target.top];
-    const points = [[from, source.x], [(from + to) / 2, source.x], [(from + to) / 2, target.x], [to, target.x]];
-    const [start, ...rest] = points.map(([along, beside]) => (across ? `${along} ${beside}` : `${beside} ${along}`));
-    return placed(element("path", { class: `edge ${target.data.kind}`, d: `M${start}C${rest.join(" ")}` }), target.depth);
+  const links = root.links().sort((a, b) => isLit(a.target) - isLit(b.target));
+  const halos = [
+    ...links.filter(({ target }) => target.data.kind === "on").map(({ source, target }) =>
+      placed(element("path", { class: "halo", d: curve(source, target, 0), "stroke-width": LIT_STRAND * target.data.sources.length + 2 * HALO }), target.depth)),
+    ...all.filter(({ data }) => data.kind === "on").map((node) =>
+      placed(element("rect", { class: "halo", x: node.left, y: node.x - BOX / 2, width: node.width, height: BOX, rx: 7, "stroke-width": 2 * HALO }), node.depth)),
+  ];
+  const edges = links.flatMap(({ source, target }) => {
+    const { kind, sources } = target.data, strand = kind === "on" ? LIT_STRAND : STRAND;
+    return (sources.length ? sources : [null]).map((number, i) =>
+      placed(element("path", {
+        class: `edge ${kind}${number === null ? "" : ` s${number % SHAPES.length}`}`, "stroke-width": strand,
+        d: curve(source, target, (i - (Math.max(sources.length, 1) - 1) / 2) * strand),
+      }), target.depth));
   });
   const boxes = all.map((node) => {
-    const { kind, sources, names, prob, text } = node.data, x = node.left, y = node.top + BOX / 2;
+    const { kind, sources, names, prob, text } = node.data, x = node.left, y = node.x;
     const about = kind === "root" ? "the last token" : `${{ on: "accepted", off: "not accepted", bonus: "added" }[kind]}, by ${names.join(", ")}`;
     return placed(element("g", { class: `node ${kind}` },
       element("title", {}, `${label(text)} – ${about}${kind === "root" || prob == null ? "" : `, probability ${prob.toFixed(2)}`}`),
-      element("rect", { x, y: node.top, width: node.width, height: BOX, rx: 7 }),
+      element("rect", { x, y: y - BOX / 2, width: node.width, height: BOX, rx: 7, ...(sources.length && { stroke: `url(#${striped(sources)})` }) }),
       element("text", { x: x + PAD, y: y + 4.5 }, node.label),
       ...sources.map((source, i) => mark(source, x + node.width - PAD - MARK * (sources.length - 1 - i) - 3, y))), node.depth);
   });
-  svg.replaceChildren(...edges, ...boxes);
+  const stripes = new Map(all.filter(({ data }) => data.sources.length).map(({ data }) => [striped(data.sources), data.sources]));
+  svg.replaceChildren(element("defs", {}, ...[...stripes].map(([id, sources]) => gradient(id, sources))), ...halos, ...edges, ...boxes);
   const emitted = round.path.slice(1).map((node) => round.texts[node]).concat(round.bonus_text ?? []).join("");
   svg.setAttribute("aria-label", `Token tree of ${nodes.length} nodes. Accepted: ${round.path.length - 1}. Added to the text: ${emitted}`);
   const end = all.filter(isLit).reduce((deep, node) => (node.depth > deep.depth ? node : deep), root);
   if (!still && !matchMedia("(prefers-reduced-motion: reduce)").matches) pane.scrollTo({ left: 0, top: 0, behavior: "instant" });
   pane.scrollTo({
     behavior: still ? "instant" : "auto", // smooth, from the root along the path
-    left: (end.left + end.width / 2 - x) * scale - pane.clientWidth * (across ? 0.8 : 0.5),
-    top: (end.top + BOX / 2 - y) * scale - pane.clientHeight * (across ? 0.5 : 0.8),
+    left: (end.left + end.width / 2) * scale - pane.clientWidth * 0.8,
+    top: (end.x + half) * scale - pane.clientHeight / 2,
   });
+}
+
+/** The path of an edge, `aside` pixels from its middle, so that the strands of several sources lie side by side. */
+function curve(source, target, aside) {
+  const from = source.left + source.width, to = target.left, slope = Math.max(-1, Math.min(1, (target.x - source.x) / ROW));
+  const middle = (from + to) / 2 - aside * slope;
+  return `M${from} ${source.x + aside}C${middle} ${source.x + aside} ${middle} ${target.x + aside} ${to} ${target.x + aside}`;
+}
+
+const striped = (sources) => `by-${sources.join("-")}`;
+
+/** Stripes in the colours of the sources, with sharp borders. */
+function gradient(id, sources) {
+  const stops = sources.flatMap((source, i) => [i, i + 1].map((at) =>
+    element("stop", { class: `s${source % SHAPES.length}`, offset: at / sources.length })));
+  return element("linearGradient", { id }, ...stops);
 }
 
 function placed(shape, depth) {

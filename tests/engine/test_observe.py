@@ -29,6 +29,7 @@ def assert_tell(records: Sequence[RoundRecord], outputs: Sequence[RequestOutput]
                 assert [*each.context, int(each.tree.tokens[0])] == [*output.prompt_token_ids, *written]
                 assert each.path[0] == 0 and (each.tree.parents[each.path[1:]] == each.path[:-1]).all()
                 assert each.accepted == len(each.path) - 1 and each.seconds > 0
+                assert bool(each.plain_reasons) == (len(each.tree) == 1)
                 written += each.emitted
             assert written == completion.token_ids
 
@@ -55,6 +56,23 @@ def test_every_round_of_every_request_is_told() -> None:
         assert [tuple(names) for names in read["sources"]] == [tree.sources_of(node) for node in range(len(tree))]
         assert (read["context"], read["path"], read["bonus"]) == (record.context, record.path.tolist(), record.bonus)
         assert (read["request_id"], read["number"]) == (record.request_id, record.number)
+        assert tuple(read["plain_reasons"]) == record.plain_reasons
+
+
+@pytest.mark.parametrize(
+    ("prompt", "spec", "params", "reasons"),
+    [
+        (PROMPTS[0], "off", greedy(4), ("off",)),
+        (PROMPTS[0], TREE, greedy(1), ("room",)),
+        (list(range(20, 40)), SpecConfig(nodes=12, sources=("lookup",)), greedy(4), ("nothing_proposed",)),
+        ([7, 8, 9] * 5, SpecConfig(nodes=12, sources=("lookup",)), greedy(4, allowed_token_ids=[3, 4]), ("cut",)),
+    ],
+)
+def test_a_record_says_why_nothing_was_drafted(prompt, spec, params, reasons) -> None:
+    llm, records = tiny_llm(), list[RoundRecord]()
+    with llm.add_round_observer(records.append):
+        llm.generate([prompt], params, spec=spec)
+    assert records[0].plain_reasons == reasons
 
 
 def test_an_observer_that_fails_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -151,6 +151,22 @@ def test_measured_seconds_correct_the_curve() -> None:
         assert first[0] <= first[1]
 
 
+def test_a_plan_says_why_it_asks_no_sources() -> None:
+    cheap, dear = Planner(COST), Planner(dataclasses.replace(COST, draft_seconds=1.0))
+    for planner, ssms, model_free, reasons in (
+        (cheap, 0, 0, ()),
+        (dear, 0, 0, ("drafting_cost",)),
+        (cheap, 9, 0, ("drafting_paused",)),
+        (cheap, 0, 9, ("model_free_paused",)),
+        (cheap, 9, 9, ("drafting_paused", "model_free_paused")),
+    ):
+        planner.draft_plans([request_of()], 256)
+        planner._state.ssms.pause_left, planner._state.model_free.pause_left = ssms, model_free
+        [plan] = planner.draft_plans([request_of()], 256, lambda _: 0)
+        assert plan.plain_reasons == reasons
+    assert cheap.draft_plans([request_of()], 256)[0].plain_reasons == ("model_free_paused",), "an engine without SSMs"
+
+
 @pytest.mark.parametrize("drafts", [True, False])
 def test_what_loses_rests_for_longer_and_longer(drafts: bool) -> None:
     """Trees whose guesses never hold: what is lost before each rest is bounded, and rests double."""

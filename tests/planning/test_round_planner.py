@@ -142,14 +142,20 @@ def test_limits_of_a_request_are_kept() -> None:
         [plan] = planner.draft_plans([request_of(SpecConfig(nodes=nodes, max_depth=depth), left)], 10**7)
         assert plan.levels <= min(depth, 4, left - 1) and plan.nodes <= (32 if nodes == "auto" else nodes)
         assert (plan.levels == 0) == (left == 1) and (plan.levels > 0 or plan.nodes == 1)
+        assert plan.plain_reasons == (("room",) if left == 1 else ())
     assert [SHAPES.fitting(n) for n in (1, 2, 8, 9, 32, 99)] == [1, 8, 8, 16, 32, 32]
 
 
 def test_a_fixed_tree_beside_adaptive_and_plain_ones() -> None:
     planner = planner_of(CostCurve(NODES, (1.0,) * len(NODES), 4.0))
     requests = [request_of(), request_of(SpecConfig(nodes=16)), request_of(SpecConfig(nodes=1))]
-    plans = [(plan.levels, plan.nodes) for plan in planner.draft_plans(requests, 10**7)]
-    assert plans == [PLAIN, (4, 16), PLAIN], "an int is obeyed, whatever it costs"
+    plans = planner.draft_plans(requests, 10**7)
+    assert [(plan.levels, plan.nodes) for plan in plans] == [PLAIN, (4, 16), PLAIN], (
+        "an int is obeyed, whatever it costs"
+    )
+    assert [plan.plain_reasons for plan in plans] == [("drafting_cost",), (), ("off",)]
+    planner._state.ssms.pause_left = 9
+    assert planner.draft_plans(requests, 10**7)[0].plain_reasons == ("drafting_paused",)
 
 
 @pytest.mark.parametrize("promised", [0.3, 0.9])

@@ -194,7 +194,7 @@ def test_a_round_without_drafts_says_why(page: Any) -> None:
     play(page, [scripted_round([0]), scripted_round([], reasons=["drafting_paused", "nothing_proposed"])])
     assert page.inner_text("#caption") == "Round 2: nothing drafted"
     why = page.inner_text("#why")
-    assert why.startswith("Drafting is paused") and why.endswith("No other source proposed a token.")
+    assert why.startswith("Drafting is paused") and why.endswith("No source that was asked proposed a token.")
     page.click("#back")
     assert page.is_hidden("#why")
 

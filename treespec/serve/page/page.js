@@ -8,7 +8,7 @@ const REASONS = { // of a round without drafted tokens
   drafting_paused: "Drafting is paused for some rounds, because it does not pay off at present.",
   drafting_cost: "The planner expects that drafting would take longer than it saves.",
   model_free_paused: "Sources without a model, such as lookup, are paused for some rounds, because they did not pay off.",
-  nothing_proposed: "No source proposed a token.",
+  nothing_proposed: "No source that was asked proposed a token.",
   cut: "The planner expects that none of the proposed tokens would save the time to check it.",
 };
 const FADE = 28; // pixels
@@ -25,7 +25,10 @@ const headers = () => ({ "Content-Type": "application/json", ...($("key").value 
 async function answer(response) {
   if (response.ok) return response;
   const { error } = await response.json().catch(() => ({ error: { message: `${response.status} ${response.statusText}` } }));
-  if (response.status === 401) $("key-field").hidden = false;
+  if (response.status === 401) {
+    $("key-field").hidden = false;
+    $("key").focus();
+  }
   throw new Error(error.message);
 }
 
@@ -94,7 +97,7 @@ async function generate() {
       refresh(plain);
     });
     run.done = true;
-    $("text-note").textContent = `${run.tokens.length} tokens in ${run.rounds.length} passes`;
+    $("text-note").textContent = `${counted(run.tokens, "token")} in ${counted(run.rounds, "pass", "passes")}`;
     if (compares) { // afterwards, so that neither slows the other
       $("plain-note").textContent = "decoding";
       await decode(request, "off", abort.signal, (text, tokens, rounds) => {
@@ -148,7 +151,7 @@ function show(at, still = playing && Number($("pace").value) < 300) {
   const round = run.rounds[run.at - 1], accepted = round.path.length - 1, drafted = round.texts.length - 1;
   $("empty").hidden = true;
   $("tree").removeAttribute("hidden");
-  $("why").textContent = round.plain_reasons.map((reason, i) => REASONS[reason].replace("No", i ? "No other" : "No")).join(" ");
+  $("why").textContent = round.plain_reasons.map((reason) => REASONS[reason]).join(" ");
   $("why").hidden = !round.plain_reasons.length;
   draw($("tree"), round, index, still);
   hint();
@@ -216,6 +219,7 @@ function refresh(plain) {
 
 const seconds = (rounds) => rounds.reduce((sum, round) => sum + round.seconds, 0);
 const rate = ({ rounds, tokens }) => (rounds.length ? tokens.length / seconds(rounds) : NaN);
+const counted = ({ length }, one, many = `${one}s`) => `${length} ${length === 1 ? one : many}`;
 const shown = (number, digits = 2) => (Number.isFinite(number) ? number.toFixed(digits) : "–");
 
 function count(plain) {

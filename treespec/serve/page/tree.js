@@ -23,8 +23,11 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
+const colour = (source) => `s${source % SHAPES.length}`;
+
+/** The sign of a source: colour and shape, of which 36 pairs differ. */
 export const mark = (source, x, y) =>
-  element("path", { class: `mark s${source % SHAPES.length}`, d: SHAPES[source % SHAPES.length], transform: `translate(${x} ${y})` });
+  element("path", { class: `mark ${colour(source)}`, d: SHAPES[(source + Math.floor(source / SHAPES.length)) % SHAPES.length], transform: `translate(${x} ${y})` });
 
 export function label(token) {
   const text = [...token].map((c) => SIGNS[c] ?? (c < " " ? "␦" : c)).join("");
@@ -58,11 +61,13 @@ export function draw(svg, round, index, still) {
   widths.forEach((width, depth) => lefts.push(lefts[depth] + width + GAP));
   for (const node of all) node.left = lefts[node.depth];
   const width = lefts[deepest + 1] - GAP + MARGIN;
-  const half = Math.max(...all.map((node) => Math.abs(node.x) + BOX / 2)) + MARGIN; // the root stays in the middle
-  const scale = Math.max(SMALLEST, Math.min(1, pane.clientWidth / width, pane.clientHeight / (2 * half)));
-  svg.setAttribute("viewBox", `0 ${-half} ${width} ${2 * half}`);
+  let top = Math.min(...all.map(({ x }) => x)) - BOX / 2 - MARGIN, bottom = Math.max(...all.map(({ x }) => x)) + BOX / 2 + MARGIN;
+  const half = Math.max(-top, bottom);
+  if (2 * half * SMALLEST <= pane.clientHeight) [top, bottom] = [-half, half]; // the root stays in the middle
+  const height = bottom - top, scale = Math.max(SMALLEST, Math.min(1, pane.clientWidth / width, pane.clientHeight / height));
+  svg.setAttribute("viewBox", `0 ${top} ${width} ${height}`);
   svg.setAttribute("width", width * scale);
-  svg.setAttribute("height", 2 * half * scale);
+  svg.setAttribute("height", height * scale);
   svg.classList.toggle("still", still);
   svg.style.setProperty("--deepest", deepest);
 
@@ -78,7 +83,7 @@ export function draw(svg, round, index, still) {
     const { kind, sources } = target.data, strand = kind === "on" ? LIT_STRAND : STRAND;
     return (sources.length ? sources : [null]).map((number, i) =>
       placed(element("path", {
-        class: `edge ${kind}${number === null ? "" : ` s${number % SHAPES.length}`}`, "stroke-width": strand,
+        class: `edge ${kind} ${number === null ? "" : colour(number)}`, "stroke-width": strand,
         d: curve(source, target, (i - (Math.max(sources.length, 1) - 1) / 2) * strand),
       }), target.depth));
   });
@@ -96,11 +101,13 @@ export function draw(svg, round, index, still) {
   const emitted = round.path.slice(1).map((node) => round.texts[node]).concat(round.bonus_text ?? []).join("");
   svg.setAttribute("aria-label", `Token tree of ${nodes.length} nodes. Accepted: ${round.path.length - 1}. Added to the text: ${emitted}`);
   const end = all.filter(isLit).reduce((deep, node) => (node.depth > deep.depth ? node : deep), root);
-  if (!still && !matchMedia("(prefers-reduced-motion: reduce)").matches) pane.scrollTo({ left: 0, top: 0, behavior: "instant" });
+  if (!still && !matchMedia("(prefers-reduced-motion: reduce)").matches) {
+    pane.scrollTo({ left: 0, top: -top * scale - pane.clientHeight / 2, behavior: "instant" });
+  }
   pane.scrollTo({
     behavior: still ? "instant" : "auto", // smooth, from the root along the path
     left: (end.left + end.width / 2) * scale - pane.clientWidth * 0.8,
-    top: (end.x + half) * scale - pane.clientHeight / 2,
+    top: (end.x - top) * scale - pane.clientHeight / 2,
   });
 }
 
@@ -116,7 +123,7 @@ const striped = (sources) => `by-${sources.join("-")}`;
 /** Stripes in the colours of the sources, with sharp borders. */
 function gradient(id, sources) {
   const stops = sources.flatMap((source, i) => [i, i + 1].map((at) =>
-    element("stop", { class: `s${source % SHAPES.length}`, offset: at / sources.length })));
+    element("stop", { class: colour(source), offset: at / sources.length })));
   return element("linearGradient", { id }, ...stops);
 }
 

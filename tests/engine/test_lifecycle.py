@@ -68,7 +68,7 @@ def test_prompts_delay_other_requests_by_a_bounded_time() -> None:
 
 def test_ssms_read_a_prompt_in_parts_beside_other_requests() -> None:
     """They draft once they have read it; until then, the request is decoded without them."""
-    llm, reads = open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=2), []
+    llm, reads, reasons = open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=2), [], []
     ssms = llm.engine.sources.ssms
     assert ssms is not None
     read = ssms.read
@@ -81,8 +81,9 @@ def test_ssms_read_a_prompt_in_parts_beside_other_requests() -> None:
     prompts = random_prompts((2, 200))
     ssms.read = noting  # type: ignore[method-assign]
     with mock.patch("treespec.planning.planner.MAX_STALL", 40e-12):  # the engine's costs say 1e-12 s per token
-        together = llm.generate(prompts, greedy(30))
-        assert reads[0] == max(reads) == 40
+        with llm.add_round_observer(lambda record: reasons.append(record.plain_reasons)):
+            together = llm.generate(prompts, greedy(30))
+        assert reads[0] == max(reads) == 40 and any("reading" in each for each in reasons)
         reads.clear()
         (alone,) = llm.generate(prompts[1:], greedy(30))
     assert max(reads) >= 199

@@ -96,6 +96,7 @@ class Execution:
     undecided: list[Request] = field(default_factory=list)  # the next executor must run them; not committed
     # Trees by request id for each source, which is notified of the accepted nodes
     proposals: list[tuple[Committing, dict[str, TokenTree]]] = field(default_factory=list)
+    reading: list[Request] = field(default_factory=list)  # their SSMs still read the prompt, so that none drafts
     failures: Failures = field(default_factory=dict)  # requests whose drafter failed; they end after this round
     planner: Planner | None = None  # learns from the round; None for a round that captured graphs
     planned: PlannedRound | None = None  # the planner's round, if it may have planned the next one since
@@ -112,8 +113,8 @@ class Execution:
         if any(len(trees.get(request.request_id, ())) > 1 for _, trees in self.proposals):
             return ("cut",)
         plan = next(plan for other, plan in zip(self.requests, self.plans, strict=True) if other is request)
-        asks_sources = plan.max_depth or not plan.plain_reasons
-        return (*plan.plain_reasons, "nothing_proposed") if asks_sources else plan.plain_reasons
+        reasons = (*plan.plain_reasons, "reading") if request in self.reading else plan.plain_reasons
+        return (*reasons, "nothing_proposed") if plan.max_depth or not reasons else reasons
 
 
 ExecutionT = TypeVar("ExecutionT", bound=Execution)

@@ -83,6 +83,9 @@ class HostExecutor(Executor[HostExecution]):
         cut = [tree.best(size) for tree, size in zip(merged, planner.sizes(requests, merged), strict=True)]
         # Fixed trees may be filled up with nodes of probability 0, which a restriction may forbid.
         execution.trees = [_pruned(request, tree) for request, tree in zip(requests, cut, strict=True)]
+        if ssms is not None:
+            rows = zip(requests, plans, execution.trees, strict=True)
+            execution.reading = [r for r, plan, tree in rows if plan.levels and len(tree) == 1 and ssms.unread(r)]
 
     def forward(self, execution: HostExecution, clock: StageClock) -> None:
         """Run one target pass over all nodes of all requests. A request with non-finite logits fails alone.

@@ -39,10 +39,10 @@ class RoundRecord:
         target_seconds: of the target pass; in captured rounds, of verification and commit too.
         draft_seconds: of drafts that run a model.
         plain_reasons: why nothing was drafted, empty if something was. "off": speculation is off. "room": only one more
-            token fits. "drafting_cost": a draft level is not expected to pay. "drafting_paused": it did not pay or was
-            not expected to, and is reconsidered later. "model_free_paused": the same of sources without a model.
-            "nothing_proposed": by the sources that were asked. "cut": none of the proposed nodes is expected to pay, or
-            is allowed.
+            token fits. "reading": the SSMs still read the prompt. "drafting_cost": a draft level is not expected to
+            pay. "drafting_paused": it did not pay or was not expected to, and is reconsidered later.
+            "model_free_paused": the same of sources without a model. "nothing_proposed": by the sources that were
+            asked. "cut": none of the proposed nodes is expected to pay, or is allowed.
     """
 
     request_id: str

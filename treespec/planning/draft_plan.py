@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 # Why a request drafts nothing in a round; see `RoundRecord`.
-PlainReason = Literal["off", "room", "drafting_paused", "drafting_cost", "model_free_paused", "nothing_proposed", "cut"]
+PlainReason = Literal[
+    "off", "room", "reading", "drafting_paused", "drafting_cost", "model_free_paused", "nothing_proposed", "cut"
+]
 
 MAX_STALL = 0.1  # seconds by which one request's prompt may delay the tokens of the others in a round
 

@@ -5,6 +5,7 @@ const FIRST_NODES = 16; // size of the trees that the page begins with, so that 
 const REASONS = { // of a round without drafted tokens
   off: "Speculation is off.",
   room: "Only one more token fits into the output.",
+  reading: "The draft models still read the prompt.",
   drafting_paused: "Drafting is paused for some rounds, because it does not pay off at present.",
   drafting_cost: "The planner expects that drafting would take longer than it saves.",
   model_free_paused: "Sources without a model, such as lookup, are paused for some rounds, because they did not pay off.",

@@ -6,13 +6,14 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tests.helpers.serving import serving
 from treespec import AsyncLLM
 from treespec.drawing import svg
+from treespec.planning.draft_plan import PlainReason
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright for Python")
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -191,7 +192,10 @@ def test_edges_and_nodes_have_the_colours_of_their_sources(page: Any, scheme: st
 
 
 def test_a_round_without_drafts_says_why(page: Any) -> None:
-    play(page, [scripted_round([0]), scripted_round([], reasons=["drafting_paused", "nothing_proposed"])])
+    rounds = [["drafting_paused", "nothing_proposed"], get_args(PlainReason)]
+    play(page, [scripted_round([0]), *(scripted_round([], reasons=reasons) for reasons in rounds)])
+    assert "undefined" not in page.inner_text("#why"), "a sentence for every reason"
+    page.click("#back")
     assert page.inner_text("#caption") == "Round 2: nothing drafted"
     why = page.inner_text("#why")
     assert why.startswith("Drafting is paused") and why.endswith("No source that was asked proposed a token.")

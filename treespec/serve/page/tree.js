@@ -25,7 +25,7 @@ export function element(name, attributes = {}, ...children) {
 
 const colour = (source) => `s${source % SHAPES.length}`;
 
-/** The sign of a source: colour and shape, of which 36 pairs differ. */
+/** The sign of a source: 36 sources differ in colour or shape. */
 export const mark = (source, x, y) =>
   element("path", { class: `mark ${colour(source)}`, d: SHAPES[(source + Math.floor(source / SHAPES.length)) % SHAPES.length], transform: `translate(${x} ${y})` });
 

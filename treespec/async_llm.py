@@ -8,12 +8,13 @@ from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, Unpack
 
 from treespec.config.configs import SpecConfig
 from treespec.config.vllm_options import CallOptions
-from treespec.errors import ConfigError, RequestError, TreespecError
+from treespec.errors import ConfigError, RequestError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt, UnreadSamples
 from treespec.llm import LLM, new_requests, refuse_unknown
@@ -23,16 +24,14 @@ from treespec.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger("treespec")
 
-_Output = asyncio.Future[RequestOutput | None]  # None says that the request has ended: the reader makes the output
-_Result = tuple[_Output, RequestOutput | TreespecError | None]
-_Results = dict[asyncio.AbstractEventLoop, list[_Result]]
+_Wakes = dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]]  # of readers that wait
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
     """The outputs of one request of an `AsyncLLM`, for one reader.
 
     The next output is made when the reader asks for it, and holds all that the rounds until then have added: a slow
-    reader delays no round, and outputs do not pile up.
+    reader delays no round, and outputs do not pile up. If the wait for it is cancelled, the next one returns it.
     """
 
     def __init__(self, engine: "AsyncLLM", request_id: str, samples: list[Request]):
@@ -40,31 +39,41 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._engine, self._samples = engine, samples
         self._kind = samples[0].params.output_kind
         self._unread = UnreadSamples(samples)
-        self._lock = threading.Lock()  # of the two below, which the reader and the thread of the rounds hand over
-        self._waiting: tuple[asyncio.AbstractEventLoop, _Output] | None = None
+        self._lock = threading.Lock()  # of the three below, which the reader and the thread of the rounds share
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._undelivered: RequestOutput | Exception | None = None  # None while a reader waits
         self._has_ended = False  # no round changes the samples any more
+        self._last_lock = threading.Lock()
+        self._last: RequestOutput | Exception | None = None
         self._is_exhausted = False
 
     async def __anext__(self) -> RequestOutput:
         """Return the next output. Raises RequestError or DraftError if the request has failed."""
         if self._is_exhausted:
             raise StopAsyncIteration
-        loop = asyncio.get_running_loop()
-        output: _Output = loop.create_future()
-        with self._lock:
-            if self._has_ended:
-                output.set_result(None)
-            else:
-                self._waiting = loop, output
-        if not output.done():
+        if (wake := self._begin_wait()) is not None:
             self._engine._wake.set()
-        new = await output
-        if new is not None:
-            return new
-        self._is_exhausted = True
-        if self._kind is RequestOutputKind.FINAL_ONLY:  # decodes all tokens now
-            return await asyncio.to_thread(self._take)
-        return self._take()
+            await wake
+        with self._lock:
+            output, self._undelivered = self._undelivered, None
+        if output is None:  # the request has ended
+            if self._kind is RequestOutputKind.FINAL_ONLY:  # decodes all tokens now
+                await asyncio.to_thread(self._make_last)
+            output = self._make_last()
+            self._is_exhausted = True
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+    def _begin_wait(self) -> asyncio.Future[None] | None:
+        """Return what the thread of the rounds sets when there is an output, or None if there is one already."""
+        with self._lock:
+            if self._has_ended or self._undelivered is not None:
+                return None
+            loop = asyncio.get_running_loop()
+            wake = loop.create_future()
+            self._waiting = loop, wake
+            return wake
 
     @property
     def token_ids(self) -> list[list[int]]:
@@ -81,26 +90,36 @@ class RequestStream(AsyncIterator[RequestOutput]):
     def _is_running(self) -> bool:
         return any(not sample.finished for sample in self._samples)
 
-    def _hand_over(self, results: _Results) -> None:
-        """Add what is new for a waiting reader to `results`. Called between rounds."""
+    def _hand_over(self, wakes: _Wakes) -> None:
+        """Make what is new for a waiting reader, and add the reader to `wakes`. Called between rounds."""
         ends = not self._is_running()
         is_read_at_the_end = self._kind is RequestOutputKind.FINAL_ONLY
         if not ends and (self._waiting is None or is_read_at_the_end or not self._unread.changed()):
             return
+        new = None if ends else self._make()
         with self._lock:
             waiting, self._waiting, self._has_ended = self._waiting, None, ends
-        if waiting is None:
-            return
-        loop, output = waiting
-        new: RequestOutput | TreespecError | None = None
-        if not ends:
-            if self._samples[0].params.logprobs is not None:
+            if new is not None:
+                self._undelivered = new
+        if waiting is not None:
+            loop, wake = waiting
+            wakes[loop].append(wake)
+
+    def _make_last(self) -> RequestOutput | Exception:
+        """Return the output of a request that has ended: the same one to a reader that asks again."""
+        with self._last_lock:
+            if self._last is None:
+                self._last = self._make()
+            return self._last
+
+    def _make(self) -> RequestOutput | Exception:
+        """Return the next output, or the error of making it, which ends the reader and no round."""
+        try:
+            if self._samples[0].params.logprobs is not None and not self._has_ended:
                 self._engine.llm.engine.learn()  # those of a round that overlaps with the next one
-            try:
-                new = self._take()
-            except TreespecError as error:
-                new = error
-        results[loop].append((output, new))
+            return self._take()
+        except Exception as error:  # of a tokenizer, too
+            return error
 
     def _take(self) -> RequestOutput:
         """Return the output that the kind asks for. Raises the error of a sample that has failed."""
@@ -117,6 +136,14 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return output
 
 
+@dataclass(eq=False)
+class _Creation:
+    """A request that is being created, which ends when it is admitted if it `is_aborted` by then."""
+
+    request_id: str | None
+    is_aborted: bool = False
+
+
 class AsyncLLM:
     """Runs the engine of an `LLM` for asyncio programs, in one thread, while there are requests.
 
@@ -131,6 +158,7 @@ class AsyncLLM:
     def __init__(self, llm: LLM):
         self.llm = llm
         self._streams: dict[int, RequestStream] = {}  # by id(): those with running requests or a waiting reader
+        self._creations = set[_Creation]()
         self._calls: deque[tuple[Callable[[], object], Future[None]]] = deque()  # to make between rounds
         self._wake = threading.Event()
         self._lock = threading.Lock()  # of `_is_closed`
@@ -198,18 +226,27 @@ class AsyncLLM:
         refuse_unknown(AsyncLLM.add_request, vllm_options)
         self.llm.rounds.check_threads()
         create = partial(self._create, prompt, params, spec, tokenization_kwargs, priority)
-        if self._is_closed:
-            raise ConfigError("this AsyncLLM is shut down; build another one")
-        samples = await asyncio.get_running_loop().run_in_executor(self._creator, create)
-        if request_id is not None:
-            for sample in samples:
-                sample.output_id = request_id
-        stream = RequestStream(self, samples[0].output_id, samples)
-        self._submit(partial(self._admit, stream, samples))
+        self._check_open()
+        creation = _Creation(request_id)
+        self._creations.add(creation)
+        try:
+            samples = await asyncio.get_running_loop().run_in_executor(self._creator, create)
+            if request_id is not None:
+                for sample in samples:
+                    sample.output_id = request_id
+            stream = RequestStream(self, samples[0].output_id, samples)
+            self._submit(partial(self._admit, stream, samples, creation))
+        except BaseException:
+            self._creations.discard(creation)
+            raise
         return stream
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests and free their pages, after the round that is running. Unknown ids are ignored."""
+        """End requests and free their pages, after the round that is running. Unknown ids are ignored.
+
+        Requests that `add_request` is still creating end when they are added. Cancelling the wait does not revoke an
+        abort.
+        """
         names = {request_id} if isinstance(request_id, str) else {*request_id}
         await asyncio.wrap_future(self._submit(partial(self._abort, names)))
 
@@ -232,7 +269,7 @@ class AsyncLLM:
             self._is_closed = True
         self._wake.set()
         self._thread.join()
-        self._creator.shutdown(cancel_futures=True)
+        self._creator.shutdown()
         atexit.unregister(self.shutdown)
 
     def __enter__(self) -> Self:
@@ -243,6 +280,7 @@ class AsyncLLM:
 
     def _create(self, prompt: Any, params: SamplingParams | None, *others: Any) -> list[Request]:
         """Return the samples of a prompt, by `new_requests`. Raises RequestError if it is invalid."""
+        self._check_open()
         stream = getattr(params, "output_kind", None) is not RequestOutputKind.FINAL_ONLY
         (samples,) = new_requests(self.llm, [prompt], params, *others, stream=stream)
         if isinstance(samples, RequestOutput):
@@ -250,12 +288,17 @@ class AsyncLLM:
             raise RequestError(samples.error)
         return samples
 
-    def _admit(self, stream: RequestStream, samples: list[Request]) -> None:
+    def _admit(self, stream: RequestStream, samples: list[Request], creation: _Creation) -> None:
         self._streams[id(stream)] = stream
         for sample in samples:
             self.llm.engine.scheduler.add(sample)
+        self._creations.discard(creation)
+        if creation.is_aborted:
+            self.llm.rounds.end(samples)
 
     def _abort(self, names: set[str]) -> None:
+        for creation in list(self._creations):
+            creation.is_aborted |= creation.request_id in names
         for stream in self._streams.values():
             if stream.request_id in names:
                 self.llm.rounds.end(stream._samples)
@@ -263,12 +306,16 @@ class AsyncLLM:
     def _submit(self, call: Callable[[], object]) -> Future[None]:
         """Make a call between rounds. Raises ConfigError after `shutdown`."""
         made: Future[None] = Future()
+        made.set_running_or_notify_cancel()  # a cancelled wait does not cancel the call
         with self._lock:
-            if self._is_closed:
-                raise ConfigError("this AsyncLLM is shut down; build another one")
+            self._check_open()
             self._calls.append((call, made))
         self._wake.set()
         return made
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError("this AsyncLLM is shut down; build another one")
 
     def _run(self) -> None:
         """Run rounds until `shutdown`."""
@@ -284,7 +331,7 @@ class AsyncLLM:
                     if self._streams:
                         try:
                             rounds.step()
-                        except Exception:  # the requests of the round have ended; others go on
+                        except BaseException:  # its requests have ended, others go on; user code may raise anything
                             logger.exception("a round broke off")
                         self._hand_over()
                 rounds.yield_lock()
@@ -300,30 +347,30 @@ class AsyncLLM:
     def _make_calls(self) -> None:
         while self._calls:
             call, made = self._calls.popleft()
-            call()
-            made.set_result(None)
+            try:
+                call()
+            except Exception as error:  # the thread goes on with the others' requests
+                logger.exception("a call between rounds failed")
+                made.set_exception(error)
+            else:
+                made.set_result(None)
 
     def _hand_over(self) -> None:
         """Give every waiting reader what is new, and forget the requests that have ended."""
-        results: _Results = defaultdict(list)
+        wakes: _Wakes = defaultdict(list)
         for key, stream in list(self._streams.items()):
-            stream._hand_over(results)
+            stream._hand_over(wakes)
             if stream._has_ended:
                 del self._streams[key]
-        for loop, outputs in results.items():  # one call for all, as it wakes the loop by a write to a socket
+        for loop, readers in wakes.items():  # one call for all, as it wakes the loop by a write to a socket
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_resolve, outputs)
+                loop.call_soon_threadsafe(_wake_up, readers)
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name
 
 
-def _resolve(outputs: list[_Result]) -> None:
-    """Set the futures of the readers that have not left."""
-    for output, new in outputs:
-        if output.done():
-            continue
-        if isinstance(new, TreespecError):
-            output.set_exception(new)
-        else:
-            output.set_result(new)
+def _wake_up(readers: list[asyncio.Future[None]]) -> None:
+    for reader in readers:
+        if not reader.done():  # cancelled
+            reader.set_result(None)

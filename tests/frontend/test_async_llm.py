@@ -1,7 +1,8 @@
 """`AsyncLLM`: plain decoding's tokens whatever else runs, streams that wait for their readers, and free pages."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.helpers.models import greedy, random_prompts
 from tests.helpers.serving import PATIENCE, wait_until
 from treespec import LLM, AsyncLLM, RequestOutput, SamplingParams, SpecConfig
+from treespec.async_llm import RequestStream
 from treespec.errors import ConfigError, RequestError
 
 pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
@@ -82,6 +84,34 @@ def test_what_a_slow_reader_missed_is_one_output(engine: AsyncLLM, llm: LLM, kin
     assert joined(outputs, kind) == [(expected.text, expected.token_ids)]
 
 
+async def cancel_a_wait(stream: RequestStream) -> list[RequestOutput]:
+    """What a wait returns at once; otherwise it is cancelled."""
+    wait = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    return [] if wait.cancel() else [wait.result()]
+
+
+@pytest.mark.parametrize("kind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"])
+def test_a_cancelled_wait_loses_nothing(engine: AsyncLLM, llm: LLM, kind: str) -> None:
+    params = greedy(30, output_kind=kind)
+    expected = llm.generate("def add(", params, "off")[0].outputs[0]
+
+    async def impatiently() -> list[RequestOutput]:
+        stream, outputs = await engine.add_request("impatient", "def add(", params), list[RequestOutput]()
+        while not outputs or not outputs[-1].finished:
+            seen = stream.token_ids
+            outputs += await cancel_a_wait(stream)
+            while engine.get_num_unfinished_requests() and (kind == "FINAL_ONLY" or stream.token_ids == seen):
+                await asyncio.sleep(0.001)
+            if kind == "FINAL_ONLY":
+                outputs += await cancel_a_wait(stream)  # while another thread decodes the tokens
+            outputs += [] if (output := await anext(stream, None)) is None else [output]
+        return outputs
+
+    outputs = run(impatiently())
+    assert joined(outputs, kind) == [(expected.text, expected.token_ids)]
+
+
 def endless(engine: AsyncLLM) -> Any:
     return engine.generate("def add(", greedy(200, temperature=1.0, n=2, output_kind="DELTA"), "endless")
 
@@ -115,11 +145,41 @@ async def abort(engine: AsyncLLM) -> None:
     await anext(stream)
     await engine.abort(["unknown", "endless"])
     assert not engine.llm.engine.scheduler.find("endless")
+    await assert_aborted(stream)
+
+
+async def cancel_an_abort(engine: AsyncLLM) -> None:
+    stream = endless(engine)
+    await anext(stream)
+    with engine.llm.between_rounds():  # the call is not made yet
+        task = asyncio.create_task(engine.abort("endless"))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+    await assert_aborted(stream)
+    assert engine.is_running
+
+
+async def abort_before_it_is_admitted(engine: AsyncLLM) -> None:
+    class Slow(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            assert aborted.wait(PATIENCE)
+            return super().__iter__()
+
+    aborted = threading.Event()
+    adding = asyncio.create_task(engine.add_request("early", Slow([5, 6, 7]), greedy(200, temperature=1.0, n=2)))
+    await asyncio.sleep(0)
+    await engine.abort("early")
+    aborted.set()
+    await assert_aborted(await adding)
+
+
+async def assert_aborted(stream: AsyncIterator[RequestOutput]) -> None:
     outputs = [output async for output in stream]
     assert outputs[-1].finished and {completion.finish_reason for completion in outputs[-1].outputs} == {"abort"}
 
 
-@pytest.mark.parametrize("way", [leave, cancel, close_unread, abort])
+@pytest.mark.parametrize("way", [leave, cancel, close_unread, abort, cancel_an_abort, abort_before_it_is_admitted])
 def test_a_request_that_is_left_gives_its_pages_back(engine: AsyncLLM, way: Callable[..., Awaitable[None]]) -> None:
     async def leave_beside_another() -> list[RequestOutput]:
         other = asyncio.create_task(collect(engine, "import os", greedy(40)))
@@ -133,6 +193,16 @@ def test_a_request_that_is_left_gives_its_pages_back(engine: AsyncLLM, way: Call
     assert run(leave_beside_another())[-1].outputs[0].token_ids == expected.token_ids
     wait_until(lambda: engine.llm.engine.scheduler.is_idle)
     assert engine.llm.stats()["generated_tokens"] - before < 40 + 200, "it ran to its end"
+
+
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError])
+def test_a_processor_that_exits_does_not_end_the_engine(engine: AsyncLLM, kind: type[BaseException]) -> None:
+    def leave(ids: Any, scores: Any) -> Any:
+        raise kind
+
+    (output,) = run(collect(engine, "x", SamplingParams(max_tokens=4, logits_processors=[leave])))
+    assert output.outputs[0].finish_reason == "abort"
+    assert run(collect(engine, "x", greedy(4)))[-1].outputs[0].finish_reason == "length"
 
 
 def test_refused_requests_are_counted(engine: AsyncLLM, llm: LLM) -> None:

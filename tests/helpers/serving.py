@@ -1,6 +1,7 @@
 """A live server on the loopback interface, in a thread of the test process."""
 
 import functools
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpcore2
-import uvicorn
 from openai import OpenAI
 
 from treespec import LLM, AsyncLLM, SamplingParams
 from treespec.serve.app import create_app
+from treespec.serve.http_server import HttpServer, bind
 from treespec.serve.options import ServerOptions
 
 TEMPLATE = (
@@ -39,21 +40,33 @@ def assert_all_pages_are_back(llm: LLM) -> None:
 
 
 @contextmanager
-def serving(engine: AsyncLLM, **options: Any) -> Iterator[str]:
-    """Serve on a free port while the block runs; its address."""
-    options = {"served_model_name": [NAME, "other"], "chat_template": TEMPLATE} | options
-    app = create_app(engine, ServerOptions(**options), SamplingParams(max_tokens=None))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run)
+def running(engine: AsyncLLM, grace: float = 1, **options: Any) -> Iterator[tuple[HttpServer, str]]:
+    """Run a server on a free port until the block ends; the server and its address."""
+    options = {"served_model_name": [NAME, "other"], "chat_template": TEMPLATE, "port": 0} | options
+    app = create_app(engine, chosen := ServerOptions(**options), SamplingParams(max_tokens=None))
+    server, sockets = HttpServer(app, chosen, grace, log_level="error"), bind(chosen.host, chosen.port)
+    host, port = sockets[0].getsockname()
+    thread = threading.Thread(target=server.run, args=(sockets,))
     thread.start()
     try:
         wait_until(lambda: server.started or not thread.is_alive())
         assert server.started
-        host, port = server.servers[0].sockets[0].getsockname()
-        yield f"http://{host}:{port}"
+        yield server, f"http://{host}:{port}"
     finally:
         server.should_exit = True
         thread.join()
+
+
+@contextmanager
+def serving(engine: AsyncLLM, **options: Any) -> Iterator[str]:
+    """Serve on a free port while the block runs; its address."""
+    with running(engine, **options) as (_, url):
+        yield url
+
+
+def connect(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE)
 
 
 def client_of(url: str) -> OpenAI:

@@ -4,8 +4,13 @@ import asyncio
 import itertools
 import json
 import re
+import signal
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx2
@@ -15,8 +20,8 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.commands import ROOT
-from tests.helpers.serving import NAME, PATIENCE, TEMPLATE, wait_until
-from treespec import LLM, RequestOutput, SamplingParams
+from tests.helpers.serving import NAME, PATIENCE, TEMPLATE, client_of, connect, running, wait_until
+from treespec import LLM, AsyncLLM, RequestOutput, SamplingParams
 from treespec.drawing.recording import picture
 
 pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
@@ -280,11 +285,10 @@ def test_metrics(client: OpenAI, url: str) -> None:
 
 def send(url: str, stream: bool) -> socket.socket:
     """Ask for 200 tokens, without a client that would read them."""
-    host, port = url.removeprefix("http://").split(":")
     arguments = {"prompt": "def add(", "max_tokens": 200, "ignore_eos": True, "speculation": "off", "stream": stream}
     body = json.dumps(arguments)
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
-    connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
+    connection = connect(url)
     connection.sendall(f"{head}{len(body)}\r\n\r\n{body}".encode())
     return connection
 
@@ -325,3 +329,59 @@ def test_a_request_that_fails_ends_with_an_error(client: OpenAI, llm: LLM, monke
         list(client.completions.create(model=NAME, prompt="x", stream=True))
     monkeypatch.undo()
     assert client.completions.create(model=NAME, prompt="x", max_tokens=2).choices
+
+
+# --- the end of a server
+
+
+@contextmanager
+def ending(engine: AsyncLLM, grace: float) -> Iterator[tuple[Any, str, Any, Any, threading.Event]]:
+    """A server in a round that waits for the event, its address, a stream of two prompts, a future answer."""
+    released = threading.Event()
+    with (
+        engine.llm.add_round_observer(lambda record: released.wait(PATIENCE)),
+        running(engine, grace) as (server, url),
+        client_of(url) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        try:
+            stream = client.completions.create(**{**ASKED, "prompt": ["def add(", "x = 1"]}, stream=True)
+            answer = pool.submit(client.completions.create, **ASKED)
+            wait_until(lambda: len(server.server_state.tasks) == 2)
+            yield server, url, stream, answer, released
+        finally:
+            released.set()
+
+
+def test_what_runs_when_a_server_ends_is_answered(engine: AsyncLLM, llm: LLM) -> None:
+    outputs = llm.generate(["def add(", "x = 1"], SamplingParams(max_tokens=24), "off")
+    with ending(engine, PATIENCE) as (server, url, stream, answer, released):
+        server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: httpx2.get(f"{url}/health").status_code == 503)
+        refusal = httpx2.post(f"{url}/v1/completions", json=ASKED)
+        assert refusal.status_code == 503 and refusal.json()["error"]["type"] == "server_error"
+        released.set()
+        texts = ["", ""]
+        for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        assert texts == [output.outputs[0].text for output in outputs]
+        assert answer.result().choices[0].text == texts[0]
+
+
+@pytest.mark.parametrize(
+    ("signals", "grace", "error", "message"),
+    [
+        (1, 0, openai.APIError, "the server is shutting down"),
+        (2, PATIENCE, openai.APIConnectionError, "Connection error"),
+    ],
+)
+def test_what_runs_too_long_when_a_server_ends(
+    engine: AsyncLLM, signals: int, grace: float, error: type[Exception], message: str
+) -> None:
+    with ending(engine, grace) as (server, _, stream, answer, _):
+        for _ in range(signals):
+            server.handle_exit(signal.SIGTERM, None)
+        with pytest.raises(error, match=message):
+            list(stream)
+        with pytest.raises(error, match=message):
+            answer.result()

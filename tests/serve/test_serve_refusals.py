@@ -1,11 +1,17 @@
 """What `treespec serve` refuses: bodies that no client sends, strangers, options; and the command itself."""
 
+import http.client
 import json
+import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -13,8 +19,9 @@ import pytest
 from openai import OpenAI
 
 from tests.helpers.commands import ROOT, run
-from tests.helpers.serving import NAME, PATIENCE, client_of, serving
-from treespec import AsyncLLM
+from tests.helpers.serving import NAME, PATIENCE, client_of, connect, serving
+from treespec import LLM, AsyncLLM
+from treespec.serve.http_server import bind
 from treespec.serve.protocol import ChatBody, CompletionBody, GenerationBody
 
 pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
@@ -126,6 +133,39 @@ def test_keys_hosts_and_sizes(engine: AsyncLLM, url: str) -> None:
         assert httpx2.get(f"{guarded}/v1/models", headers=headers).status_code == 200
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def assert_refused(connection: socket.socket, status: int) -> None:
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    assert answer.status == status and json.loads(answer.read())["error"]["type"] == "invalid_request_error"
+    assert answer.headers["connection"] == "close"
+
+
+def test_headers_and_trailers_are_bounded(url: str) -> None:
+    with connect(url) as connection:
+        connection.sendall(HEAD + b"X-Long: " + b"a" * 70_000)
+        connection.sendall(b"a" * 1_000_000)  # it is read, so that the answer arrives
+        assert_refused(connection, 431)
+    with connect(url) as connection, suppress(ConnectionError):
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX-Long: " + b"a" * 200_000)
+        assert connection.recv(1) == b""
+    assert httpx2.get(f"{url}/health", headers={"X-Long": "a" * 60_000}).status_code == 200
+
+
+def test_requests_that_arrive_slowly(engine: AsyncLLM) -> None:
+    with serving(engine, read_timeout=0.1) as url:
+        for begun in (HEAD + b"X-Slow: ", HEAD + b"Content-Length: 100000\r\n\r\n"):
+            with connect(url) as connection:
+                connection.sendall(begun)
+                while not select.select([connection], [], [], 0.01)[0]:
+                    connection.sendall(b" ")
+                assert_refused(connection, 408)
+        with connect(url) as connection:
+            assert connection.recv(1) == b"", "nothing was sent"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -140,11 +180,26 @@ def test_keys_hosts_and_sizes(engine: AsyncLLM, url: str) -> None:
         (["--audit", "2"], "audit=2.0"),
         (["--request-timeout", "0"], "request_timeout=0.0; valid"),
         (["--port", "70000"], "port=70000"),
-        (["/absent/model"], "/absent/model"),
+        (["/absent/model", "--port", "0"], "/absent/model"),
     ],
 )
 def test_refused_options(options: list[str], message: str) -> None:
     assert message in run("serve", *options, code=2).stderr
+
+
+def test_ports_and_templates_are_refused_before_the_model_is_read(
+    tmp_path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treespec.async_llm.AsyncLLM.from_engine_args", None)
+    (held,) = bind("127.0.0.1", 0)
+    with held:
+        assert "already in use" in run("serve", "--port", held.getsockname()[1], code=2).stderr
+    given, model = tmp_path / "given.jinja", tmp_path / "model"
+    given.write_text("{{ messages }}\n{% if %}")
+    shutil.copytree(llm.model_path, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    (model / "chat_template.jinja").write_text("{% endfor %}")
+    for arguments, message in (([model, "--chat-template", given], "line 2"), ([model], f"of {model}, line 1")):
+        assert f"{message}: " in run("serve", *arguments, "--port", "0", code=2).stderr
 
 
 def test_replicas_need_ray() -> None:
@@ -153,7 +208,8 @@ def test_replicas_need_ray() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_serves_until_it_is_interrupted() -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM)])
+def test_the_command_serves_until_it_is_interrupted(number: int, code: int) -> None:
     command = [sys.executable, "-m", "treespec", "serve", "embedded", "--port", "0", "--served-model-name", "m"]
     command += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 7}', "--max-model-len", "256"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as program:
@@ -165,7 +221,9 @@ def test_the_command_serves_until_it_is_interrupted() -> None:
             create = client_of(url).completions.create
             tree, plain = (create(**arguments, extra_body=extra) for extra in ({}, {"speculation": "off"}))
             assert tree.choices[0].text == plain.choices[0].text
-            program.send_signal(signal.SIGINT)
-            assert program.wait(PATIENCE) == 0
+            stream = create(**arguments, stream=True)
+            program.send_signal(number)
+            assert "".join(chunk.choices[0].text for chunk in stream) == plain.choices[0].text
+            assert program.wait(PATIENCE) == code and "Traceback" not in "".join(lines)
         finally:
             program.kill()

@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import os
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
 
     from treespec.llm import LLM
     from treespec.sampling_params import SamplingParams
-
-GRACE = 5  # seconds that running requests get to end after Ctrl-C or SIGTERM
-# Seconds that idle connections stay open: longer than in the pools of clients (httpx: 5), which would otherwise send
-# requests on connections that are being closed.
-KEEP_ALIVE = 75
 
 logger = logging.getLogger("treespec")
 
@@ -56,9 +52,8 @@ def serve(
     POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize; GET /v1/models, /health, /version, /metrics.
     """
     try:
-        import uvicorn
-
         from treespec.serve.app import create_app
+        from treespec.serve.http_server import HttpServer, bind
 
         if server.replicas is not None:
             from treespec.serve.replicas import serve_replicas
@@ -67,6 +62,10 @@ def serve(
         raise UsageError(f"serve needs the package {error.name}; install treespec with its extra: {extras}") from error
     from treespec.async_llm import AsyncLLM
     from treespec.frontend.engine_args import EngineArgs
+    from treespec.startup.options import resolve_model
+    from treespec.text.chat import check_syntax
+    from treespec.text.prompt_tokenizer import load_tokenizer
+    from treespec_weights.files import resolve_folder
 
     config = {} if server.speculative_config is None else parse_speculative_config(server.speculative_config)
     if num_tokens := config.pop("num_speculative_tokens", None):
@@ -102,17 +101,22 @@ def serve(
         logger.warning(
             "anybody who reaches port %d of %s may use the model: there is no --api-key", server.port, server.host
         )
-    if server.replicas is not None:
-        serve_replicas(lambda: build(AsyncLLM.from_engine_args(args)), server.replicas, server.host, server.port)
-        return
-    with status("loading"):
-        engine = AsyncLLM.from_engine_args(args)
-    with engine:
+    with ExitStack() as ends:
+        # What can be wrong with the port or the template is found before the model is read.
+        sockets = bind(server.host, server.port) if server.replicas is None else []
+        for bound in sockets:
+            ends.enter_context(bound)
+        tokenizer = load_tokenizer(args.tokenizer, resolve_folder(resolve_model(model)))
+        check_syntax(tokenizer, server.chat_template)
+        if server.replicas is not None:
+            serve_replicas(lambda: build(AsyncLLM.from_engine_args(args)), server.replicas, server.host, server.port)
+            return
+        with status("loading"):
+            engine = ends.enter_context(AsyncLLM.from_engine_args(replace(args, tokenizer=tokenizer)))
         app = build(engine)
         gc.freeze()  # as in `load_llm`: requests would wait for every full collection
-        uvicorn.run(
-            app, host=server.host, port=server.port, timeout_graceful_shutdown=GRACE, timeout_keep_alive=KEEP_ALIVE
-        )
+        with suppress(KeyboardInterrupt):  # uvicorn raises it once the server has ended
+            HttpServer(app, server).run(sockets)
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:

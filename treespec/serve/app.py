@@ -1,5 +1,6 @@
 """The endpoints."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from treespec.outputs import RequestOutput
 from treespec.sampling_params import SamplingParams
 from treespec.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from treespec.serve.audit import Audit
-from treespec.serve.errors import Guard, ServerError, error_document, on_error
+from treespec.serve.errors import Guard, ServerError, Shutdown, error_document, on_error
 from treespec.serve.metrics import ServerMetrics
 from treespec.serve.options import ServerOptions
 from treespec.serve.output_parser import (
@@ -48,7 +49,8 @@ _PAGE_HEADERS = {
 class Server:
     """Handlers of the endpoints over one engine. `defaults` are for requests without parameters."""
 
-    def __init__(self, engine: AsyncLLM, options: ServerOptions, defaults: SamplingParams):
+    def __init__(self, engine: AsyncLLM, options: ServerOptions, defaults: SamplingParams, shutdown: Shutdown):
+        self._shutdown = shutdown
         self._engine, self._options, self._defaults = engine, options, defaults
         self._created = int(time())
         self._metrics = ServerMetrics(engine.llm.engine, options.served_model_name[0])
@@ -87,7 +89,8 @@ class Server:
 
         with ExitStack() as ends:
             feed, streams = None, list[RequestStream]()
-            reading = Reading(streams, self._options.request_timeout, ended)
+            limit = self._shutdown.limit if body.stream else asyncio.timeout_at  # `Guard` ends the others
+            reading = Reading(streams, self._options.request_timeout, ended, limit)
             if body.rounds:
                 feed = RoundFeed(self._engine.llm, answer.request_id)
                 ends.callback(feed.close)
@@ -222,8 +225,12 @@ class Server:
 
 
 def create_app(engine: AsyncLLM, options: ServerOptions, defaults: SamplingParams) -> FastAPI:
-    """Return the application; arguments as of `Server`. The engine remains the caller's to shut down."""
-    server = Server(engine, options, defaults)
+    """Return the application; arguments as of `Server`. The engine remains the caller's to shut down.
+
+    `state.shutdown` is for the HTTP server that ends.
+    """
+    shutdown = Shutdown()
+    server = Server(engine, options, defaults, shutdown)
     app = FastAPI(title="treespec", version=__version__, docs_url=None, redoc_url=None)
     routes: dict[str, tuple[str, Callable[..., Any]]] = {
         "/v1/completions": ("POST", server.completions),
@@ -242,5 +249,6 @@ def create_app(engine: AsyncLLM, options: ServerOptions, defaults: SamplingParam
     app.mount("/page", StaticFiles(directory=PAGE))
     for kind in (RequestValidationError, StarletteHTTPException, TreespecError, ServerError, Exception):
         app.add_exception_handler(kind, on_error)
-    app.add_middleware(Guard, options=options)
+    app.add_middleware(Guard, options=options, shutdown=shutdown)
+    app.state.shutdown = shutdown
     return app

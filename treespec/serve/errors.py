@@ -1,7 +1,10 @@
-"""Errors in OpenAI's form, and the checks of a request before its body is read."""
+"""Errors in OpenAI's form, the checks of a request before its body is read, and the end of a server."""
 
+import asyncio
 import hmac
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import HTTPException, Request
@@ -14,8 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from treespec.errors import TreespecError
 from treespec.serve.options import LOOPBACK, ServerOptions
 
+SHUTTING_DOWN = "the server is shutting down"
 _LONGEST = 2000  # characters of a message, which may quote the request
 _LONGEST_NAME = 200  # of a field, whose parts may be the client's
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}, 503: {"Connection": "close"}}
 
 
 class ServerError(Exception):
@@ -34,7 +39,7 @@ def error_document(message: str, status: int, param: str | None = None, code: st
 
 
 def error_response(message: str, status: int, param: str | None = None, code: str | None = None) -> JSONResponse:
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    headers = _HEADERS.get(status)
     return JSONResponse(error_document(message, status, param, code), status, headers)
 
 
@@ -57,15 +62,57 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
     return error_response("an internal error, which the server's log describes", 500)
 
 
+class Shutdown:
+    """The end of a server: requests are refused after `begin`, and those that still run end with status 503 at `end`.
+
+    Used in the thread of the event loop.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun = self._has_ended = False
+        self._timeouts = set[asyncio.Timeout]()
+
+    def begin(self) -> None:
+        self.has_begun = True
+
+    def end(self) -> None:
+        self.has_begun = self._has_ended = True
+        for timeout in self._timeouts:
+            if not timeout.expired():
+                timeout.reschedule(asyncio.get_running_loop().time())
+
+    @asynccontextmanager
+    async def limit(self, deadline: float | None) -> AsyncIterator[asyncio.Timeout]:
+        """Bound a block by a deadline of the loop's clock, which raises TimeoutError, and by `end`: ServerError."""
+        try:
+            async with asyncio.timeout_at(deadline) as timeout:
+                if self._has_ended:
+                    raise TimeoutError
+                self._timeouts.add(timeout)
+                try:
+                    yield timeout
+                finally:
+                    self.release(timeout)
+        except TimeoutError:
+            if self._has_ended:
+                raise ServerError(SHUTTING_DOWN, 503) from None
+            raise
+
+    def release(self, timeout: asyncio.Timeout) -> None:
+        """Let the block of a limit go on after `end`."""
+        self._timeouts.discard(timeout)
+
+
 class Guard:
-    """Middleware that refuses requests without the API key, to other hosts, or with too large bodies.
+    """Middleware that refuses requests without the API key, to other hosts, with too large or slow bodies, or too late.
 
     `/health` needs no key, nor does the server's own page, which asks for one. Without a key, a server on the loopback
     interface refuses other names in `Host`, so that no web page reaches it by a name that points to 127.0.0.1.
     """
 
-    def __init__(self, app: ASGIApp, options: ServerOptions):
+    def __init__(self, app: ASGIApp, options: ServerOptions, shutdown: Shutdown):
         self._app, self._key, self._max_body_bytes = app, options.api_key, options.max_body_bytes
+        self._read_timeout, self._shutdown = options.read_timeout, shutdown
         self._only_loopback = options.only_loopback and options.api_key is None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,18 +124,36 @@ class Guard:
             await refusal(scope, receive, send)
             return
         received = 0
+        deadline: float | None = asyncio.get_running_loop().time() + self._read_timeout
 
         async def receive_limited() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, deadline
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body took more than {self._read_timeout:g} s (--read-timeout)") from None
             received += len(message.get("body", b""))
             if received > self._max_body_bytes:
                 raise HTTPException(413, self._too_large)
+            if not message.get("more_body"):
+                deadline = None
             return message
 
-        await self._app(scope, receive_limited, send)
+        try:
+            async with self._shutdown.limit(None) as timeout:
+
+                async def send_released(message: Message) -> None:
+                    self._shutdown.release(timeout)  # an answer that has begun ends by itself
+                    await send(message)
+
+                await self._app(scope, receive_limited, send_released)
+        except ServerError as error:
+            await error_response(str(error), error.status)(scope, receive, send)
 
     def _refuse(self, headers: Headers, path: str) -> JSONResponse | None:
+        if self._shutdown.has_begun:
+            return error_response(SHUTTING_DOWN, 503)
         if self._key is not None and path not in ("/health", "/") and not path.startswith("/page/"):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self._key.encode()):

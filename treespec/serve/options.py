@@ -29,6 +29,7 @@ class ServerOptions:
         audit: share of finished requests to decode again without speculation while the server is idle; differing tokens
             are counted and logged.
         max_body_bytes: largest request.
+        read_timeout: longest seconds in which the headers of a request arrive, and then its body.
     """
 
     host: str = "127.0.0.1"
@@ -45,6 +46,7 @@ class ServerOptions:
     replicas: int | None = option(None, least=1)
     audit: float = option(0.0, least=0, most=1)
     max_body_bytes: int = option(4 << 20, least=1)
+    read_timeout: float = option(60.0, least=0.01)
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -1,9 +1,10 @@
 """Read the streams and the rounds of a request until they end, its time is over, or its client leaves."""
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -26,12 +27,19 @@ _Result = TypeVar("_Result")
 
 
 class Reading:
-    """Reads the outputs of streams, one per prompt, for `seconds`, and calls `ended` with the place and last output."""
+    """Reads the outputs of streams, one per prompt, for `seconds`, and calls `ended` with the place and last output.
+
+    `limit` makes the context of each wait from its deadline, such as `asyncio.timeout_at`.
+    """
 
     def __init__(
-        self, streams: Sequence[RequestStream], seconds: float | None, ended: Callable[[int, RequestOutput], None]
+        self,
+        streams: Sequence[RequestStream],
+        seconds: float | None,
+        ended: Callable[[int, RequestOutput], None],
+        limit: Callable[[float | None], AbstractAsyncContextManager[Any]],
     ):
-        self._streams, self._seconds, self._ended = streams, seconds, ended
+        self._streams, self._seconds, self._ended, self._limit = streams, seconds, ended, limit
         self._deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
 
     async def outputs(self) -> list[RequestOutput]:
@@ -58,10 +66,11 @@ class Reading:
         finally:
             for task in reading:
                 task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)  # asyncio logs errors that nobody sees
 
     async def _next(self, place: int) -> RequestOutput:
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with self._limit(self._deadline):
                 output = await anext(self._streams[place])
         except TimeoutError:
             raise ServerError(f"the request took more than {self._seconds:g} s (--request-timeout)", 504) from None
@@ -106,7 +115,7 @@ class Events(EventSourceResponse):
     """Server-sent events; `ends` is closed when the client leaves, even before the first event."""
 
     def __init__(self, events: AsyncIterator[Any], ends: ExitStack):
-        super().__init__(events, sep="\n")
+        super().__init__(events, sep="\n", shutdown_grace_period=math.inf)  # `Shutdown` ends them
         self._ends = ends
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

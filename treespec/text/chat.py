@@ -191,6 +191,21 @@ def conversations(tokenizer: Any, messages: Any, options: ChatOptions) -> list[C
     return [Conversation(chat, options) for chat in chats]
 
 
+def check_syntax(tokenizer: Any, chat_template: str | None) -> None:
+    """Raise ConfigError if a chat template, or else one of the tokenizer's, is not valid Jinja."""
+    from jinja2 import TemplateSyntaxError
+
+    own = getattr(tokenizer, "chat_template", None) or {}
+    templates = [chat_template] if chat_template else own.values() if isinstance(own, dict) else [own]
+    for template in templates:
+        try:
+            Conversation([{"role": "user", "content": "?"}], ChatOptions(template)).render(tokenizer)
+        except RequestError as error:  # a template may refuse this conversation
+            if isinstance(cause := error.__cause__, TemplateSyntaxError):
+                whose = "" if chat_template else f" of {tokenizer.name_or_path}"
+                raise ConfigError(f"the chat template{whose}, line {cause.lineno}: {cause.message}") from error
+
+
 def streamed(tokenizer: Any, prompt: Any, options: ChatOptions) -> Any:
     """Resolve the prompt of `LLM.stream`: a conversation, or the prompt unchanged. Raises ConfigError."""
     if _holds_messages(prompt):

@@ -1,0 +1,214 @@
+"""uvicorn with limits: of headers, of the time in which requests arrive, and of the time in which the server ends."""
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import socket
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from treespec.errors import ConfigError
+from treespec.serve.errors import Shutdown, error_document
+from treespec.serve.options import ServerOptions
+
+logger = logging.getLogger("uvicorn.error")
+
+GRACE = 5  # seconds that running requests get to end after Ctrl-C or SIGTERM
+LINGER = 1  # seconds in which a last answer is sent and read
+# Seconds that idle connections stay open: longer than in the pools of clients (httpx: 5), which would otherwise send
+# requests on connections that are being closed.
+KEEP_ALIVE = 75
+MAX_HEADER_BYTES = 64 << 10
+
+
+class Protocol(HttpToolsProtocol):
+    """Answers status 431 to headers that are too large, and 408 to those that take too long.
+
+    httptools joins the parts of a header that arrive one by one, in time that is quadratic in their number. Trailers
+    and chunk extensions count like headers. The time of a body is `Guard`'s.
+    """
+
+    def __init__(self, *args: Any, read_timeout: float, **options: Any):
+        super().__init__(*args, **options)
+        self._read_timeout = read_timeout
+        self._timer: asyncio.TimerHandle | None = None  # while a request is expected or arrives
+        self._num_header_bytes = 0  # received since the last byte of a body
+        self._is_in_headers = self._is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        while data and not self._is_refused and not self.transport.is_closing():
+            room = MAX_HEADER_BYTES - self._num_header_bytes
+            if not room:
+                self._refuse(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
+                return
+            part, data = data[:room], data[room:]
+            self._num_header_bytes += len(part)
+            super().data_received(part)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_headers = True
+        self._start_timer()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_headers = False
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_header_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_header_bytes = 0
+        self._stop_timer()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(self._read_timeout, self._end_slow_request)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end_slow_request(self) -> None:
+        if self.is_answering:  # an earlier request, or the one whose body `Guard` waits for
+            self._start_timer()
+        elif self._is_in_headers:
+            self._refuse(408, f"the headers took more than {self._read_timeout:g} s (--read-timeout)")
+        else:  # nothing was sent, or a body goes on after the answer
+            self.transport.close()
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer what is no request. The client may be sending: closing at once would reset the connection."""
+        if self.is_answering:
+            self.transport.close()
+            return
+        body = json.dumps(error_document(message, status)).encode()
+        head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Content-Type: application/json"]
+        head += [f"Content-Length: {len(body)}", "Connection: close", "", ""]
+        self.transport.write("\r\n".join(head).encode() + body)
+        self._is_refused = True
+        self._stop_timer()
+        self._timer = self.loop.call_later(LINGER, self.transport.close)
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application of `create_app` until it is interrupted.
+
+    From then on it refuses new requests, gives those that run `grace` seconds, and ends the others. A second signal
+    ends them at once.
+    """
+
+    def __init__(self, app: FastAPI, options: ServerOptions, grace: float = GRACE, **settings: Any):
+        protocol: Any = partial(Protocol, read_timeout=options.read_timeout)
+        always = {"host": options.host, "port": options.port, "http": protocol, "ws": "none", "lifespan": "off"}
+        super().__init__(
+            uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE, **always, **settings)
+        )
+        self._ending: Shutdown = app.state.shutdown
+        self._grace = grace
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.force_exit = self.should_exit  # uvicorn heeds a second SIGINT, but no second SIGTERM
+        super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for bound in sockets or ():
+            _reuse(bound)  # so that the next server can bind the port soon after this one
+        await super().startup(sockets)
+        if sockets:  # otherwise uvicorn tells it
+            self._log_started_message(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._ending.begin()
+        if count := len(self.server_state.tasks):
+            logger.info("%d running requests have %g s to end; a second signal ends them now", count, self._grace)
+        await self._finish_requests(self._grace)
+        self._ending.end()
+        await self._finish_requests(LINGER)
+        for connection in [*self.server_state.connections]:
+            # A client that does not read. Cancelling its task, as uvicorn does, logs a traceback.
+            if isinstance(connection, Protocol) and (self.force_exit or connection.is_answering):
+                connection.transport.abort()
+        await super().shutdown(sockets)
+
+    async def _finish_requests(self, seconds: float) -> None:
+        end = asyncio.get_running_loop().time() + seconds
+        while self.server_state.tasks and not self.force_exit and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.05)
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that hold a port of all addresses of a host, and do not listen yet. Raises ConfigError."""
+    found: list[socket.socket] = []
+    absent: OSError | None = None
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            if found and not port:  # one port for all addresses
+                address = (address[0], found[0].getsockname()[1], *address[2:])
+            try:
+                found.append(_bind(family, kind, protocol, address))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                absent = error  # such as ::1 of localhost where IPv6 is off
+        if not found and absent is not None:
+            raise absent
+    except OSError as error:
+        for bound in found:
+            bound.close()
+        raise ConfigError(f"port {port} of {host}: {error.strerror}; give another --port or --host") from error
+    return found
+
+
+def _bind(family: int, kind: int, protocol: int, address: Any, reuses: bool = False) -> socket.socket:
+    """Bind a socket. Raises OSError.
+
+    Where closed connections of an earlier server hold the port, it is reused, as another process then also may until
+    one of them listens.
+    """
+    bound = socket.socket(family, kind, protocol)
+    try:
+        if reuses:
+            _reuse(bound)
+        if family == socket.AF_INET6:  # as in asyncio: IPv4 has sockets of its own
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        if reuses or error.errno != errno.EADDRINUSE:
+            raise
+        return _bind(family, kind, protocol, address, reuses=True)
+    return bound
+
+
+def _reuse(bound: socket.socket) -> None:
+    if os.name == "posix":  # elsewhere, it takes the port of a process that listens
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

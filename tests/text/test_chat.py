@@ -128,7 +128,7 @@ def test_parts_to_a_template_whose_roles_read_different_forms(llm: LLM) -> None:
 def test_arguments_of_tool_calls_are_objects_to_the_template(llm: LLM) -> None:
     shown = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
     rome = '{"city": "Rome"}'
-    for arguments, said in ((rome, rome), (json.loads(rome), rome), ("", "{}")):
+    for arguments, said in ((rome, rome), (json.loads(rome), rome), ("", "{}"), (r'{"a": "\ud83d"}', '{"a": "?"}')):
         call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
         (output,) = llm.chat([{"role": "assistant", "tool_calls": [call]}], SHORT, chat_template=shown)
         assert output.prompt == said
@@ -136,6 +136,32 @@ def test_arguments_of_tool_calls_are_objects_to_the_template(llm: LLM) -> None:
     call = {"type": "function", "function": {"name": "look", "arguments": "{city"}}
     with pytest.raises(RequestError, match=r"arguments of a tool call: '{city' is not JSON"):
         llm.chat([{"role": "assistant", "tool_calls": [call]}], SHORT, chat_template=shown)
+
+
+ARGUMENTS = "messages[0].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ " + ARGUMENTS + " | tojson }}", '{"city": "Rome"}'),
+        ("{{ 'look' + " + ARGUMENTS + " }}", 'look{"city": "Rome"}'),  # DeepSeek's
+        ("{{ " + ARGUMENTS + " }}", '{"city": "Rome"}'),
+        ("{% for key, value in " + ARGUMENTS + " | items %}{{ key }}={{ value }}{% endfor %}", "city=Rome"),
+    ],
+)
+def test_arguments_have_the_form_that_the_template_reads(llm: LLM, template: str, said: str) -> None:
+    for arguments in ('{"city": "Rome"}', {"city": "Rome"}):
+        message = {"role": "assistant", "content": "So", "tool_calls": [{"function": {"arguments": arguments}}]}
+        assert llm.chat([message], SHORT, chat_template=template)[0].prompt == said
+
+
+def test_empty_fields_are_absent(llm: LLM) -> None:
+    """As in the histories of clients that dump a message with all its fields."""
+    template = "{% if 'tool_calls' in messages[0] %}calls{% else %}{{ messages[0].content }}{% endif %}"
+    for calls in ([], None):
+        message = {"role": "assistant", "content": "So", "tool_calls": calls, "refusal": None}
+        assert llm.chat([message], SHORT, chat_template=template)[0].prompt == "So"
 
 
 def test_the_last_message_can_be_continued(llm: LLM) -> None:

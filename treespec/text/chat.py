@@ -14,6 +14,7 @@ logger = logging.getLogger("treespec")
 Message = Mapping[str, Any]
 
 _ANSWER = "treespec"  # of a conversation that is rendered to see what follows an answer
+_MARK = "treespec-mark"  # at the end of a message, to find it in the rendered text
 
 
 class ChatOptions(NamedTuple):
@@ -54,7 +55,8 @@ class Conversation(NamedTuple):
                 **(self.options.chat_template_kwargs or {}),
             )
 
-        messages = _readable([_to_template_format(message) for message in self.messages], apply)
+        converted = [_to_template_format(message) for message in self.messages]
+        messages = _readable(_with_readable_arguments(converted, apply), apply)
         try:
             text = apply(messages, self.options.continue_final_message)
         except Exception as error:  # templates may raise anything
@@ -72,6 +74,20 @@ class Conversation(NamedTuple):
                 return
             if unread:
                 _warn_unread_tools(str(self.options.chat_template or tokenizer.chat_template))
+
+    def last_turn(self, tokenizer: Any, text: str) -> str:
+        """Return the end of the rendered `text` behind the messages, or with the last one if it is continued."""
+        place = len(self.messages) - 1 - self.options.continue_final_message
+        if place < 0:
+            return text
+        content = self.messages[place].get("content")
+        marked = [*content, _MARK] if isinstance(content, list | tuple) else f"{content or ''}\n{_MARK}"
+        messages = [*self.messages]
+        messages[place] = {**messages[place], "content": marked}
+        try:
+            return self._replace(messages=messages).render(tokenizer).rpartition(_MARK)[2]
+        except RequestError:  # as of a template that takes only certain contents
+            return text
 
     def turn_end(self, tokenizer: UserTokenizer, end_tokens: Collection[int]) -> tuple[int, ...]:
         """Return the first added token behind an answer, which ends the turn, unless it is one of `end_tokens`."""
@@ -99,13 +115,52 @@ def _warn_unread_tools(template: str) -> None:
 
 
 def _to_template_format(message: Message) -> Message:
-    """Convert an OpenAI-style message: content parts to objects of type "text", arguments of calls from JSON."""
-    changed, content = dict(message), message.get("content")
-    if isinstance(content, list | tuple):
+    """Convert an OpenAI-style message: content parts to objects of type "text"; without its empty fields."""
+    changed = {name: value for name, value in message.items() if name in ("role", "content") or not _is_empty(value)}
+    if isinstance(content := message.get("content"), list | tuple):
         changed["content"] = [{"type": "text", "text": _text_of(content_part)} for content_part in content] or ""
-    if isinstance(message.get("tool_calls"), list | tuple):
-        changed["tool_calls"] = [_parse_arguments(call) for call in message["tool_calls"]]
     return changed
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | tuple | Mapping) and not value)
+
+
+def _with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
+    """Convert the arguments of all calls in a message."""
+
+    def converted(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str | Mapping):
+            return call
+        return {**call, "function": {**function, "arguments": convert(function["arguments"])}}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [*map(converted, calls)]} if isinstance(calls, list | tuple) else message
+
+
+def _with_readable_arguments(messages: list[Message], apply: Callable[[Sequence[Message]], Any]) -> list[Message]:
+    """Give the arguments of calls the form that the template reads: an object, or its JSON text.
+
+    It reads a form if rendering a probe shows it neither as Python's text nor as JSON in JSON. Raises RequestError for
+    arguments that are no JSON.
+    """
+    if not any("tool_calls" in message for message in messages):
+        return messages
+    objects = [_with_arguments(message, _as_object) for message in messages]
+    texts = [
+        {**message, "content": _as_text(content)} if isinstance(content := message.get("content"), list) else message
+        for message in messages
+    ]
+    probe = {"argument": "probed"}
+    for form in (_as_object, _as_json):
+        try:
+            text = apply([_with_arguments(message, lambda _: form(probe)) for message in texts])  # noqa: B023
+        except Exception:  # templates may raise anything
+            continue
+        if "probed" in text and "'argument'" not in text and '\\"argument' not in text:
+            return [_with_arguments(message, form) for message in messages]
+    return objects
 
 
 def _as_text(content: list[Any]) -> Any:
@@ -157,16 +212,19 @@ def _text_of(content: Any) -> str:
     return text
 
 
-def _parse_arguments(call: Any) -> Any:
-    """Parse a tool call's arguments if they are JSON text."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
+def _as_object(arguments: str | Mapping[str, Any]) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        read = json.loads(arguments or "{}")
     except ValueError as error:
-        raise RequestError(f"arguments of a tool call: {function['arguments'][:80]!r} is not JSON: {error}") from error
-    return {**call, "function": {**function, "arguments": arguments}}
+        raise RequestError(f"arguments of a tool call: {arguments[:80]!r} is not JSON: {error}") from error
+    # A model may have written half of a surrogate pair, which the tokenizer would refuse.
+    return json.loads(json.dumps(read, ensure_ascii=False).encode(errors="replace")) if "\\u" in arguments else read
+
+
+def _as_json(arguments: str | Mapping[str, Any]) -> str:
+    return (arguments or "{}") if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def conversations(tokenizer: Any, messages: Any, options: ChatOptions) -> list[Conversation]:

@@ -1,5 +1,6 @@
 """Tool calls and reasoning of `treespec serve`: equal with and without speculation, whole and streamed."""
 
+import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,11 +111,62 @@ ANSWERS: list[tuple[str, str, Parsed]] = [
     ),
     ("qwen3_coder", "<tool_call><function=now>\n</func", Parsed(calls=(ToolCall("now", ""),))),
     ("qwen3_coder", "<tool_call><function=a b>", Parsed(content="<tool_call><function=a b>")),
+    ("generic", f'Well. <tool_call>[{{"name": "weather", "arguments": {ROME}}}]', Parsed("", "Well.", CALLS[:1])),
+    ("generic", f'[{{"name": "weather", "arguments": {ROME}}}, {{"name": "now"}}] So', Parsed("", "So", CALLS)),
+    ("hermes", r'<tool_call>{"name": "f\ud83d"}', Parsed(calls=(ToolCall(r"f\ud83d", NOW),))),
+    ("generic", '{"name": "Bob", "arguments": {}}', Parsed("", '{"name": "Bob", "arguments": {}}')),
+]
+NOW_CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+# A call that is slightly wrong, with its arguments, the content, and whether a call of `now` follows. A tag ends it.
+WRONG: list[tuple[str, str, str | None, str, bool]] = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>\nSo\n' + NOW_CALL, "{}", "So", True),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {} So</tool_call>' + NOW_CALL, "{}", "So", True),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}, "id": "</tool_call>"}' + NOW_CALL, "{}", "", True),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b</tool_call> So "c}', '{"a": "b', 'So "c}', False),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b}</tool_call>\nSo ' + NOW_CALL, '{"a": "b}', "So", True),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {}</tool_call>' + NOW_CALL,
+        None,
+        '<tool_call>{"arguments": {}</tool_call>',
+        True,
+    ),
+    ("hermes", '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "f"}', r'{"a": "\ud83d"}', "", False),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name": "f", "parameters": {}; {"name": "now", "parameters": {}\nSo',
+        "{}",
+        "So",
+        True,
+    ),
+    ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}<|python_tag|>{"name": "now"} {', "{}", "{", True),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, {"name": "now", "arguments": {}}] So', "{}", "So", True),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": [1[TOOL_CALLS]now[ARGS]{} ] So', '{"a": [1', "] So", True),
+    ("qwen3_coder", "As <function=g> or <function=f></function></tool_call>", "{}", "As <function=g> or", False),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=a>\n1\n<parameter=b>\n<parameter=d>\n</function></tool_call>\nSo " + NOW_CALL,
+        '{"a": 1, "b": "<parameter=d>"}',
+        "So",
+        True,
+    ),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=b><tool_call>\n<tool_call><function=now>\n</function>",
+        '{"b": "<tool_call>"}',
+        "",
+        True,
+    ),
+]
+ANSWERS += [
+    (form, text, Parsed("", content, ((ToolCall("f", arguments),) if arguments else ()) + CALLS[1:] * follows))
+    for form, text, arguments, content, follows in WRONG
 ]
 FUNCTIONS: dict[str, Any] = {
     "weather": {"properties": {"city": {"type": "string"}}},
     "now": {},
     "add": {"properties": {"b": {"type": "string"}}},
+    "f": {"properties": {"a": {}, "b": {"type": "string"}}},
 }
 
 
@@ -156,18 +208,52 @@ def test_the_parser(form: str, text: str, expected: Parsed, reasons: bool) -> No
 
 
 PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<|python_tag|>"]
-PIECES += ["<function=now>", "<parameter=a>", "</parameter>", "</function>", '{"name": "now", "arguments": {']
-PIECES += '{}[]",:\\ xn<>\n'
+PIECES += ["<function=now>", "<function=f>", "<parameter=a>", "<parameter=b>", "</parameter>", "</function>"]
+PIECES += ['{"name": "now", "arguments": {', '{"arguments": {}, "name": "now"', '"c": "', *'{}[]",\\ <>\n']
+WORDS = [f"word{i}." for i in range(3)]
 
 
 @settings(max_examples=80)
-@given(st.lists(st.sampled_from(PIECES)), st.integers(1, 9), st.sampled_from([*CALL_FORMATS.values(), REQUIRED_CALLS]))
+@given(
+    st.lists(st.sampled_from(PIECES + WORDS)),
+    st.integers(1, 9),
+    st.sampled_from([*CALL_FORMATS.values(), REQUIRED_CALLS]),
+)
 def test_the_parser_reads_anything(pieces: list[str], size: int, form: CallFormat) -> None:
-    """How the text is cut into pieces changes nothing."""
+    """How the text is cut into pieces changes nothing, and no word is dropped."""
     parser, text = OutputParser(REASONING_TAGS["think"], form, functions=FUNCTIONS), "".join(pieces)
     whole = grows(parser, text)
     assert read(parser, [text[i : i + size] for i in range(0, len(text) + 1, size)]) == whole
     assert read(parser, [*pieces, ""]) == whole
+    said = f"{whole.reasoning}{whole.content}{whole.calls}"
+    assert all(said.count(word) == text.count(word) for word in WORDS)
+
+
+VALUES: list[tuple[Any, str, Any]] = [
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "1", "1"),  # pydantic's Optional[str]
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+    ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "1", 1),
+    ({"type": ["string", "null"]}, "true", "true"),
+    ({"type": ["string", "object"]}, '{"a": [1.50]}', {"a": [1.5]}),
+    ({"allOf": [{"type": ["string", "integer"]}, {"$ref": "#/$defs/text"}]}, "1", "1"),
+    ({"$ref": "#/$defs/more"}, "1", "1"),
+    ({"$ref": "#/$defs/none"}, "1", 1),
+    ({"enum": ["1", "true"]}, "true", "true"),
+    ({"const": "1"}, "1", "1"),
+    ({"type": "integer"}, "x", "x"),
+    (functools.reduce(lambda schema, _: {"anyOf": [schema]}, range(2000), {}), "1", 1),
+    *(({"type": "number"}, text, text) for text in ("NaN", "-Infinity", "1e999", '{"a": 1e999}')),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), VALUES)
+def test_values_have_the_types_of_their_schema(schema: Any, text: str, value: Any) -> None:
+    """Also where the schema refers to definitions, which may refer to themselves."""
+    definitions = {"text": {"enum": ["1"]}, "more": {"anyOf": [{"$ref": "#/$defs/more"}, {"$ref": "#/$defs/text"}]}}
+    function = {"$defs": {"args": {"properties": {"x": schema}}, **definitions}, "$ref": "#/$defs/args"}
+    parser = OutputParser(None, CALL_FORMATS["qwen3_coder"], functions={"f": function})
+    ((name, arguments),) = grows(parser, f"<function=f><parameter=x>\n{text}\n</parameter></function>").calls
+    assert name == "f" and json.loads(arguments, parse_constant=pytest.fail) == {"x": value}
 
 
 def test_formats_of_templates() -> None:
@@ -223,7 +309,7 @@ def says(llm: LLM, client: OpenAI, text: str, **body: Any) -> Any:
     return scripted(llm, [[*answer.json()["tokens"], *tokenizer.encode(text), tokenizer.eos_token_id]])
 
 
-@pytest.mark.parametrize(("form", "text", "expected"), [ANSWERS[i] for i in (2, 9, 13, 19)])
+@pytest.mark.parametrize(("form", "text", "expected"), [ANSWERS[i] for i in (2, 9, 13, 19, -16, -14)])
 def test_calls_of_the_model(engine: AsyncLLM, llm: LLM, form: str, text: str, expected: Parsed) -> None:
     with talking(engine, form) as client, says(llm, client, text):
         for choice in answers(client, tools=TOOLS, temperature=0):
@@ -245,7 +331,7 @@ def test_a_call_is_streamed_as_it_is_written(engine: AsyncLLM, llm: LLM) -> None
     """Its arguments part by part; the server joins those that wait for the client."""
     text = f'<tool_call>{{"name": "weather", "arguments": {ROME}}}</tool_call>'
     reader = OutputReader(OutputParser(None, CALL_FORMATS["hermes"], functions=FUNCTIONS), False)
-    assert sum(len(reader.read(character, ended=False).calls) for character in text) > 20
+    assert sum(len(reader.read(character, ended=False).calls) for character in text) > 10
     asked: Any = {"model": NAME, "messages": MESSAGES, "tools": TOOLS}
     with talking(engine, "auto") as client, says(llm, client, text):
         stream = client.chat.completions.create(**asked, temperature=0, stream=True, extra_body={"speculation": "off"})
@@ -257,15 +343,29 @@ def test_a_call_is_streamed_as_it_is_written(engine: AsyncLLM, llm: LLM) -> None
     assert "".join(call.function.arguments for call in calls) == ROME
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+def allowed(mode: str, *tools: Any) -> Any:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("choice", ["required", WEATHER, allowed("required", WEATHER)])
 def test_calls_that_must_be(client: OpenAI, choice: Any) -> None:
     sampled = {"temperature": 1.0, "seed": 1, "max_tokens": 150, "parallel_tool_calls": False}
-    read = [*answers(client, tools=TOOLS[:1], tool_choice=choice, **sampled)]
+    read = [*answers(client, tools=TOOLS[: 1 + ("allowed_tools" in choice)], tool_choice=choice, **sampled)]
     assert len({parsed(each) for each in read}) == 1
     (call,) = read[0].message.tool_calls
     assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
     assert read[0].message.content is None
-    assert {each.finish_reason for each in read} == {"tool_calls" if choice == "required" else "stop"}
+    assert {each.finish_reason for each in read} == {"stop" if choice == WEATHER else "tool_calls"}
+
+
+def test_the_model_sees_the_allowed_tools(client: OpenAI) -> None:
+    asked: Any = {"model": NAME, "messages": MESSAGES, "max_tokens": 1}
+    only = client.chat.completions.create(**asked, tools=TOOLS[:1])
+    answer = client.chat.completions.create(**asked, tools=TOOLS, tool_choice=allowed("auto", WEATHER))
+    assert answer.usage and only.usage and answer.usage.prompt_tokens == only.usage.prompt_tokens
 
 
 def test_schemas_share_definitions(client: OpenAI) -> None:
@@ -307,6 +407,35 @@ def test_reasoning(client: OpenAI, engine: AsyncLLM, llm: LLM, is_opened: bool) 
             assert parsed(choice) == Parsed(content=text)
 
 
+def test_reasoning_goes_on_from_the_last_turn(client: OpenAI, engine: AsyncLLM, llm: LLM) -> None:
+    """An open tag in it, wherever it stands there, begins the reasoning, and one in an earlier message does not."""
+    text, goes_on = " is warm.</think>Sun.", {"add_generation_prompt": False, "continue_final_message": True}
+    inside, outside = Parsed("is warm.", "Sun."), Parsed(content=text)
+    with talking(engine, reasoning_parser="deepseek_r1") as implied:
+        for talk, begun, expected in (
+            (client, "<think>Rome", inside),
+            (client, "<think></think>Rome", outside),
+            (client, None, outside),
+            (implied, "<think></think>Rome", outside),
+            (implied, None, inside),
+        ):
+            messages: Any = [{"role": "user", "content": "What is <think>?"}]
+            body = goes_on if begun else {}
+            messages += [{"role": "assistant", "content": begun}] if begun else []
+            with says(llm, talk, text, messages=messages, tools=None, **body):
+                for choice in answers(talk, messages=messages, temperature=0, extra_body=body):
+                    assert parsed(choice) == expected
+        with says(llm, implied, "Rome", tools=None):
+            assert {parsed(choice) for choice in answers(implied, temperature=0)} == {Parsed("Rome")}
+
+
+def test_a_failure_in_a_stream_is_its_last_event(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OutputReader, "read", lambda *_: [][0])
+    body = {"messages": MESSAGES, "max_tokens": 4, "stream": True}
+    events = httpx2.post(f"{client.base_url}chat/completions", json=body).text.removeprefix("data: ").split("\ndata: ")
+    assert json.loads(events[0])["error"]["type"] == "server_error" and events[1].strip() == "[DONE]", events
+
+
 def test_schemas_hold_beside_tools(client: OpenAI) -> None:
     form = {"json": CITY | {"additionalProperties": False}, "disable_any_whitespace": True}
     read = [*answers(client, tools=TOOLS, seed=2, max_tokens=60, extra_body={"structured_outputs": form})]
@@ -326,6 +455,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": "any"}, "='any'"),
     ({"tools": TOOLS, "tool_choice": function(name="f")}, "'f'; tools: weather, now"),
     ({"tool_choice": "required"}, "tool_choice='required' needs tools"),
+    ({"tools": TOOLS, "tool_choice": allowed("auto", WEATHER, function(name="f"))}, "'f'; tools: weather, now"),
+    ({"tools": TOOLS, "tool_choice": allowed("required")}, "tool_choice='required' needs tools"),
     ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls=1"),
     ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "both constrain"),
     ({"functions": [{"name": "f"}]}, "functions is not supported; use tools"),
@@ -342,9 +473,42 @@ def test_bad_bodies(client: OpenAI, body: dict[str, Any], message: str) -> None:
 
 def test_a_template_without_a_known_format(engine: AsyncLLM) -> None:
     arguments: Any = {"model": NAME, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 2}
-    with talking(engine, "auto", chat_template="{{ messages[0].content }}") as client:
-        with pytest.raises(openai.BadRequestError, match=r"--tool-call-parser \(hermes, .*, qwen3_coder\)"):
-            client.chat.completions.create(**arguments)
-        assert client.chat.completions.create(**arguments, tool_choice="none").choices
+    template = "{{ messages[0].content }}"
+    for options in ({"chat_template": template + "{{ tools }}"}, {"chat_template": template, "parser": "none"}):
+        with talking(engine, **{"parser": "auto"} | options) as client:
+            with pytest.raises(openai.BadRequestError, match=r"--tool-call-parser \(hermes, .*, generic\)"):
+                client.chat.completions.create(**arguments)
+            assert client.chat.completions.create(**arguments, tool_choice="none").choices
     with talking(engine, "auto", chat_template=None) as client, pytest.raises(openai.BadRequestError):
         client.chat.completions.create(**arguments)  # the model is none for chats
+
+
+PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
+
+
+@pytest.mark.parametrize(("template", "role"), [(PLAIN, "system"), (REFUSING, "user")])
+def test_a_template_without_tools(
+    engine: AsyncLLM, llm: LLM, caplog: pytest.LogCaptureFixture, template: str, role: str
+) -> None:
+    """The first message describes them, calls and their results are text, and the answer's are read."""
+    tools: Any = [function(name="now")]
+    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages: Any = [{"role": "user", "content": "?"}]
+    messages += [{"role": "assistant", "content": "So:", "tool_calls": [call, call]}]
+    messages += [{"role": "tool", "tool_call_id": "a", "content": text} for text in ("1", "2")]
+    messages += [{"role": "user", "content": "And?"}]
+    with talking(engine, "auto", chat_template=template) as client:
+        url = str(client.base_url).replace("/v1/", "")
+        tokens = httpx2.post(f"{url}/tokenize", json={"messages": messages, "tools": tools}).json()["tokens"]
+        text = httpx2.post(f"{url}/detokenize", json={"tokens": tokens}).json()["prompt"]
+        assert text.startswith(f"{role}: ") and '{"name": "now"}\nTo call one' in text
+        calls = "\n".join(['<tool_call>{"name": "now", "arguments": {}}</tool_call>'] * 2)
+        results = "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+        assert text.endswith(f"\nassistant: So:\n{calls}\nuser: {results}\nAnd?\n")
+        for said, content in ((f"Well.{NOW_CALL}", "Well."), ('[{"name": "now", "arguments": {}}]', "")):
+            with says(llm, client, said, tools=tools):
+                for choice in answers(client, tools=tools, temperature=0):
+                    assert parsed(choice) == Parsed("", content, CALLS[1:]) and choice.finish_reason == "tool_calls"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"tools: a message of role '{role}' describes them, and calls are read as JSON")

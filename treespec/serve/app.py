@@ -1,7 +1,9 @@
 """The endpoints."""
 
 import asyncio
+import functools
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +25,8 @@ from treespec.outputs import RequestOutput
 from treespec.sampling_params import SamplingParams
 from treespec.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from treespec.serve.audit import Audit
-from treespec.serve.errors import Guard, ServerError, Shutdown, error_document, on_error
+from treespec.serve.errors import INTERNAL_ERROR, Guard, ServerError, Shutdown, error_document, on_error
+from treespec.serve.messages import generic_messages
 from treespec.serve.metrics import ServerMetrics
 from treespec.serve.options import ServerOptions
 from treespec.serve.output_parser import (
@@ -38,6 +41,8 @@ from treespec.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, Ge
 from treespec.serve.reading import Events, Reading, RoundFeed, while_connected
 from treespec.text.chat import ChatOptions, Conversation, conversations
 from treespec.text.prompt_tokenizer import UserTokenizer
+
+logger = logging.getLogger("treespec")
 
 PAGE = Path(__file__).parent / "page"
 _PAGE_HEADERS = {
@@ -113,16 +118,19 @@ class Server:
     async def _events(
         self, answer: Answer, reading: Reading, usage: bool, feed: RoundFeed | None
     ) -> AsyncIterator[dict[str, str]]:
-        """Yield the events of a stream. An error is the last one, as OpenAI's clients expect it."""
+        """Yield the events of a stream. An error is the last one before [DONE], as OpenAI's clients expect it."""
         try:
             async for place, output in reading.merged():
                 for chunk in answer.chunks(place, output, None if feed is None else feed.take()):
                     yield {"data": chunk}
             if usage:
                 yield {"data": answer.usage_chunk()}
-            yield {"data": "[DONE]"}
         except ServerError as error:
             yield {"data": json.dumps(error_document(str(error), error.status))}
+        except Exception:
+            logger.exception("request %s failed", answer.request_id)
+            yield {"data": json.dumps(error_document(INTERNAL_ERROR, 500))}
+        yield {"data": "[DONE]"}
 
     def _parser(self, body: ChatBody) -> OutputParser:
         """Return what splits the answers to a request. Raises ConfigError if the format of its calls is unknown."""
@@ -139,7 +147,12 @@ class Server:
                 "tools: the chat template has no known format of calls; start the server with --tool-call-parser "
                 f"({', '.join(CALL_FORMATS)}), or give tool_choice 'required'"
             )
-        return OutputParser(self._reasoning, calls, functions=body.functions, most_calls=most)
+
+        @functools.cache  # for several choices
+        def last_turn(text: str) -> str:
+            return self._conversation(body).last_turn(self._engine.llm.get_tokenizer(), text)
+
+        return OutputParser(self._reasoning, calls, functions=body.functions, most_calls=most, last_turn=last_turn)
 
     def _model_name(self, name: str | None) -> str:
         """Return the name that the client uses, or the first one. Raises HTTPException for an unknown one."""
@@ -149,19 +162,39 @@ class Server:
         return name or names[0]
 
     def _conversation(self, body: ChatBody | TokenizeBody) -> Conversation:
-        adds = body.add_generation_prompt
+        adds, tools = body.add_generation_prompt, body.tools_for_template
+        messages = [message.for_template() for message in body.messages or ()]
+        if self._calls is not None and self._calls.is_generic:
+            messages, tools = generic_messages(messages, tools, self._describing_role if tools else ""), None
         (conversation,) = conversations(
             self._engine.llm.get_tokenizer(),
-            [message.for_template() for message in body.messages or ()],
+            messages,
             ChatOptions(
                 self._options.chat_template,
                 not body.continue_final_message if adds is None else adds,
                 body.continue_final_message,
-                body.tools_for_template,
+                tools,
                 body.chat_template_kwargs,
             ),
         )
         return conversation
+
+    @functools.cached_property
+    def _describing_role(self) -> str:
+        """The role whose message describes tools to a template without them: the user's if it takes no system's."""
+        turns = [{"role": "system", "content": "probe"}, {"role": "user", "content": "?"}]
+        probe = Conversation(turns, ChatOptions(self._options.chat_template))
+        try:
+            takes_system = "probe" in probe.render(self._engine.llm.get_tokenizer())
+        except TreespecError:
+            takes_system = False
+        role = "system" if takes_system else "user"
+        logger.warning(
+            "tools: a message of role %r describes them, and calls are read as JSON (--tool-call-parser generic, for "
+            "chat templates without tools; none refuses them)",
+            role,
+        )
+        return role
 
     def tokenize(self, body: TokenizeBody) -> Response:
         """Return the token ids of a text or a conversation. FastAPI calls it in a thread, as it is no coroutine."""

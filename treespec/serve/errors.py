@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from treespec.errors import TreespecError
 from treespec.serve.options import LOOPBACK, ServerOptions
 
+INTERNAL_ERROR = "an internal error, which the server's log describes"
 SHUTTING_DOWN = "the server is shutting down"
 _LONGEST = 2000  # characters of a message, which may quote the request
 _LONGEST_NAME = 200  # of a field, whose parts may be the client's
@@ -59,7 +60,7 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
         return error_response(str(error), 400)
     if isinstance(error, ServerError):
         return error_response(str(error), error.status)
-    return error_response("an internal error, which the server's log describes", 500)
+    return error_response(INTERNAL_ERROR, 500)
 
 
 class Shutdown:

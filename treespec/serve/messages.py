@@ -1,5 +1,6 @@
 """Messages and tools in the body of a chat, and the schema of calls."""
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
@@ -57,6 +58,53 @@ class Message(BaseModel):
 Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast(), Field(max_length=MOST_MESSAGES)])
 
 
+def generic_messages(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, role: str
+) -> list[dict[str, Any]]:
+    """Return messages for a template without tools: the first, of `role`, describes them; calls and results are text.
+
+    Results are the user's, in one message with what the user says behind them, as many templates take roles in turn.
+    """
+    result, follows_result = list[dict[str, Any]](), False
+    for message in messages:
+        message, content = dict(message), message.get("content")
+        is_result = message["role"] in ("tool", "function")
+        if is_result:
+            message = {"role": "user", "content": _joined("<tool_response>", content, "</tool_response>")}
+        elif calls := message.pop("tool_calls", None):
+            message["content"] = _joined(content, *map(_generic_call, calls))
+        if follows_result and message["role"] == "user":
+            result[-1]["content"] = _joined(result[-1]["content"], message["content"])
+        else:
+            result.append(message)
+        follows_result = is_result
+    if tools:
+        functions = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+        if not result or result[0]["role"] != role:
+            result.insert(0, {"role": role})
+        result[0]["content"] = _joined(result[0].get("content"), "You can call these functions:", *functions, _GENERIC)
+    return result
+
+
+_GENERIC = (
+    "To call one, answer with its name and its arguments as JSON between tags, once for each call:\n"
+    '<tool_call>{"name": "NAME", "arguments": {"KEY": "VALUE"}}</tool_call>\n'
+    "The results will follow. If no function is needed, answer in words."
+)
+
+
+def _generic_call(call: dict[str, Any]) -> str:
+    name, arguments = call["function"]["name"], call["function"]["arguments"] or "{}"
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {text}}}</tool_call>'
+
+
+def _joined(*contents: Any) -> Any:
+    """Return contents as one: a text, or parts if one of them has parts."""
+    parts = [part for content in contents if content for part in (content if isinstance(content, list) else [content])]
+    return "\n".join(parts) if all(isinstance(part, str) for part in parts) else parts
+
+
 class Function(Strict):
     """A function of `tools`. `strict` is ignored with tool_choice "auto", and implied by the other choices."""
 
@@ -102,6 +150,20 @@ class ToolChoice(Strict):
 
     type: Literal["function"]
     function: ChosenFunction
+
+
+class AllowedTools(Strict):
+    """The tools that may be called, at least by name, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Tools
+
+
+class AllowedToolsChoice(Strict):
+    """OpenAI's `tool_choice` of some functions."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 def calls_schema(functions: list[Function], most: int | None, only_arguments: bool) -> dict[str, Any]:

@@ -22,8 +22,9 @@ class ServerOptions:
         speculative_config: JSON of vLLM's keys method (ngram, suffix, draft_model), model and num_speculative_tokens.
         chat_template: Jinja file that replaces the model's chat template. `Server` takes its text.
         enable_prefix_caching: share the KV cache of common prefixes between requests (`LLM` does so only if asked).
-        tool_call_parser: format of tool calls: hermes, llama3_json, mistral, qwen3_coder; auto is the template's.
-        reasoning_parser: tags of reasoning: think, mistral, none; auto is the template's.
+        tool_call_parser: format of tool calls: hermes, llama3_json, mistral, qwen3_coder, generic, none; auto is the
+            template's, or generic if it has no tools.
+        reasoning_parser: tags of reasoning: think, mistral, deepseek_r1, none; auto is the template's.
         request_timeout: longest seconds of a request; any if not set.
         replicas: processes with an engine each, which Ray Serve runs behind one port; needs the extra [ray].
         audit: share of finished requests to decode again without speculation while the server is idle; differing tokens
@@ -40,7 +41,7 @@ class ServerOptions:
     speculative_config: str | None = None
     chat_template: str | None = None
     enable_prefix_caching: bool = True
-    tool_call_parser: str = option("auto", choices=("auto", *CALL_FORMATS))
+    tool_call_parser: str = option("auto", choices=("auto", *CALL_FORMATS, "none"))
     reasoning_parser: str = option("auto", choices=("auto", *REASONING_TAGS, "none"))
     request_timeout: float | None = option(None, least=0.01)
     replicas: int | None = option(None, least=1)

@@ -1,12 +1,13 @@
 """Split the text of a chat's answer into reasoning, content and tool calls, also while it grows."""
 
 import json
+import math
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from treespec.serve.output_parser import CallFormat, OutputParser
+from treespec.serve.output_parser import JSON_TYPES, CallFormat, OutputParser, json_type
 
 # The usual head of a call, in the order that lets the arguments be streamed.
 _HEAD = re.compile(
@@ -14,12 +15,18 @@ _HEAD = re.compile(
     r"\s*(?=\{)"
 )
 _NAMED_HEAD = re.compile(r"([\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s?(?=\{)")
+_SPACE = r"\s*"
+_BRACE, _REST = re.compile(r"[{}]"), re.compile(r'\s*(?:\}|,\s*(?="))')
 _XML_FUNCTION, _XML_END, _XML_PARAMETER, _VALUE_END = "<function=", "</function>", "<parameter=", "</parameter>"
 _XML_HEAD, _XML_KEY = re.compile(r"<function=([\w.-]{1,64})>"), re.compile(r"<parameter=([^<>\n]{1,64})>")
+# What may end a value, and an end of the text that more text may make one.
+_XML_TAG = re.compile(
+    rf"{_VALUE_END}|{_XML_END}|</tool_call>|{_XML_KEY.pattern}|(?:<tool_call>\s*)?{_XML_HEAD.pattern}"
+)
+_XML_BEGUN = re.compile(r"\n?(?:<tool_call>\s*)?(?:<[^<>\n]{0,80})?\Z")
 _MARK = re.compile(r'\\.|\\\Z|["{}\[\]]', re.DOTALL)
 _LONGEST_HEAD = 1000  # characters; a call with a longer one is read as a whole
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
-_NULL = ("null", "None")
 
 
 class CallPart(NamedTuple):
@@ -44,7 +51,11 @@ _Decision = Generator[None, None, bool]
 
 
 class OutputReader:
-    """Reads one answer, which may begin within the reasoning, piece by piece. How it is cut changes nothing."""
+    """Reads one answer, which may begin within the reasoning, piece by piece. How it is cut changes nothing.
+
+    A tag of the format ends what is open, unless it stands in a string of an object, or in a value, that goes on
+    behind it. Text that is no call is content.
+    """
 
     def __init__(self, parser: OutputParser, is_reasoning: bool = False):
         self.num_calls = 0  # so far
@@ -62,20 +73,31 @@ class OutputReader:
         parser, form = self.parser, self.parser.calls
         if parser.named is not None:
             self._begin_call(parser.named)
-            yield from self._until("", self._go_on)
+            yield from self._until((), self._go_on)
         if parser.reasoning is not None:
-            yield from self._read_reasoning(*parser.reasoning, is_reasoning)
+            yield from self._read_reasoning(parser.reasoning.opening, parser.reasoning.closing, is_reasoning)
         if form is None:
-            yield from self._until("", self._add_content)
+            yield from self._until((), self._add_content)
             return
+        is_open = False  # calls whose closing tag is yet to come
         if form.bare:
             while not self._text.strip() and not self._ended:
                 yield
-            if self._text.lstrip()[:1] == form.bare:
-                yield from self._read_calls(form, is_bare=True)
-        while (space := (yield from self._until(form.tag, self._add_content))) is not None:
-            if not (yield from self._read_calls(form)):
-                self._add_content(space + form.tag)  # of something else
+            if self._text.lstrip().startswith(tuple(form.bare)):
+                is_open = yield from self._read_calls(form, is_bare=True)
+        tags = (*form.tags, *([_XML_FUNCTION] if form.is_xml else ()))
+        while (found := (yield from self._until(tags, self._add_content))) is not None:
+            space, tag = found
+            is_bare = tag == _XML_FUNCTION  # models leave out the tag before it
+            self._text = tag + self._text if is_bare else self._text
+            if is_open and tag == form.closing:
+                is_open = False
+                yield from self._skip(_SPACE)
+            elif tag != form.closing and (yield from self._read_calls(form, is_bare)):
+                is_open = True
+            else:
+                self._take(len(tag) if is_bare else 0)
+                self._add_content(space + tag)
 
     def _read_reasoning(self, opening: str, closing: str, is_reasoning: bool) -> _Steps:
         """Read the reasoning, without the white space beside the tags."""
@@ -85,81 +107,100 @@ class OutputReader:
             self._text = begin.removeprefix(opening)
         elif not is_reasoning:
             return
-        yield from self._skip_space()
-        yield from self._until(closing, self._add_reasoning, keeps_space=False)
-        yield from self._skip_space()
+        yield from self._skip(_SPACE)
+        yield from self._until((closing,), self._add_reasoning, keeps_space=False)
+        yield from self._skip(_SPACE)
 
     def _until(
-        self, tag: str, add: Callable[[str], None], keeps_space: bool = True
-    ) -> Generator[None, None, str | None]:
-        """Add the text before a tag, and return the white space between; None if the text ends without the tag."""
-        while not tag or tag not in self._text:
+        self, tags: tuple[str, ...], add: Callable[[str], None], keeps_space: bool = True
+    ) -> Generator[None, None, tuple[str, str] | None]:
+        """Add the text before the first tag; return the white space between and the tag, None if the text has none."""
+        while (first := min(((self._text.find(tag), tag) for tag in tags if tag in self._text), default=None)) is None:
             if self._ended:
                 add(self._take() if keeps_space else self._take().rstrip())
                 return None
-            add(self._take(len(_without_beginning(self._text, tag).rstrip()) if tag else None))
+            add(self._take(len(self._text[: self._certain(*tags)].rstrip()) if tags else None))
             yield
-        before, _, self._text = self._text.partition(tag)
+        place, tag = first
+        before = self._take(place)
+        self._take(len(tag))
         add(before.rstrip())
-        return before[len(before.rstrip()) :]
+        return before[len(before.rstrip()) :], tag
 
     def _read_calls(self, form: CallFormat, is_bare: bool = False) -> _Decision:
         """Read the calls with which the text begins. Return False if there are none; the text is then as before."""
-        has_read, skipped, is_tagged = False, "", not is_bare
+        num_calls, opened = self.num_calls, ""
         while True:
-            certain = len(self._text)
-            if not self._ended:
-                certain = min(len(_without_beginning(self._text, tag)) for tag in (form.tag, form.closing))
-            match = re.compile(form.between).match(self._text, 0, certain)
-            assert match is not None, "it may be empty"
-            skipped += self._take(match.end())
-            if match.end() == certain:
-                if self._ended:
-                    return True
-                yield
-                continue
-            is_tagged = is_tagged or (bool(form.tag) and form.tag in skipped)
-            if not (yield from self._read_call(form, is_bare, is_tagged)):
-                if not has_read:
-                    self._text = skipped + self._text
-                return has_read
-            has_read, skipped, is_tagged = True, "", False
+            if self.num_calls == num_calls:
+                skipped = opened = yield from self._skip(r"\s*\[?\s*" if form.is_list else _SPACE)
+            else:
+                skipped = yield from self._skip(rf"\s*[{form.separators}]?\s*" if form.separators else _SPACE)
+            if not self._text or not (yield from self._read_call(form, is_bare, is_first=self.num_calls == num_calls)):
+                self._text = skipped + self._text
+                break
+        if self.num_calls > num_calls:
+            yield from self._skip(r"\s*\]?\s*" if "[" in opened else _SPACE)
+        return self.num_calls > num_calls
 
-    def _read_call(self, form: CallFormat, is_bare: bool, is_tagged: bool) -> _Decision:
+    def _skip(self, pattern: str) -> Generator[None, None, str]:
+        """Take what matches, with which the text begins."""
+        while True:
+            match = re.match(pattern, self._text)
+            assert match is not None, "it may be empty"
+            if match.end() < len(self._text) or self._ended:
+                return self._take(match.end())
+            yield
+
+    def _read_call(self, form: CallFormat, is_bare: bool, is_first: bool) -> _Decision:
         """Read a call, or return False and leave the text as it is."""
         if self._text[0] == "{":
-            return (yield from self._read_json(is_bare))
+            return (yield from self._read_json(form, is_bare))
         if form.is_xml:
-            return (yield from self._read_xml())
-        return form.is_named and is_tagged and (yield from self._read_named())
+            return (yield from self._read_xml(is_bare))
+        return form.is_named and is_first and not is_bare and (yield from self._read_named(form))
 
-    def _read_json(self, is_bare: bool) -> _Decision:
+    def _read_json(self, form: CallFormat, is_bare: bool) -> _Decision:
         """Read an object with the name and the arguments."""
-        nesting, seen = _Nesting(), 0
-        while True:
-            head, end = _HEAD.match(self._text, 0, _LONGEST_HEAD), nesting.end(self._text[seen:])
-            if head is not None or end is not None:
+        while (brace := _BRACE.search(self._text, 1, _LONGEST_HEAD)) is None:
+            if self._ended or len(self._text) >= _LONGEST_HEAD:
                 break
-            if self._ended:
-                return False
-            seen = len(self._text)
             yield
-        call = {"name": _loads(head[1])} if head is not None else _loads(self._text[: seen + (end or 0)])
+        head = None if brace is None else _HEAD.match(self._text, 0, brace.end())
+        read: list[str] = []
+        if head is None and not (yield from self._read_object(form.tags, read.append)):
+            self._text = "".join(read) + self._text
+            return False
+        call = _loads("".join(read)) if head is None else {"name": _loads(head[1])}
         name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or (is_bare and name not in self.parser.functions):
+            self._text = "".join(read) + self._text
             return False
-        self._begin_call(name)
-        if head is not None:
-            self._take(head.end())
-            yield from self._go_on_with_object(_Nesting(), self._go_on)
-            yield from self._go_on_with_object(_Nesting(1), lambda _: None)
+        self._begin_call(_encodable(name))
+        if head is None:
+            arguments = call.get("arguments", call.get("parameters")) or {}
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            self._go_on(_encodable(text))
             return True
-        self._take(seen + (end or 0))
-        arguments = call.get("arguments", call.get("parameters")) or {}
-        self._go_on(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+        self._take(head.end())
+        if (yield from self._read_object(form.tags, self._go_on)):
+            yield from self._read_rest(form.tags)
         return True
 
-    def _read_named(self) -> _Decision:
+    def _read_rest(self, tags: tuple[str, ...]) -> _Steps:
+        """Skip the rest of a call's object behind the arguments, unless the brace is missing."""
+        while (rest := _REST.match(self._text)) is None and not self._ended and re.fullmatch(r"\s*,?\s*", self._text):
+            yield
+        if rest is None:
+            return
+        if rest[0].endswith("}"):
+            self._take(rest.end())
+            return
+        read: list[str] = []
+        is_whole = yield from self._read_object(tags, read.append, opened='{"": 0')
+        if not is_whole or _loads('{"": 0' + "".join(read)) is None:
+            self._text = "".join(read) + self._text
+
+    def _read_named(self, form: CallFormat) -> _Decision:
         """Read a name and an object with the arguments."""
         while "{" not in self._text and not self._ended:
             if len(self._text) > 150 or not re.fullmatch(r"[\w.\-\[\]\s]*", self._text):
@@ -170,69 +211,117 @@ class OutputReader:
             return False
         self._begin_call(head[1])
         self._take(head.end())
-        yield from self._go_on_with_object(_Nesting(), self._go_on)
+        yield from self._read_object(form.tags, self._go_on)
         return True
 
-    def _go_on_with_object(self, nesting: "_Nesting", add: Callable[[str], None]) -> _Steps:
-        """Add the text to the end of an object."""
-        while (end := nesting.end(self._text)) is None and not self._ended:
-            add(self._take())
-            yield
-        add(self._take(end))
+    def _read_object(self, tags: tuple[str, ...], add: Callable[[str], None], opened: str = "") -> _Decision:
+        """Add the text of an object that begins with `opened`, to its end or to a tag; return whether it has its end.
 
-    def _read_xml(self) -> _Decision:
+        A tag in a string is part of it if the object, with what follows, is JSON.
+        """
+        nesting, read = _Nesting(len(opened[:1])), opened
+        while True:
+            tag = min((place for each in tags if (place := self._text.find(each)) >= 0), default=None)
+            certain = self._certain(*tags) if tag is None else tag
+            end = nesting.end(self._text[:certain])
+            piece = self._take(certain if end is None else end)
+            add(piece)
+            read += piece
+            if end is not None or tag is not None or self._ended:
+                break
+            yield
+        if end is not None or tag is None or not nesting.is_string:
+            return end is not None
+        seen = 0
+        while (end := nesting.end(self._text[seen:])) is None and not self._ended:
+            seen = len(self._text)
+            yield
+        if end is None or _loads(read + self._text[: seen + end]) is None:
+            return False
+        add(self._take(seen + end))
+        return True
+
+    def _read_xml(self, is_bare: bool) -> _Decision:
         """Read a function with its parameters."""
         while not self._ended and _is_open(self._text, _XML_FUNCTION):
             yield
         head = _XML_HEAD.match(self._text)
-        if head is None:
+        if head is None or (is_bare and head[1] not in self.parser.functions):
             return False
         self._take(head.end())
         self._begin_call(head[1])
-        properties, separator = self.parser.functions.get(head[1], {}).get("properties") or {}, "{"
+        given: set[str] = set()
         while True:
-            yield from self._skip_space()
+            yield from self._skip(_SPACE)
             while not self._ended and _is_open(self._text, _XML_PARAMETER, _XML_END):
                 yield
             if (key := _XML_KEY.match(self._text)) is None:
                 break
             self._take(key.end())
-            self._go_on(f"{separator}{json.dumps(key[1], ensure_ascii=False)}: ")
-            separator = ", "
-            yield from self._read_value(properties.get(key[1]) or {})
+            self._go_on(f"{', ' if given else '{'}{json.dumps(key[1], ensure_ascii=False)}: ")
+            given.add(key[1])
+            if not (yield from self._read_value(head[1], key[1], given)):
+                return True
         if self._ended and _is_open(self._text, _XML_PARAMETER, _XML_END):  # it breaks off
             self._take()
             return True
         self._text = self._text.removeprefix(_XML_END)
-        self._go_on("{}" if separator == "{" else "}")
+        self._go_on("}" if given else "{}")
         return True
 
-    def _read_value(self, schema: Mapping[str, Any]) -> _Steps:
-        """Read the value of a parameter: a string as it comes, another type as a whole."""
+    def _read_value(self, function: str, parameter: str, given: set[str]) -> _Decision:
+        """Read the value of a parameter: a string as it comes, another type as a whole. Return whether it has an end.
+
+        Without its own tag it ends at the next parameter of those not yet `given`, or where the function ends.
+        """
         while not self._text and not self._ended:
             yield
         self._text = self._text.removeprefix("\n")
-        is_string, value = schema.get("type") == "string", ""
+        types, value = self.parser.value_types(function, parameter), ""
+        is_string = types == {"string"}
         self._go_on('"' if is_string else "")
-        while _VALUE_END not in self._text and not self._ended:
-            certain = min(len(_without_beginning(self._text, tag)) for tag in (_VALUE_END, f"\n{_VALUE_END}"))
+        closing: int | None = None  # a tag of the function's end, which is part of the value if the value's own follows
+        seen = 0
+        while True:
+            end = None
+            for tag in _XML_TAG.finditer(self._text, seen):
+                seen, (next_key, next_function) = tag.end(), tag.groups()
+                if tag[0] == _VALUE_END or (next_key is not None and self._is_next(function, next_key, given)):
+                    end = tag.start()
+                elif next_function in self.parser.functions:
+                    end = tag.start() if closing is None else closing
+                elif next_key is None and next_function is None and closing is None:
+                    closing = tag.start()
+                if end is not None:
+                    break
+            if end is not None or self._ended:
+                break
+            begun = _XML_BEGUN.search(self._text, seen)
+            assert begun is not None, "it may be empty"
+            seen = begun.start()
+            certain = seen if closing is None else closing - self._text[:closing].endswith("\n")
             piece = self._take(certain)
             self._go_on(_escaped(piece) if is_string else "")
-            value += piece
+            value, seen, closing = value + piece, seen - certain, None if closing is None else closing - certain
             yield
-        piece, end, self._text = self._text.partition(_VALUE_END)
-        piece = piece.removesuffix("\n") if end else piece
+        end = closing if end is None else end
+        piece = self._take(end)
+        if end is not None:
+            piece, self._text = piece.removesuffix("\n"), self._text.removeprefix(_VALUE_END)
         if is_string:
-            self._go_on(_escaped(piece) + ('"' if end else ""))
-        elif end:
-            value = (value + piece).strip()
-            read = _loads(_PYTHON.get(value, value))
-            self._go_on(json.dumps(value if read is None and value not in _NULL else read, ensure_ascii=False))
+            self._go_on(_escaped(piece) + ("" if end is None else '"'))
+        else:
+            self._go_on(_json_value(value + piece, types))
+        return end is not None
 
-    def _skip_space(self) -> _Steps:
-        while not self._text.strip() and not self._ended:
-            yield
-        self._text = self._text.lstrip()
+    def _is_next(self, function: str, parameter: str, given: set[str]) -> bool:
+        """Return whether a function may go on with this parameter."""
+        return parameter not in given and parameter in (self.parser.parameters(function) or {parameter})
+
+    def _certain(self, *tags: str) -> int:
+        """Return how much of the text, from its beginning, begins none of the tags."""
+        lengths = (len(_without_beginning(self._text, tag)) for tag in tags)
+        return len(self._text) if self._ended else min(lengths, default=len(self._text))
 
     def _take(self, count: int | None = None) -> str:
         """Take the next characters, or all, out of the text that is not decided on."""
@@ -269,7 +358,7 @@ class _Nesting:
     """Finds the end of a JSON object or list whose text comes in pieces, behind `depth` open brackets."""
 
     def __init__(self, depth: int = 0):
-        self._depth, self._is_string, self._is_escaped = depth, False, False
+        self._depth, self.is_string, self._is_escaped = depth, False, False
 
     def end(self, piece: str) -> int | None:
         """Return where it ends in the next piece, or None if it goes on."""
@@ -280,24 +369,46 @@ class _Nesting:
             if match[0][0] == "\\":
                 self._is_escaped = len(match[0]) == 1
             elif match[0] == '"':
-                self._is_string = not self._is_string
-            elif not self._is_string:
+                self.is_string = not self.is_string
+            elif not self.is_string:
                 self._depth += 1 if match[0] in "{[" else -1
                 if not self._depth:
                     return match.end()
         return None
 
 
-def _loads(text: str) -> Any:
+def _loads(text: str, strict: bool = False) -> Any:
+    """Return the value of JSON; None for null, and for text that is none, or has numbers that are not finite."""
     try:
-        return json.loads(text)
+        return json.loads(text, strict=strict, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(text)
+    return number
+
+
+def _json_value(text: str, types: Set[str]) -> str:
+    """Return the value of a parameter as JSON: of its types the one that the text can be read as, else a string."""
+    literal = _PYTHON.get(text.strip(), text.strip())
+    read = _loads(literal, strict=True)
+    is_json = read is not None or literal == "null"
+    if is_json and ("string" not in types or json_type(read) in types - {"string"} or types >= JSON_TYPES):
+        return literal
+    return json.dumps(text.strip() if types >= JSON_TYPES else text, ensure_ascii=False)
 
 
 def _escaped(text: str) -> str:
     """Return a part of a string as it stands in JSON."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _encodable(text: str) -> str:
+    """Return a text with lone surrogates, which UTF-8 does not have, as JSON's escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _may_become(text: str, tag: str) -> bool:

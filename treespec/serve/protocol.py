@@ -10,7 +10,7 @@ from typing_extensions import TypeAliasType
 
 from treespec.errors import ConfigError, RequestError, reject_unknown
 from treespec.sampling_params import RequestOutputKind, SamplingParams
-from treespec.serve.messages import Messages, Strict, TemplateFields, ToolChoice, calls_schema
+from treespec.serve.messages import AllowedToolsChoice, Messages, Strict, TemplateFields, Tool, ToolChoice, calls_schema
 
 MOST_CHOICES = 1024  # of one request: prompts times n
 MOST_LOGPROBS = 20  # OpenAI's and vLLM's limit
@@ -205,7 +205,7 @@ class ChatBody(TemplateFields, GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
 
     def check(self) -> None:
@@ -215,9 +215,9 @@ class ChatBody(TemplateFields, GenerationBody):
         names = [tool.function.name for tool in self.tools or ()]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"tools: {min(repeated)!r} is there more than once")
-        if self.called is not None and self.called not in names:
-            raise ConfigError(f"tool_choice: function {self.called[:60]!r}; tools: {', '.join(names) or 'none'}")
-        if self.tool_choice == "required" and not names:
+        if unknown := [name for name in self._chosen or () if name not in names]:
+            raise ConfigError(f"tool_choice: function {unknown[0][:60]!r}; tools: {', '.join(names) or 'none'}")
+        if self.must_call and not self.allowed:
             raise ConfigError("tool_choice='required' needs tools")
         if self.must_call and self.is_constrained:
             name = "structured_outputs" if self.structured_outputs is not None else "response_format"
@@ -229,27 +229,42 @@ class ChatBody(TemplateFields, GenerationBody):
         return self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
 
     @property
+    def _chosen(self) -> list[str] | None:
+        """The functions that `tool_choice` names, or None."""
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return None if self.called is None else [self.called]
+
+    @property
+    def allowed(self) -> list[Tool]:
+        """The tools that may be called."""
+        chosen = self._chosen
+        return [tool for tool in self.tools or () if chosen is None or tool.function.name in chosen]
+
+    @property
     def functions(self) -> dict[str, dict[str, Any]]:
-        """Schemas of the parameters of the functions of `tools`."""
-        return {tool.function.name: tool.function.parameters or {} for tool in self.tools or ()}
+        """Schemas of the parameters of the functions that may be called."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.allowed}
 
     @property
     def must_call(self) -> bool:
         """Whether the output must be calls."""
-        return self.called is not None or self.tool_choice == "required"
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolsChoice) else choice
+        return self.called is not None or mode == "required"
 
     @property
     def tools_for_template(self) -> list[dict[str, Any]] | None:
         """The tools that the chat template shows; none if there must be no call."""
-        return None if self.tool_choice == "none" else super().tools_for_template
+        tools = self.allowed if isinstance(self.tool_choice, AllowedToolsChoice) else self.tools or ()
+        return [tool.model_dump(exclude_unset=True) for tool in tools if self.tool_choice != "none"] or None
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         params = super().sampling_params(defaults)
         if self.max_completion_tokens is not None:
             params.max_tokens = self.max_completion_tokens
         if self.must_call:
-            assert self.tools is not None, "checked"
-            functions = [tool.function for tool in self.tools if self.called in (None, tool.function.name)]
+            functions = [tool.function for tool in self.allowed]
             schema = calls_schema(functions, 1 if self.parallel_tool_calls is False else None, self.called is not None)
             form = {"json": schema, "whitespace_pattern": " ?"}  # some models would write space without end
             params.structured_outputs = form  # converted when set

@@ -232,7 +232,10 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     command[-1] = "--stream"  # in place of --json
     ran = run(*command, "--chat-template", template)
     assert ran.stdout == document["text"] + "\n" and "identical to plain decoding" in ran.stderr
-    assert "add --chat" in run("generate", "x", "--chat-template", template, code=2).stderr
+    command.remove("--chat")
+    assert run(*command, "--chat-template", template).stdout == ran.stdout
+    command.append("--no-chat")
+    assert "drop one of them" in run(*command, "--chat-template", template, code=2).stderr
 
 
 def test_a_conversation_in_the_terminal(

@@ -6,7 +6,8 @@
 The first compares the tokens of `--requests` requests of mixed parameters and priorities, which arrive at random times
 and share a cache that is too small for them, with `LLM.generate(spec="off")` in this process at the same seeds. Then
 `--soak` requests follow, many of which are cancelled, cut off, invalid or read slowly; after every tenth of them, when
-all have ended, it records what the server holds. The second measures tokens per second of the server relative to
+all have ended and the server has audited half of those that finished (256 at most), it records what the server holds.
+The second measures tokens per second of the server relative to
 `LLM.generate` on the same requests, and of the server with speculation relative to without; nothing else may run on
 the machine.
 """
@@ -18,6 +19,7 @@ import gc
 import json
 import os
 import random
+import re
 import signal
 import socket
 import struct
@@ -26,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -101,6 +104,7 @@ def held_by(engine: AsyncLLM) -> dict[str, int]:
             "pages": inner.cache.num_pages - inner.cache.num_free,
             "requests": len(inner.scheduler.running) + len(inner.scheduler.waiting) + kinds["RequestStream"],
             "tasks": len(asyncio.all_tasks()),
+            "audits": kinds["_Finished"],
             "threads": threading.active_count(),
             "files": len(os.listdir("/proc/self/fd")),
             "observers": int(bool(inner.observers)),
@@ -202,12 +206,15 @@ class Soak:
             self._client = client
             await at_random_times(count, 150, self._rng, lambda i: self._one())
         self._held_after.append(await self._held())
+        metrics = (await asyncio.to_thread(urllib.request.urlopen, f"{self._url}/metrics")).read().decode()
+        audited = re.findall(r"^treespec:audit_(tokens_(?:differing_)?total){.*} (.+)$", metrics, re.MULTILINE)
         print(f"{self._sent.total()} requests, {len(self._failures)} failures: {self._held_after[-1]}", flush=True)
         return {
             "requests": dict(self._sent),
             "failures": len(self._failures),
             "first_failures": self._failures[:10],
             "slowest_refusal_seconds": self._slowest_refusal,
+            "audited": {name: int(float(count)) for name, count in audited},
             "held_after_each_tenth": self._held_after,
         }
 
@@ -216,7 +223,7 @@ class Soak:
         async with AsyncOpenAI(base_url=self._url, api_key="none", timeout=PATIENCE) as client:
             for _ in range(60):
                 held = await client.get("/held", cast_to=dict[str, int])
-                if not held["requests"]:
+                if not held["requests"] and not held["audits"]:
                     break
                 await asyncio.sleep(1)
         return held
@@ -404,6 +411,7 @@ def main() -> None:
         template.write(TEMPLATE)
         template.flush()
         flags = ["embedded", *_flags(SCARCE), "--chat-template", template.name, "--served-model-name", "m"]
+        flags += ["--audit", "0.5"]
         with serving(*flags) as url:
             if args.requests:
                 document["tokens"] = asyncio.run(compare(url, work, expected, args.seed))

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from treespec.llm import LLM, new_requests, refuse_unknown
 from treespec.outputs import RequestOutput
 from treespec.request import Request
 from treespec.sampling_params import RequestOutputKind, SamplingParams
+from treespec.text.prompt_tokenizer import TokenizerThreads
 
 logger = logging.getLogger("treespec")
 
@@ -163,8 +164,7 @@ class AsyncLLM:
         self._wake = threading.Event()
         self._lock = threading.Lock()  # of `_is_closed`
         self._is_closed = False
-        # One thread creates requests, so that seeds are drawn in the order of arrival, while another runs rounds.
-        self._creator = ThreadPoolExecutor(1, "treespec-requests")
+        self._creator = TokenizerThreads()  # create requests while another thread runs rounds
         self._thread = threading.Thread(target=self._run, name="treespec-rounds", daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
@@ -225,12 +225,12 @@ class AsyncLLM:
         """
         refuse_unknown(AsyncLLM.add_request, vllm_options)
         self.llm.rounds.check_threads()
-        create = partial(self._create, prompt, params, spec, tokenization_kwargs, priority)
+        create = partial(self._create, prompt, self._seeded(params), spec, tokenization_kwargs, priority)
         self._check_open()
         creation = _Creation(request_id)
         self._creations.add(creation)
         try:
-            samples = await asyncio.get_running_loop().run_in_executor(self._creator, create)
+            samples = await asyncio.wrap_future(self._creator.submit(prompt, create))
             if request_id is not None:
                 for sample in samples:
                     sample.output_id = request_id
@@ -278,7 +278,15 @@ class AsyncLLM:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _create(self, prompt: Any, params: SamplingParams | None, *others: Any) -> list[Request]:
+    def _seeded(self, params: Any) -> Any:
+        """Return parameters with a seed. Seeds are drawn in the order of arrival; threads create requests in any."""
+        params = self.llm.get_default_sampling_params() if params is None else params
+        if isinstance(params, SamplingParams) and params.seed is None and params.temperature > 0:
+            params = params.clone()
+            params.seed = self.llm.request_factory.draw_seed()
+        return params
+
+    def _create(self, prompt: Any, params: Any, *others: Any) -> list[Request]:
         """Return the samples of a prompt, by `new_requests`. Raises RequestError if it is invalid."""
         self._check_open()
         stream = getattr(params, "output_kind", None) is not RequestOutputKind.FINAL_ONLY

@@ -131,7 +131,8 @@ class LLM:
                 list.
             tokenization_kwargs: `truncate_prompt_tokens` keeps the last so many tokens of a prompt, -1 as many as the
                 context holds. `add_special_tokens` adds the tokenizer's special tokens to a text; truncation keeps
-                them.
+                them. `max_output_tokens` is a number of tokens for which the prompt must leave room; otherwise, an
+                output ends where the context does.
 
         Raises:
             ConfigError: an unknown keyword, an unsupported one of vLLM, or parameters of another type.

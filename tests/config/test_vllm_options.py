@@ -46,11 +46,16 @@ def test_as_much_of_a_prompt_as_the_context_holds() -> None:
     (prompt,) = random_prompts((most + 50,))
     (output,) = llm.generate(prompt, greedy(4), tokenization_kwargs={TRUNCATE: -1})
     assert output.prompt_token_ids == prompt[-(most - 1) :] and len(output.outputs[0].token_ids) == 1
-    with pytest.raises(RequestError, match=f"a prompt of {most} tokens, but max_model_len={most}"):
+    (output,) = llm.generate(prompt, greedy(4), tokenization_kwargs={TRUNCATE: -1, "max_output_tokens": 4})
+    assert output.prompt_token_ids == prompt[-(most - 4) :] and len(output.outputs[0].token_ids) == 4
+    with pytest.raises(RequestError, match=f"a prompt of {most - 3} tokens and max_tokens=4 exceed; ask for at most 3"):
+        llm.generate(prompt[3 - most :], greedy(4), tokenization_kwargs={"max_output_tokens": 4})
+    with pytest.raises(RequestError, match=f"at most {most - 1} of a prompt of {most} tokens; "):
         llm.generate(prompt, greedy(4), tokenization_kwargs={TRUNCATE: most})
     wrong: list[tuple[Any, str]] = [
         *(({TRUNCATE: bad}, f"={bad!r}; valid: None, 1 to max_model_len={most}, or -1") for bad in (0, most + 1, True)),
-        ({"truncation": True}, "tokenization_kwargs: unknown 'truncation' .*valid: add_special_tokens, trunc"),
+        ({"truncation": True}, "tokenization_kwargs: unknown 'truncation' .*valid: add_special_tokens, max_"),
+        ({"max_output_tokens": 0}, "max_output_tokens=0; valid: None, or an int"),
         ({"add_special_tokens": 1}, "add_special_tokens=1; valid: None, True or False"),
         ([9], r"tokenization_kwargs=\[9\]; valid: None or a dict"),
     ]

@@ -20,7 +20,7 @@ PROMPTS: list[tuple[Any, str]] = [
     ([[1, True]], "True"),
     ({"prompt": "x", "multi_modal_data": {}}, "keys of a dict: 'prompt' and 'prompt_token_ids'"),
     ("a\ud800", r"text 'a\ud800' has the lone surrogate '\ud800' at 1"),
-    ([1] * 256, "a prompt of 256 tokens, but max_model_len=256"),
+    ([1] * 256, "at most 255 of a prompt of 256 tokens"),
     (b"bytes", "b'bytes'"),
 ]
 
@@ -77,10 +77,10 @@ def test_a_prompt_that_is_too_long() -> None:
     """Raising max_model_len is only advised where the model has more positions."""
     (prompt,) = random_prompts((1030,))
     end = re.escape("or keep its end: tokenization_kwargs={'truncate_prompt_tokens': -1}")
-    with pytest.raises(RequestError, match=rf"max_model_len=256 .* raise max_model_len \(the model has 1024\), {end}"):
+    with pytest.raises(RequestError, match=rf"is 256 tokens, .* raise max_model_len \(the model has 1024\), {end}"):
         tiny_llm().generate(prompt)
     whole = open_llm(tiny()[0], max_model_len=None, max_num_seqs=1)
-    with pytest.raises(RequestError, match=rf"the model's context of 1024 tokens .* 1023; shorten it, {end}") as caught:
+    with pytest.raises(RequestError, match=rf"length is 1024 tokens, .* 1023 of .* shorten it, {end}") as caught:
         whole.generate(prompt)
     assert "raise" not in str(caught.value)
     (output,) = whole.generate(prompt, greedy(1), tokenization_kwargs={"truncate_prompt_tokens": -1})

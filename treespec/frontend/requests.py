@@ -107,9 +107,10 @@ class RequestFactory:
                 text = prompt.render(self.tokenizer.base)
                 prompt.warn_unread_tools(self.tokenizer.base, text)
                 ends += prompt.turn_end(self.tokenizer, ends)
-                prompt = tokenization.encode(self.tokenizer, text, special=False)
+                prompt = self._tokenize(text, tokenization, special=False)
             tokens = self._encode(prompt, tokenization)
-            self._check(tokens, params)
+            self._check_length(len(tokens), tokenization)
+            self._check(params)
             seed = params.seed if params.seed is not None or params.temperature == 0 else self.draw_seed()
             samples = [
                 self._prepare(Request(tokens, params, spec, text, eos_token_ids=ends, seed=seed, sample=i), request_id)
@@ -138,6 +139,8 @@ class RequestFactory:
         request.request_id = output_id if params.n == 1 else f"{output_id}.{sample}"
         room = self.max_model_len - len(tokens)
         request.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.max_tokens is not None and params.max_tokens > room:
+            _warn_cut(params.max_tokens, self.max_model_len)
         if not params.is_argmax:
             spellings = self._tokenize_words(params.bad_words or ())
             form = StructuredOutputsParams.of(params.structured_outputs)
@@ -161,30 +164,49 @@ class RequestFactory:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(f"a text prompt {prompt[:40]!r}, but the model has no tokenizer; give token ids")
-            prompt = tokenization.encode(self.tokenizer, prompt, special=True)
+            prompt = self._tokenize(prompt, tokenization, special=True)
         prompt = to_python(prompt)
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
             raise RequestError(f"prompt {short_repr(prompt)}; valid: text, a list of token ids, or a dict of either")
         if not len(prompt):
             raise RequestError("an empty prompt; give at least one token")
-        tokens = []
-        for item in prompt:
-            token = as_int(item, 0)
-            if token is None or token >= self.vocab_size:
-                raise RequestError(f"prompt token {short_repr(item)}; valid: ints from 0 to {self.vocab_size - 1}")
-            tokens.append(token)
+        tokens, are_ints = list(prompt), {*map(type, prompt)} == {int}  # without a call for each of a million tokens
+        if not are_ints or min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            for place, item in enumerate(prompt):
+                token = as_int(item, 0)
+                if token is None or token >= self.vocab_size:
+                    raise RequestError(f"prompt token {short_repr(item)}; valid: ints from 0 to {self.vocab_size - 1}")
+                tokens[place] = token
         return tokens[-tokenization.truncate :] if tokenization.truncate else tokens
 
-    def _check(self, tokens: list[int], params: SamplingParams) -> None:
-        """Raise RequestError if the parameters do not fit the prompt, the model or its tokenizer."""
-        limit, most = self.max_model_len, self.max_positions
-        if len(tokens) >= limit:
-            what = f"max_model_len={limit}" if limit < most else f"the model's context of {limit} tokens"
-            remedy = f", raise max_model_len (the model has {most})" if limit < most else ""
+    def _tokenize(self, text: str, tokenization: Tokenization, special: bool) -> list[int]:
+        """Encode a text. Raises RequestError, without tokenizing a text that cannot fit the context."""
+        assert self.tokenizer is not None, "checked"
+        if len(text) >= self.max_model_len:
+            self._check_length(self.tokenizer.least_tokens(text), tokenization, "at least ")
+        return tokenization.encode(self.tokenizer, text, special)
+
+    def _check_length(self, count: int, tokenization: Tokenization, least: str = "") -> None:
+        """Raise RequestError if a prompt does not fit the context. `least` says that it may have more tokens."""
+        limit, most, room = self.max_model_len, self.max_positions, tokenization.room
+        count = min(count, tokenization.truncate or count)
+        if count + room <= limit:
+            return
+        # Clients recognise these words, which are OpenAI's.
+        what = f"This model's maximum context length is {limit} tokens, which"
+        remedy = f", raise max_model_len (the model has {most})" if limit < most else ""
+        if count < limit:
             raise RequestError(
-                f"a prompt of {len(tokens)} tokens, but {what} leaves room for at most {limit - 1}; shorten "
-                f"it{remedy}, or keep its end: tokenization_kwargs={{'truncate_prompt_tokens': -1}}"
+                f"{what} a prompt of {least}{count} tokens and max_tokens={room} exceed; ask for at most "
+                f"{limit - count}, omit max_tokens{remedy}, or shorten the prompt"
             )
+        raise RequestError(
+            f"{what} leaves room for at most {limit - 1} of a prompt of {least}{count} tokens; shorten it{remedy}, "
+            "or keep its end: tokenization_kwargs={'truncate_prompt_tokens': -1}"
+        )
+
+    def _check(self, params: SamplingParams) -> None:
+        """Raise RequestError if the parameters do not fit the model or its tokenizer."""
         if self.tokenizer is None:
             if params.stop:
                 raise RequestError(f"stop={params.stop!r} needs a tokenizer; use stop_token_ids")
@@ -310,6 +332,16 @@ def _fail(request: Request, error: RequestError) -> None:
     """Mark a finished request as failed and keep its first error. A running request is marked when it ends."""
     if request.finished:
         request.finish_reason, request.error = "error", request.error or str(error)
+
+
+@cache
+def _warn_cut(max_tokens: int, max_model_len: int) -> None:
+    """Warn once per value, because applications give the same one in every call."""
+    logger.warning(
+        "max_tokens=%d: an output ends earlier, because max_model_len=%d has no room for it behind the prompt",
+        max_tokens,
+        max_model_len,
+    )
 
 
 def no_text(params: SamplingParams) -> str | None:

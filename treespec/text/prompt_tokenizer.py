@@ -4,20 +4,29 @@ import inspect
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from treespec.errors import ConfigError, RequestError, describe_error, reject_unknown, short_repr
 from treespec.utils.scalars import as_int, to_python
+from treespec_weights.codec import byte_characters
 from treespec_weights.documents import write_documents
 from treespec_weights.files import is_gguf, resolve_folder
 from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
 
 logger = logging.getLogger("treespec")
+
+_WORKERS = 4  # threads that tokenize short prompts
+_LONG = 1 << 16  # characters of a long prompt; those of a short one take less than 0.1 s
+
+_Result = TypeVar("_Result")
 
 
 def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
@@ -89,6 +98,8 @@ class UserTokenizer:
                 f"tokenizer={short_repr(base)}; valid: a folder, or an object with encode(text) and decode(token_ids)"
             )
         self._encode, self._decode = base.encode, base.decode
+        # Only transformers' Rust tokenizers are known to encode in several threads at once.
+        self._lock = nullcontext() if getattr(base, "is_fast", False) else threading.Lock()
         self._adds = _takes(self._encode, "add_special_tokens")
         self._skips = _takes(self._decode, "skip_special_tokens")
         if getattr(base, "clean_up_tokenization_spaces", False) and _takes(base.decode, "clean_up_tokenization_spaces"):
@@ -109,8 +120,11 @@ class UserTokenizer:
         """Encode a text. Raises RequestError for invalid Unicode, or if the tokenizer fails."""
         check_text(text)
         try:
-            encoding = self._encode(text, **({"add_special_tokens": special} if self._adds else {}))
+            with self._lock:
+                encoding = self._encode(text, **({"add_special_tokens": special} if self._adds else {}))
             ids = to_python(getattr(encoding, "ids", encoding))
+            if isinstance(ids, list) and {*map(type, ids)} == {int} and min(ids) >= 0:
+                return [*ids]  # of a million tokens, checked in a fraction of the time of the line below
             tokens = [as_int(token, 0) for token in ids] if isinstance(ids, list | tuple) else [None]
         except Exception as error:  # user tokenizers may raise anything
             raise RequestError(f"the tokenizer rejects {text[:40]!r}: {describe_error(error)}") from error
@@ -119,6 +133,19 @@ class UserTokenizer:
                 f"the tokenizer made {short_repr(encoding)} of {text[:40]!r}; valid: a list of token ids"
             )
         return [token for token in tokens if token is not None]
+
+    def least_tokens(self, text: str) -> int:
+        """Return a lower bound of the number of tokens of a text, without tokenizing it; 0 if there is none."""
+        if (longest := self._longest) is None:
+            return 0
+        covered = "".join(text.split()) if longest.skips_spaces else text
+        return -(-len(covered) // longest.characters)
+
+    @cached_property
+    def _longest(self) -> "_LongestToken | None":
+        if type(self.base).__module__.partition(".")[0] not in ("tokenizers", "transformers"):
+            return None  # it may change texts before it tokenizes them
+        return longest_token(getattr(self.base, "backend_tokenizer", self.base))
 
     def decode(self, tokens: list[int], skip_special: bool = False) -> str:
         """Decode token ids. Special tokens are skipped if requested and supported. Raises RequestError."""
@@ -139,19 +166,25 @@ class Tokenization:
     truncate: int | None = None
     # whether to add special tokens around a text; None adds them except to conversations, whose template adds them
     special: bool | None = None
+    room: int = 1  # number of output tokens for which the context must have room after the prompt
 
     @classmethod
     def resolve(cls, options: Mapping[str, Any] | None, max_model_len: int) -> "Tokenization":
-        """Parse vLLM's `tokenization_kwargs` (0.17): `truncate_prompt_tokens` and `add_special_tokens`.
+        """Parse `tokenization_kwargs`: vLLM's `truncate_prompt_tokens` and `add_special_tokens`, `max_output_tokens`.
 
-        -1 keeps max_model_len - 1 tokens, which leaves room for one output token.
+        truncate_prompt_tokens=-1 leaves room for max_output_tokens, by default one.
         """
         if options is None:
             return cls()
         if not isinstance(options, Mapping):
             raise ConfigError(f"tokenization_kwargs={options!r}; valid: None or a dict")
-        reject_unknown("tokenization_kwargs", options, ("add_special_tokens", "truncate_prompt_tokens"))
+        names = ("add_special_tokens", "max_output_tokens", "truncate_prompt_tokens")
+        reject_unknown("tokenization_kwargs", options, names)
         limit, special = options.get("truncate_prompt_tokens"), options.get("add_special_tokens")
+        output = options.get("max_output_tokens")
+        room = 1 if output is None else as_int(output, 1)
+        if room is None:
+            raise ConfigError(f"max_output_tokens={output!r}; valid: None, or an int of at least 1")
         count = None if limit is None else as_int(limit, -1)
         if limit is not None and (count is None or count == 0 or count > max_model_len):
             raise ConfigError(
@@ -159,7 +192,7 @@ class Tokenization:
             )
         if special is not None and not isinstance(special, bool):
             raise ConfigError(f"add_special_tokens={special!r}; valid: None, True or False")
-        return cls(max_model_len - 1 if count == -1 else count, special)
+        return cls(max(max_model_len - room, 1) if count == -1 else count, special, room)
 
     def encode(self, tokenizer: UserTokenizer, text: str, special: bool) -> list[int]:
         """Encode a text. `special` is the default if the call does not set it. Raises RequestError."""
@@ -174,6 +207,95 @@ class Tokenization:
             return tokens[-self.truncate :]
         start, end = starts[0], starts[0] + len(bare)
         return [*tokens[:start], *tokens[end - (self.truncate - added) : end], *tokens[end:]]
+
+
+class TokenizerThreads:
+    """Threads for calls that tokenize a prompt. Long ones take turns in one thread, so that no others wait for them."""
+
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(_WORKERS, "treespec-requests")
+        self._long = ThreadPoolExecutor(1, "treespec-long-requests")
+
+    def submit(self, prompt: Any, call: Callable[[], _Result]) -> Future[_Result]:
+        """Make a call that tokenizes a text, token ids, or a conversation with its options."""
+        length, parts = 0, [prompt]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, Mapping):
+                parts.extend(part.values())
+            elif isinstance(part, list | tuple) and not (part and isinstance(part[0], int)):
+                parts.extend(part)
+            elif isinstance(part, str | list | tuple):
+                length += len(part)
+        return (self._short if length < _LONG else self._long).submit(call)
+
+    def shutdown(self) -> None:
+        """End the threads after the calls that are running."""
+        for threads in (self._short, self._long):
+            threads.shutdown(cancel_futures=True)
+
+
+class _LongestToken(NamedTuple):
+    """The largest number of characters of a text for which one token stands."""
+
+    characters: int
+    skips_spaces: bool  # not counting whitespace, any amount of which may belong to a token
+
+
+# Parts of a tokenizer that leave each character of a text at least one place in it.
+_KEEPING = {"ByteLevel", "Digits", "FixedLength", "Lowercase", "Metaspace", "NFD", "NFKD", "Prepend", "UnicodeScripts"}
+
+
+def longest_token(tokenizer: Any) -> _LongestToken | None:
+    """Return the longest token of a `tokenizers.Tokenizer`, or None if a token may stand for any number of characters.
+
+    That is so where a normalizer or pre-tokenizer removes characters, or the model leaves out unknown ones or joins
+    them in one token.
+    """
+    from tokenizers import Tokenizer, models
+
+    if not isinstance(tokenizer, Tokenizer) or tokenizer.truncation is not None:
+        return None
+    shrinking, kinds, skips_spaces = 1, set(), False
+    for part in (*_parts(tokenizer.normalizer, "normalizers"), *_parts(tokenizer.pre_tokenizer, "pretokenizers")):
+        kind = part["type"]
+        kinds.add(kind)
+        if kind in ("NFC", "NFKC"):
+            shrinking *= 4  # at most so many characters compose one
+        elif kind == "Strip":
+            skips_spaces = True
+        elif kind == "Replace" and "String" in part["pattern"] and part["content"]:
+            shrinking *= -(-len(part["pattern"]["String"]) // len(part["content"]))
+        elif kind not in _KEEPING and not (kind in ("Split", "Punctuation") and part["behavior"] != "Removed"):
+            return None
+    model, vocabulary = tokenizer.model, tokenizer.get_vocab()
+    if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    if "ByteLevel" in kinds:
+        all_bytes = {*byte_characters()}
+    elif model.byte_fallback:
+        all_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
+    else:
+        return None
+    if not vocabulary.keys() >= all_bytes:
+        return None
+    added = tokenizer.get_added_tokens_decoder().values()
+    skips_spaces = skips_spaces or any(token.lstrip or token.rstrip for token in added)
+    return _LongestToken(shrinking * max(map(len, vocabulary)), skips_spaces)
+
+
+def _parts(part: Any, several: str) -> list[dict[str, Any]]:
+    """Return the settings of a normalizer or pre-tokenizer, or of those in a sequence."""
+    if part is None:
+        return []
+    left, found = [json.loads(part.__getstate__())], []
+    while left:
+        settings = left.pop(0)
+        if settings["type"] == "Sequence":
+            left.extend(settings[several])
+        else:
+            found.append(settings)
+    return found
 
 
 def check_text(text: str) -> None:

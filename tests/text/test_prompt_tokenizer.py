@@ -1,0 +1,113 @@
+"""The number of tokens that a text has at least, and the threads that tokenize."""
+
+import asyncio
+import functools
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from tests.helpers.serving import PATIENCE
+from tests.helpers.speech import END, speaking_folder
+from tests.helpers.tokenizers_made import sentencepiece_like
+from treespec import LLM, AsyncLLM, RequestOutput, SamplingParams
+from treespec.errors import RequestError
+from treespec.text.prompt_tokenizer import UserTokenizer
+
+
+def speaking(change: Callable[[Tokenizer], object] = lambda tokenizer: None) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(speaking_folder() / "tokenizer.json"))
+    change(tokenizer)
+    return tokenizer
+
+
+def normalized(*parts: Any) -> Tokenizer:
+    return speaking(lambda tokenizer: setattr(tokenizer, "normalizer", normalizers.Sequence([*parts])))
+
+
+def pieces(byte_fallback: bool = True) -> Tokenizer:
+    """As Llama 2's: merges over a whole text, and bytes for characters without a token."""
+    words = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "aa", "aab"]
+    vocabulary = {word: id for id, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "a"), ("aa", "b")], byte_fallback=byte_fallback))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.ByteFallback()
+    return tokenizer
+
+
+BOUNDED = {
+    "byte level": speaking,
+    "composed": lambda: normalized(normalizers.NFC()),
+    "shortened": lambda: normalized(normalizers.Replace("aaaa", "b"), normalizers.Strip()),
+    "absorbing": lambda: speaking(lambda t: t.add_tokens([AddedToken("<|a|>", lstrip=True, rstrip=True)])),
+    "byte fallback": pieces,
+}
+UNBOUNDED = {
+    "unknown": lambda: pieces(False),
+    "unigram": lambda: sentencepiece_like(100),
+    "deleted": lambda: normalized(normalizers.Replace("a", "")),
+    "words": lambda: speaking(lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.WhitespaceSplit())),
+}
+TEXTS = st.lists(
+    st.sampled_from(["aaaa", "aab", " " * 9, "\n", "\u03b1\u0313\u0300\u0345", "<|a|>", END, "\U0001f600"])
+)
+
+
+@functools.cache
+def made(name: str) -> UserTokenizer:
+    return UserTokenizer((BOUNDED | UNBOUNDED)[name]())
+
+
+@given(parts=TEXTS, text=st.text())
+@pytest.mark.parametrize("name", [*BOUNDED, *UNBOUNDED])
+def test_a_text_has_no_fewer_tokens(name: str, parts: list[str], text: str) -> None:
+    tokenizer, whole = made(name), "".join(parts) + text
+    assert tokenizer.least_tokens(whole) <= len(tokenizer.encode(whole, special=False))
+    assert (tokenizer.least_tokens("ab" * 10_000) > 200) == (name in BOUNDED)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.request_factory.tokenizer, "_encode", None)
+    with pytest.raises(RequestError, match=r"at most 255 of a prompt of at least \d+ tokens"):
+        llm.generate("ab " * 100_000)
+
+
+def test_requests_do_not_wait_for_long_prompts(
+    engine: AsyncLLM, llm: LLM, monkeypatch: pytest.MonkeyPatch, gives_all_pages_back: None
+) -> None:
+    """Seeds are those of the order of arrival all the same."""
+    begun, go_on, tokenizer = threading.Event(), threading.Event(), llm.request_factory.tokenizer
+    assert tokenizer is not None
+    encode, drawn = tokenizer._encode, itertools.count(1)
+
+    def slow(text: str, **options: Any) -> Any:
+        if len(text) > 1000:
+            begun.set()
+            assert go_on.wait(PATIENCE)
+        return encode(text[-1000:], **options)
+
+    monkeypatch.setattr(tokenizer, "_encode", slow)
+    monkeypatch.setattr(llm, "request_factory", replace(llm.request_factory, draw_seed=lambda: next(drawn)))
+
+    async def last(prompt: str) -> RequestOutput:
+        params = SamplingParams(max_tokens=2, temperature=1.0, output_kind="FINAL_ONLY")
+        return [o async for o in engine.generate(prompt, params, tokenization_kwargs={"truncate_prompt_tokens": 9})][-1]
+
+    async def together() -> list[int | None]:
+        long = [asyncio.create_task(last("ab " * 100_000)) for _ in range(6)]
+        assert await asyncio.to_thread(begun.wait, PATIENCE)
+        short = await asyncio.wait_for(asyncio.gather(*map(last, ["x", "y"])), PATIENCE)
+        assert not any(task.done() for task in long)
+        go_on.set()
+        return [output.metrics.seed for output in [*await asyncio.gather(*long), *short]]
+
+    try:
+        assert asyncio.run(together()) == [*range(1, 9)]
+    finally:
+        go_on.set()

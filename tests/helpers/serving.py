@@ -42,10 +42,15 @@ def assert_all_pages_are_back(llm: LLM) -> None:
 @contextmanager
 def running(engine: AsyncLLM, grace: float = 1, **options: Any) -> Iterator[tuple[HttpServer, str]]:
     """Run a server on a free port until the block ends; the server and its address."""
-    options = {"served_model_name": [NAME, "other"], "chat_template": TEMPLATE, "port": 0} | options
+    options = {
+        "served_model_name": [NAME, "other"],
+        "chat_template": TEMPLATE,
+        "port": 0,
+        "uvicorn_log_level": "error",
+    } | options
     app = create_app(engine, chosen := ServerOptions(**options), SamplingParams(max_tokens=None))
-    server, sockets = HttpServer(app, chosen, grace, log_level="error"), bind(chosen.host, chosen.port)
-    host, port = sockets[0].getsockname()
+    server, sockets = HttpServer(app, chosen, grace), None if chosen.uds else bind(chosen.host, chosen.port)
+    host, port = sockets[0].getsockname() if sockets else ("unix", 0)
     thread = threading.Thread(target=server.run, args=(sockets,))
     thread.start()
     try:

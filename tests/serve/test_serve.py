@@ -106,10 +106,34 @@ def test_a_completion(client: OpenAI, llm: LLM) -> None:
     assert choice.logprobs.token_logprobs == [entry[token].logprob for token, entry in entries]
     assert choice.logprobs.tokens == [entry[token].decoded_token for token, entry in entries]
     assert choice.logprobs.top_logprobs == [
-        {str(logprob.decoded_token): logprob.logprob for logprob in entry.values()} for _, entry in entries
+        {str(logprob.decoded_token): logprob.logprob for logprob in sorted(entry.values())} for _, entry in entries
     ]
     lengths = [len(text) for text in choice.logprobs.tokens or ()]
     assert choice.logprobs.text_offset == [sum(lengths[:i]) for i in range(len(lengths))]
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [("def add(", 0), ("def add(", 5), ([5, 6, 7], 1)])
+def test_an_echo(client: OpenAI, llm: LLM, prompt: Any, max_tokens: int) -> None:
+    """As lm-eval reads it: the prompt's log-probabilities, of which the first is null, before the answer's."""
+    (expected,) = llm.generate(prompt, SamplingParams(max_tokens=max_tokens or 1, logprobs=1, prompt_logprobs=1), "off")
+    (completion,), decode, before = expected.outputs, llm.get_tokenizer().decode, expected.prompt_logprobs or []
+    tokens = expected.prompt_token_ids + completion.token_ids[:max_tokens]
+    entries = [*before, *(completion.logprobs or ())][: len(tokens)]
+    text = decode(expected.prompt_token_ids) + (str(completion.text) if max_tokens else "")
+    arguments: Any = {"model": NAME, "prompt": prompt, "temperature": 0, "max_tokens": max_tokens, "echo": True}
+    answer = client.completions.create(**arguments, logprobs=1, extra_body={"prompt_logprobs": 1})
+    choice: Any = answer.choices[0]
+    assert choice.text == text and choice.finish_reason == "length" and choice.logprobs.top_logprobs[0] is None
+    assert choice.logprobs.token_logprobs == [e and e[t].logprob for t, e in zip(tokens, entries, strict=True)]
+    assert choice.logprobs.tokens == [decode([token]) for token in tokens]
+    assert answer.usage is not None and answer.usage.completion_tokens == len(tokens) - len(before)
+    told = [
+        entry and {int(token): each["logprob"] for token, each in entry.items()} for entry in choice.prompt_logprobs
+    ]
+    assert told == [entry and {token: each.logprob for token, each in entry.items()} for entry in before]
+    chunks = [*client.completions.create(**arguments | {"prompt": [prompt, prompt]}, stream=True)]
+    for place in range(2):
+        assert "".join(c.text for chunk in chunks for c in chunk.choices if c.index == place) == text
 
 
 def test_several_prompts_are_streamed_together(client: OpenAI, llm: LLM) -> None:
@@ -236,7 +260,7 @@ def test_models_and_health(client: OpenAI, url: str) -> None:
     model = client.models.retrieve(NAME)
     assert model.owned_by == "treespec" and model.max_model_len == 256  # type: ignore[attr-defined]
     assert model.chat and model.sources == ["ssm-1", "ssm-2", "lookup"]  # type: ignore[attr-defined]
-    assert httpx2.get(f"{url}/health").status_code == 200
+    assert httpx2.get(f"{url}/health").status_code == httpx2.get(f"{url}/ping").status_code == 200
     assert httpx2.get(f"{url}/version").json().keys() == {"version"}
 
 
@@ -249,6 +273,7 @@ def test_tokenize(url: str, llm: LLM) -> None:
     chat = httpx2.post(f"{url}/tokenize", json={"messages": MESSAGES}).json()
     text = httpx2.post(f"{url}/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
     assert text == "system: Be brief.\nuser: def add(\nassistant:" and chat["token_strs"] is None
+    assert httpx2.post(f"{url}/tokenize", json={"prompt": "ab " * 30_000}).json()["count"] > 30_000, "any length"
 
 
 def test_metrics(client: OpenAI, url: str) -> None:
@@ -278,6 +303,10 @@ def test_metrics(client: OpenAI, url: str) -> None:
     for name in ("time_to_first_token", "request_time_per_output_token", "request_queue_time", "e2e_request_latency"):
         assert more(f"{name}_seconds_count") == 1
     assert after["num_requests_running", None] == after["kv_cache_usage_perc", None] == 0
+    for body in ('{"prompt": 3}', "{", '{"prompt": "x", "a": 1}', '{"prompt": "x", "top_p": 3}', '{"prompt": ""}'):
+        httpx2.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    httpx2.get(f"{url}/v1/completions")
+    wait_until(lambda: read()["failed_requests_total", None] == after["failed_requests_total", None] + 5)
 
 
 # --- clients that leave, and slow ones

@@ -13,6 +13,8 @@ from tests.helpers.serving import NAME, PATIENCE, client_of, serving, wait_until
 from tests.helpers.speech import scripted
 from treespec import LLM, AsyncLLM
 
+RUNNING = "num_requests_running"
+
 pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
 
 
@@ -38,11 +40,15 @@ def test_a_request_that_takes_too_long_ends(engine: AsyncLLM, llm: LLM) -> None:
         assert client.completions.create(**arguments | {"max_tokens": 4}).choices
 
 
+def metrics(url: str) -> dict[str, float]:
+    families = text_string_to_metric_families(httpx2.get(f"{url}/metrics").text)
+    return {sample.name.removeprefix("treespec:"): sample.value for family in families for sample in family.samples}
+
+
 def audited(url: str) -> tuple[float, float]:
     """Compared tokens, and those that differed."""
-    families = text_string_to_metric_families(httpx2.get(f"{url}/metrics").text)
-    values = {sample.name: sample.value for family in families for sample in family.samples}
-    return values["treespec:audit_tokens_total"], values["treespec:audit_tokens_differing_total"]
+    values = metrics(url)
+    return values["audit_tokens_total"], values["audit_tokens_differing_total"]
 
 
 @pytest.mark.slow
@@ -82,7 +88,10 @@ def test_the_audit_finds_what_differs(engine: AsyncLLM, llm: LLM, caplog: pytest
                 answer = client.completions.create(**arguments, extra_body={"return_token_ids": True})
             assert answer.choices[0].token_ids == [*range(20, 28)] and audited(url)[0] == 0
             blocker.close()
-        wait_until(lambda: audited(url)[0] >= 8)
-        assert audited(url)[1] > 0
+        running = set[tuple[str, float]]()
+        watch = llm.add_round_observer(lambda record: running.add((record.request_id[:5], metrics(url)[RUNNING])))
+        with watch:
+            wait_until(lambda: audited(url)[0] >= 8)
+        assert audited(url)[1] > 0 and ("audit", 0) in running and ("audit", 1) not in running
     (line,) = (record.getMessage() for record in caplog.records)
     assert f"of 8 tokens of request {answer.id} (seed 77) differ from plain decoding" in line

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.helpers.commands import ROOT, run
 from tests.helpers.serving import NAME, PATIENCE, client_of, connect, serving
 from treespec import LLM, AsyncLLM
 from treespec.serve.http_server import bind
+from treespec.serve.options import ServerOptions
 from treespec.serve.protocol import ChatBody, CompletionBody, GenerationBody
 
 pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
@@ -37,7 +39,15 @@ BAD: list[tuple[Any, str, int]] = [
     ({}, "prompt: Field required", 400),
     ({"prompt": []}, "give at least one", 400),
     ({"prompt": ""}, "an empty prompt", 400),
-    ({"prompt": "x" * 3000}, "leaves room for at most 255", 400),
+    (
+        {"prompt": "x" * 3000},
+        "This model's maximum context length is 256 tokens, which leaves room for at most 255",
+        400,
+    ),
+    ({"prompt": "x" * 3000}, "raise the server's --max-model-len (the model has 1024), or keep its end: trunc", 400),
+    ({"prompt": [5, 6], "max_tokens": 255}, "a prompt of 2 tokens and max_tokens=255 exceed; ask for at most 254", 400),
+    ({"messages": MESSAGES, "max_completion_tokens": 256}, "max_tokens=256 exceed", 400),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens=0; valid: an int of at least 1, or null: all", 400),
     ({"prompt": "\ud800"}, "lone surrogate", 400),
     ({"prompt": ["x"] * 1000, "n": 2, "temperature": 1}, "at most 1024 choices", 400),
     ({"prompt": "x", "temperature": float("nan")}, "temperature", 400),
@@ -48,13 +58,17 @@ BAD: list[tuple[Any, str, int]] = [
     ({"prompt": "x", "temprature": 1}, "unknown 'temprature' (did you mean 'temperature'?)", 400),
     ({"prompt": "x", **{f"field{i}": i for i in range(3000)}}, "unknown 'field0'", 400),
     ({"prompt": "x", "x" * 50_000: 1}, "unknown 'xxx", 400),
-    ({"prompt": "x", "echo": True}, "echo is not supported", 400),
-    ({"prompt": "x", "speculation": {"node": 4}}, "SpecConfig: unknown 'node'", 400),
+    ({"prompt": "x", "echo": True, "logprobs": 1, "stream": True}, "echo with logprobs: log-probabilities", 400),
+    ({"prompt": "x", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs: log-probabilities", 400),
+    ({"prompt": "x", "speculation": {"node": 4}}, "speculation: unknown 'node'", 400),
+    ({"prompt": "x", "speculation": {"sources": ["suffix"]}}, "use the server's --suffix-tokens 262144", 400),
     ({"prompt": "x", "structured_outputs": {"regex": "("}}, "regex", 400),
     ({"prompt": "x", "response_format": {"type": "json_schema"}}, "json_schema goes with", 400),
     ({"prompt": "x", "stream": True, "temperature": -1}, "temperature=-1", 400),
     ({"prompt": "x" * 200_000}, "more than 100000 bytes", 413),
-    ({"prompt": "x", "priority": 1}, "scheduling_policy", 400),
+    ({"prompt": "x", "priority": 1}, "the server's --scheduling-policy priority", 400),
+    ({"messages": [{"role": "user", "content": ["x"] * 2049}] * 2}, "4098 parts; valid: at most 4096", 400),
+    ({"messages": MESSAGES * 1025}, "at most 1024", 400),
     ({"messages": []}, "no messages", 400),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content part", 400),
     ({"prompt": "x", "rounds": True}, "rounds=true goes with stream=true", 400),
@@ -108,6 +122,7 @@ def test_other_paths(url: str) -> None:
     for path, method, status in (("absent", "GET", 404), ("v1/completions", "GET", 405), ("v1/models/x", "GET", 404)):
         answer = httpx2.request(method, f"{url}/{path}")
         assert answer.status_code == status and answer.json()["error"]["message"].startswith(("GET", "model"))
+        assert answer.headers.get("allow") == ("POST" if status == 405 else None)
     plain = httpx2.post(f"{url}/v1/completions", content='{"prompt": "x"}', headers={"content-type": "text/plain"})
     assert plain.status_code == 400, "a web page could send this without asking"
 
@@ -123,7 +138,7 @@ def test_keys_hosts_and_sizes(engine: AsyncLLM, url: str) -> None:
     headers = {"content-type": "application/json"}
     assert httpx2.post(f"{url}/v1/completions", content=chunks(), headers=headers).status_code == 413
     with serving(engine, api_key="secret") as guarded:
-        for path in ("/health", "/", "/page/page.js"):
+        for path in ("/health", "/ping", "/", "/page/page.js"):
             assert httpx2.get(guarded + path).status_code == 200
         for key in ("", "Bearer wrong", "secret", b"Bearer \xe9"):
             for path in ("/v1/models", "/metrics", "/tokenize"):
@@ -166,6 +181,29 @@ def test_requests_that_arrive_slowly(engine: AsyncLLM) -> None:
             assert connection.recv(1) == b"", "nothing was sent"
 
 
+def test_pages_of_other_origins(engine: AsyncLLM) -> None:
+    """Browsers ask first, without the key, and read answers and refusals only with these headers."""
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    with serving(engine, api_key="secret", allowed_origins=['["http://a", "http://b"]']) as url:
+        for origin, allowed in (("http://a", "http://a"), ("http://c", None)):
+            answers = [httpx2.options(f"{url}/v1/models", headers={**asked, "origin": origin})]
+            for key in ("Bearer secret", "Bearer wrong"):
+                answers.append(httpx2.get(f"{url}/v1/models", headers={"authorization": key, "origin": origin}))
+            assert [answer.status_code for answer in answers] == [200 if allowed else 400, 200, 401]
+            assert {answer.headers.get("access-control-allow-origin") for answer in answers} == {allowed}
+
+
+def test_other_addresses(engine: AsyncLLM, tmp_path: Path) -> None:
+    """A Unix socket, and a prefix that a proxy removes or not."""
+    path = str(tmp_path / "socket")
+    with (
+        serving(engine, uds=path, root_path="/llm/", api_key="secret") as url,
+        httpx2.Client(transport=httpx2.HTTPTransport(uds=path)) as client,
+    ):
+        for name, status in (("health", 200), ("page/page.js", 200), ("v1/models", 401)):
+            assert client.get(f"{url}/{name}").status_code == client.get(f"{url}/llm/{name}").status_code == status
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -180,6 +218,13 @@ def test_requests_that_arrive_slowly(engine: AsyncLLM) -> None:
         (["--audit", "2"], "audit=2.0"),
         (["--request-timeout", "0"], "request_timeout=0.0; valid"),
         (["--port", "70000"], "port=70000"),
+        (["--ssl-keyfile", "/absent.key"], "goes with ssl_certfile"),
+        (["--ssl-certfile", "/absent.pem"], "--ssl-certfile /absent.pem"),
+        (["--root-path", "llm"], "root_path='llm'"),
+        (["--uds", "/absent/socket"], "its folder does not exist"),
+        (["--allowed-origins", "[*"], "allowed_origins=['[*']; valid"),
+        (["--config", "/absent.yaml"], "/absent.yaml"),
+        (["--uvicorn-log-level", "loud"], "'loud'; valid: 'critical'"),
         (["/absent/model", "--port", "0"], "/absent/model"),
     ],
 )
@@ -202,6 +247,28 @@ def test_ports_and_templates_are_refused_before_the_model_is_read(
         assert f"{message}: " in run("serve", *arguments, "--port", "0", code=2).stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "is not YAML"),
+        ("prot: 1", "unknown 'prot' (did you mean 'port'?)"),
+        ("port: x", "'--port'"),
+        ("api-key: 3\nserved-model-name: 4\nssl-certfile: /absent.pem", "/absent.pem"),
+        ("port: 70000", "port=70000"),
+        ("no_spec: true\nspeculative-config: {method: ngram}", "--no-spec is plain decoding"),
+    ],
+)
+def test_refused_files_of_options(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "serve.yaml").write_text(text)
+    assert message in run("serve", "--config", tmp_path / "serve.yaml", code=2).stderr
+
+
+def test_help_shows_whole_names_of_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run("serve", "--help").stdout
+    assert all(f"--{option.name.replace('_', '-')}" in shown for option in fields(ServerOptions)), shown
+
+
 def test_replicas_need_ray() -> None:
     options, message = (["--port", "0"], "other than 0") if find_spec("ray") else ([], "[serve,ray]")
     assert message in run("serve", "--replicas", "2", *options, code=2).stderr
@@ -209,9 +276,11 @@ def test_replicas_need_ray() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM)])
-def test_the_command_serves_until_it_is_interrupted(number: int, code: int) -> None:
+def test_the_command_serves_until_it_is_interrupted(number: int, code: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "treespec", "serve", "embedded", "--port", "0", "--served-model-name", "m"]
-    command += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 7}', "--max-model-len", "256"]
+    options = {"method": "ngram", "num_speculative_tokens": 7}
+    (tmp_path / "serve.yaml").write_text(json.dumps({"speculative-config": options, "max_model_len": 256, "port": 1}))
+    command += ["--config", str(tmp_path / "serve.yaml")]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as program:
         assert program.stderr is not None
         try:
@@ -221,6 +290,7 @@ def test_the_command_serves_until_it_is_interrupted(number: int, code: int) -> N
             create = client_of(url).completions.create
             tree, plain = (create(**arguments, extra_body=extra) for extra in ({}, {"speculation": "off"}))
             assert tree.choices[0].text == plain.choices[0].text
+            assert httpx2.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 256
             stream = create(**arguments, stream=True)
             program.send_signal(number)
             assert "".join(chunk.choices[0].text for chunk in stream) == plain.choices[0].text

@@ -15,7 +15,8 @@ from treespec.version import __version__
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
-app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
+# Rich's tables cut the names of flags in narrow terminals.
+app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)

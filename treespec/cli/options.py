@@ -178,7 +178,7 @@ def _flag(field: Field[Any], text: str) -> inspect.Parameter:
     option = typer.Option(
         f"--{name}/--no-{name}" if kind is bool and default is not False else f"--{name}",
         metavar="|".join(filter(None, choices)) if choices else None,
-        help=text if default in (MISSING, None, False, ()) else f"{text} Default: {default}.",
+        help=text if default in (MISSING, None, False, "", ()) else f"{text} Default: {default}.",
         show_default=False,
     )
     return inspect.Parameter(

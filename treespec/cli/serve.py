@@ -4,8 +4,10 @@ import gc
 import json
 import logging
 import os
+import ssl
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,6 +31,33 @@ _ENGINE = """tokenizer device dtype max_num_seqs max_num_batched_tokens max_mode
     scheduling_policy compile generation_config quantization suffix_tokens""".split()  # options of `LLM`
 
 
+def read_config(ctx: typer.Context, file: str | None) -> None:
+    """Let the flags that are not given have the values of a YAML file, as of vLLM's `--config`."""
+    if file is None:
+        return
+    import yaml  # type: ignore[import-untyped]
+
+    from treespec.errors import reject_unknown
+
+    try:
+        values = yaml.safe_load(read_text(file, f"--config {file}"))
+    except yaml.YAMLError as error:
+        raise UsageError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"--config {file}: valid: names of flags with their values, such as port: 8000")
+    names = {parameter.name: parameter for parameter in ctx.command.params if parameter.name not in ("config", "help")}
+    values = {str(name).replace("-", "_"): value for name, value in values.items()}
+    reject_unknown(f"--config {file}", values, [str(name) for name in names])
+    for name, value in values.items():
+        if isinstance(value, dict):  # --speculative-config, which is JSON
+            values[name] = json.dumps(value)
+        elif names[name].multiple and not isinstance(value, list):
+            values[name] = [str(value)]
+        elif type(value) in (int, float):
+            values[name] = str(value)
+    ctx.default_map = {name: value for name, value in values.items() if value is not None}
+
+
 @flags(EngineOptions, *_ENGINE)
 @flags(ServerOptions)
 @flags(GenerationFlags, "nodes")
@@ -42,6 +71,15 @@ def serve(
         ),
     ] = None,
     draft: Drafts = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML file with names of flags, or model, and values; flags of the command win.",
+            is_eager=True,
+            callback=read_config,
+        ),
+    ] = None,
     *,
     nodes: str | None,
     server: ServerOptions,
@@ -67,15 +105,21 @@ def serve(
     from treespec.text.prompt_tokenizer import load_tokenizer
     from treespec_weights.files import resolve_folder
 
-    config = {} if server.speculative_config is None else parse_speculative_config(server.speculative_config)
-    if num_tokens := config.pop("num_speculative_tokens", None):
+    method = {} if server.speculative_config is None else parse_speculative_config(server.speculative_config)
+    if num_tokens := method.pop("num_speculative_tokens", None):
         if nodes is not None:
             raise UsageError("--nodes and num_speculative_tokens both set the size of drafts; give one of them")
         nodes = str(num_tokens + 1)
-    if server.no_spec and (nodes is not None or config):
+    if server.no_spec and (nodes is not None or method):
         raise UsageError("--no-spec is plain decoding; drop it, or drop --nodes and --speculative-config")
     if server.replicas is not None and not server.port:
         raise UsageError("--replicas: Ray Serve chooses no free port; give a --port other than 0")
+    if server.replicas is not None and (server.uds or server.ssl_certfile or server.root_path):
+        raise UsageError("--replicas: Ray Serve has no --uds, --ssl-certfile and --root-path; put a proxy before it")
+    if server.uds is not None and not Path(server.uds).absolute().parent.is_dir():
+        raise UsageError(f"--uds {server.uds}: its folder does not exist")
+    if server.ssl_certfile is not None:
+        check_certificate(server.ssl_certfile, server.ssl_keyfile)
     model, template = choose_target(model), server.chat_template
     server = replace(
         server,
@@ -89,7 +133,7 @@ def serve(
         model=model,
         drafts=draft,
         spec="off" if server.no_spec else GenerationFlags(nodes=nodes).spec_config(),
-        speculative_config=config or None,
+        speculative_config=method or None,
         enable_prefix_caching=server.enable_prefix_caching,
         **engine_options,
     )
@@ -97,14 +141,14 @@ def serve(
     def build(engine: AsyncLLM) -> "FastAPI":
         return create_app(engine, server, default_params(engine.llm, args.generation_config))
 
-    if not server.only_loopback and server.api_key is None:
+    if not server.is_local and server.api_key is None:
         logger.warning(
             "anybody who reaches port %d of %s may use the model: there is no --api-key", server.port, server.host
         )
     with ExitStack() as ends:
         # What can be wrong with the port or the template is found before the model is read.
-        sockets = bind(server.host, server.port) if server.replicas is None else []
-        for bound in sockets:
+        sockets = None if server.replicas or server.uds else bind(server.host, server.port)
+        for bound in sockets or ():
             ends.enter_context(bound)
         tokenizer = load_tokenizer(args.tokenizer, resolve_folder(resolve_model(model)))
         check_syntax(tokenizer, server.chat_template)
@@ -117,6 +161,14 @@ def serve(
         gc.freeze()  # as in `load_llm`: requests would wait for every full collection
         with suppress(KeyboardInterrupt):  # uvicorn raises it once the server has ended
             HttpServer(app, server).run(sockets)
+
+
+def check_certificate(certfile: str, keyfile: str | None) -> None:
+    """Raise UsageError if the files of a certificate and its key cannot be used, before a model is loaded."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
+    except (OSError, ValueError) as error:  # ssl.SSLError, without the file's name
+        raise UsageError(f"--ssl-certfile {certfile}, --ssl-keyfile {keyfile or certfile}: {error}") from None
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:

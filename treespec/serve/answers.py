@@ -4,6 +4,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic_core import to_json
@@ -12,7 +13,8 @@ from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from treespec.sampling.logprobs import Logprob
 from treespec.serve.output_parser import OutputParser
 from treespec.serve.output_reader import CallPart, OutputReader
-from treespec.serve.protocol import GenerationBody
+from treespec.serve.protocol import CompletionBody, GenerationBody
+from treespec.text.prompt_tokenizer import UserTokenizer
 
 
 class Answer:
@@ -93,27 +95,69 @@ class CompletionAnswer(Answer):
     """The response of `/v1/completions`."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    _body: CompletionBody
 
-    def __init__(self, body: GenerationBody, model: str):
+    def __init__(self, body: CompletionBody, model: str, tokenizer: UserTokenizer | None):
         super().__init__(body, model)
+        self._tokenizer = tokenizer
         self._shown: dict[int, int] = {}  # number of characters of tokens, by choice
 
-    def _content(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        return {"text": completion.text or "", "logprobs": self._logprobs(index, completion)}
+    def _count(self, place: int, output: RequestOutput) -> None:
+        super()._count(place, output)
+        if self._body.only_echoes:
+            prompt, _, cached = self._usage[place]
+            self._usage[place] = prompt, 0, cached
 
-    def _logprobs(self, index: int, completion: CompletionOutput) -> dict[str, Any] | None:
-        if completion.logprobs is None:
+    def _choice(self, place: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        if self._body.only_echoes:
+            ended = completion.finish_reason and "length"
+            logprobs = completion.logprobs and completion.logprobs[:0]
+            completion = replace(
+                completion, text="", token_ids=[], logprobs=logprobs, finish_reason=ended, stop_reason=None
+            )
+        choice = super()._choice(place, output, completion)
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = [
+                entry and {token: logprob._asdict() for token, logprob in entry.items()}
+                for entry in output.prompt_logprobs or ()
+            ]
+        return choice
+
+    def _content(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        text, tokens, logprobs = completion.text or "", completion.token_ids, completion.logprobs
+        if self._body.echo and index not in self._shown:
+            text = self._prompt_text(output) + text
+            if logprobs is not None:  # then nothing is streamed
+                tokens, logprobs = [*output.prompt_token_ids, *tokens], [*(output.prompt_logprobs or ()), *logprobs]
+        return {"text": text, "logprobs": self._logprobs(index, tokens, logprobs)}
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        """Return the text of a prompt as the client gave it, or of the tokens that it gave or that are left of it."""
+        if output.prompt is not None and self._body.truncate_prompt_tokens is None:
+            return output.prompt
+        return "" if self._tokenizer is None else self._tokenizer.decode(output.prompt_token_ids)
+
+    def _logprobs(
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None] | None
+    ) -> dict[str, Any] | None:
+        """Return the fields of tokens. Only the first token of a prompt has no log-probabilities."""
+        start = self._shown.setdefault(index, 0)
+        if logprobs is None:
             return None
-        chosen = [(token, entry[token]) for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
-        texts = [_text(token, logprob) for token, logprob in chosen]
-        offsets = [*itertools.accumulate(map(len, texts), initial=self._shown.get(index, 0))]
+        texts = [self._token_text(token, entry) for token, entry in zip(tokens, logprobs, strict=True)]
+        offsets = [*itertools.accumulate(map(len, texts), initial=start)]
         self._shown[index] = offsets.pop()
         return {
             "text_offset": offsets,
-            "token_logprobs": [logprob.logprob for _, logprob in chosen],
+            "token_logprobs": [entry and entry[token].logprob for token, entry in zip(tokens, logprobs, strict=True)],
             "tokens": texts,
-            "top_logprobs": [{_text(t, other): other.logprob for t, other in e.items()} for e in completion.logprobs],
+            "top_logprobs": [entry and _by_text(entry) for entry in logprobs],
         }
+
+    def _token_text(self, token: int, entry: dict[int, Logprob] | None) -> str:
+        if entry is None:
+            return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.decode([token])
+        return _text(token, entry[token])
 
 
 class ChatAnswer(Answer):
@@ -184,6 +228,15 @@ def draft_stats(metrics: RequestMetrics) -> dict[str, Any]:
 def _text(token: int, logprob: Logprob) -> str:
     """Return the text of a token, or, without a tokenizer, its id as vLLM writes it."""
     return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
+
+
+def _by_text(entry: dict[int, Logprob]) -> dict[str, float]:
+    """Return the log-probability of each text: of tokens with one text, such as parts of characters, the largest."""
+    texts: dict[str, float] = {}
+    for token, logprob in entry.items():
+        text = _text(token, logprob)
+        texts[text] = max(logprob.logprob, texts.get(text, logprob.logprob))
+    return texts
 
 
 def _named(token: int, logprob: Logprob) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from fastapi.staticfiles import StaticFiles
 from openai.types import Model
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from treespec import __version__
@@ -40,7 +41,7 @@ from treespec.serve.output_parser import (
 from treespec.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from treespec.serve.reading import Events, Reading, RoundFeed, while_connected
 from treespec.text.chat import ChatOptions, Conversation, conversations
-from treespec.text.prompt_tokenizer import UserTokenizer
+from treespec.text.prompt_tokenizer import TokenizerThreads, UserTokenizer
 
 logger = logging.getLogger("treespec")
 
@@ -61,6 +62,7 @@ class Server:
         self._metrics = ServerMetrics(engine.llm.engine, options.served_model_name[0])
         factory = engine.llm.request_factory
         self._tokenizer, self._vocab_size = factory.tokenizer, factory.vocab_size
+        self._tokenizer_threads = TokenizerThreads()
         template = str(options.chat_template or getattr(engine.llm.get_tokenizer(), "chat_template", None) or "")
         self._is_chat_model = bool(template)
         calls, reasoning = options.tool_call_parser, options.reasoning_parser
@@ -71,7 +73,7 @@ class Server:
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue one prompt or several."""
         body.check()
-        answer = CompletionAnswer(body, self._model_name(body.model))
+        answer = CompletionAnswer(body, self._model_name(body.model), self._tokenizer)
         return await self._generate(body, answer, body.prompts(), request)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
@@ -162,6 +164,9 @@ class Server:
         return name or names[0]
 
     def _conversation(self, body: ChatBody | TokenizeBody) -> Conversation:
+        self._require_tokenizer()
+        if not self._is_chat_model:
+            raise ConfigError("the model has no chat template (not a chat model); use /v1/completions")
         adds, tools = body.add_generation_prompt, body.tools_for_template
         messages = [message.for_template() for message in body.messages or ()]
         if self._calls is not None and self._calls.is_generic:
@@ -196,16 +201,20 @@ class Server:
         )
         return role
 
-    def tokenize(self, body: TokenizeBody) -> Response:
-        """Return the token ids of a text or a conversation. FastAPI calls it in a thread, as it is no coroutine."""
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        """Return the token ids of a text or a conversation, which may be longer than the context."""
         self._model_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ConfigError("give either prompt or messages")
-        tokenizer = self._require_tokenizer()
-        if body.prompt is not None:
-            tokens = tokenizer.encode(body.prompt, body.add_special_tokens)
+        prompt = self._conversation(body) if body.prompt is None else body.prompt
+        tokenize = functools.partial(self._tokenize, body, prompt, self._require_tokenizer())
+        return await asyncio.wrap_future(self._tokenizer_threads.submit(prompt, tokenize))
+
+    def _tokenize(self, body: TokenizeBody, prompt: str | Conversation, tokenizer: UserTokenizer) -> Response:
+        if isinstance(prompt, str):
+            tokens = tokenizer.encode(prompt, body.add_special_tokens)
         else:
-            tokens = tokenizer.encode(self._conversation(body).render(tokenizer.base), special=False)
+            tokens = tokenizer.encode(prompt.render(tokenizer.base), special=False)
         texts = [tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
         document = {"count": len(tokens), "max_model_len": self._engine.llm.config.max_model_len, "tokens": tokens}
         return JSONResponse(document | {"token_strs": texts})
@@ -244,6 +253,13 @@ class Server:
         """Return the page that shows the rounds of a prompt."""
         return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
 
+    async def on_error(self, request: Request, error: Exception) -> Response:
+        """Answer a request that is refused, and count it unless the engine has: it counts invalid prompts."""
+        generates = request.scope.get("endpoint") in (self.completions, self.chat) and request.method == "POST"
+        if generates and not isinstance(error, RequestError | ServerError):
+            self._metrics.num_refused += 1
+        return await on_error(request, error)
+
     async def health(self) -> Response:
         """Answer 200 while rounds run when there are requests, and 503 afterwards."""
         return Response(status_code=200 if self._engine.is_running else 503)
@@ -273,6 +289,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions, defaults: SamplingParam
         "/tokenize": ("POST", server.tokenize),
         "/detokenize": ("POST", server.detokenize),
         "/health": ("GET", server.health),
+        "/ping": ("GET", server.health),
         "/version": ("GET", server.version),
         "/metrics": ("GET", server.metrics),
         "/": ("GET", server.page),
@@ -281,7 +298,10 @@ def create_app(engine: AsyncLLM, options: ServerOptions, defaults: SamplingParam
         app.add_api_route(path, handler, methods=[method], response_model=None)
     app.mount("/page", StaticFiles(directory=PAGE))
     for kind in (RequestValidationError, StarletteHTTPException, TreespecError, ServerError, Exception):
-        app.add_exception_handler(kind, on_error)
+        app.add_exception_handler(kind, server.on_error)
     app.add_middleware(Guard, options=options, shutdown=shutdown)
     app.state.shutdown = shutdown
+    if options.allowed_origins:  # outside of the guard: browsers ask without the key, and read its refusals
+        origins = options.allowed_origins
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app

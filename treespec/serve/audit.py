@@ -15,6 +15,7 @@ from treespec.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger("treespec")
 
+AUDIT_PREFIX = "audit-"  # of the ids of requests that are decoded again
 _MOST_WAITING = 256  # finished requests; the oldest are dropped
 _IDLE_CHECK = 0.05  # seconds between looks at a busy engine
 
@@ -60,7 +61,8 @@ class Audit:
             return
         self._due -= 1
         params = params.clone()
-        params.seed, params.logprobs, params.output_kind = output.metrics.seed, None, RequestOutputKind.DELTA
+        params.seed, params.output_kind = output.metrics.seed, RequestOutputKind.DELTA
+        params.logprobs = params.prompt_logprobs = None
         self._waiting.append(_Finished(output.request_id, prompt, params, tokenization, stream.token_ids))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
@@ -79,7 +81,11 @@ class Audit:
     async def _decode_again(self, finished: _Finished) -> None:
         """Compare a request with plain decoding; if another request comes, it waits again."""
         stream = await self._engine.add_request(
-            None, finished.prompt, finished.params, spec="off", tokenization_kwargs=finished.tokenization
+            f"{AUDIT_PREFIX}{finished.request_id}",
+            finished.prompt,
+            finished.params,
+            spec="off",
+            tokenization_kwargs=finished.tokenization,
         )
         try:
             async for _ in stream:

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from treespec.errors import TreespecError
+from treespec.errors import TreespecError, short_repr
 from treespec.serve.options import LOOPBACK, ServerOptions
 
 INTERNAL_ERROR = "an internal error, which the server's log describes"
@@ -22,6 +22,16 @@ SHUTTING_DOWN = "the server is shutting down"
 _LONGEST = 2000  # characters of a message, which may quote the request
 _LONGEST_NAME = 200  # of a field, whose parts may be the client's
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}, 503: {"Connection": "close"}}
+# Names of the Python API in errors, and what they are called in the server's bodies and flags.
+_TERMS = (
+    (re.compile(r"tokenization_kwargs=\{'(\w+)': ([^}]*)\}"), r"\1=\2"),
+    (re.compile(r'LLM\((\w+)="?([^")]*)"?\)'), lambda found: f"the server's --{found[1].replace('_', '-')} {found[2]}"),
+    (re.compile(r"\bmax_model_len\b"), "the server's --max-model-len"),
+    (re.compile(r"(valid: |, or )None\b"), r"\1null"),
+    (re.compile(r"=(True|False)\b"), lambda found: f"={found[1].lower()}"),
+    (re.compile(r"\bSpecConfig\b"), "speculation"),
+    (re.compile(r"\bStructuredOutputsParams\b"), "structured_outputs"),
+)
 
 
 class ServerError(Exception):
@@ -39,8 +49,14 @@ def error_document(message: str, status: int, param: str | None = None, code: st
     return {"error": {"message": text, "type": kind, "param": param, "code": code}}
 
 
-def error_response(message: str, status: int, param: str | None = None, code: str | None = None) -> JSONResponse:
-    headers = _HEADERS.get(status)
+def error_response(
+    message: str,
+    status: int,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    headers = _HEADERS.get(status, headers)
     return JSONResponse(error_document(message, status, param, code), status, headers)
 
 
@@ -52,12 +68,16 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
             return error_response(f"the body is not JSON: {first['ctx']['error']}", 400)
         path = [str(part) for part in first["loc"] if part != "body"]
         name = ".".join(path)[:_LONGEST_NAME] or "body"
-        value = "" if first["type"] == "missing" else f"={first['input']!r}"
+        value = "" if first["type"] == "missing" else f"={short_repr(first['input'])}"
         return error_response(f"{name}{value}: {first['msg']}", 400, path[0] if path else None)
     if isinstance(error, StarletteHTTPException):
-        return error_response(f"{request.method} {request.url.path[:100]}: {error.detail}", error.status_code)
+        message = f"{request.method} {request.url.path[:100]}: {error.detail}"
+        return error_response(message, error.status_code, headers=error.headers)  # of a 405: Allow
     if isinstance(error, TreespecError):
-        return error_response(str(error), 400)
+        message = str(error)
+        for term, replacement in _TERMS:
+            message = term.sub(replacement, message)
+        return error_response(message, 400)
     if isinstance(error, ServerError):
         return error_response(str(error), error.status)
     return error_response(INTERNAL_ERROR, 500)
@@ -107,20 +127,25 @@ class Shutdown:
 class Guard:
     """Middleware that refuses requests without the API key, to other hosts, with too large or slow bodies, or too late.
 
-    `/health` needs no key, nor does the server's own page, which asks for one. Without a key, a server on the loopback
-    interface refuses other names in `Host`, so that no web page reaches it by a name that points to 127.0.0.1.
+    `/health` and `/ping` need no key, nor does the server's own page, which asks for one. Without a key, a server on
+    the loopback interface refuses other names in `Host`, so that no web page reaches it by a name that points to
+    127.0.0.1.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions, shutdown: Shutdown):
         self._app, self._key, self._max_body_bytes = app, options.api_key, options.max_body_bytes
         self._read_timeout, self._shutdown = options.read_timeout, shutdown
-        self._only_loopback = options.only_loopback and options.api_key is None
+        self._only_loopback = options.is_local and options.uds is None and options.api_key is None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._refuse(Headers(scope=scope), scope["path"])
+        root = scope.get("root_path", "").rstrip("/")  # uvicorn has put it before the path
+        path = scope["path"].removeprefix(root)
+        if root and path.startswith(f"{root}/"):  # the proxy had left it there
+            scope, path = {**scope, "path": path}, path.removeprefix(root)
+        refusal = self._refuse(Headers(scope=scope), path)
         if refusal is not None:
             await refusal(scope, receive, send)
             return
@@ -155,7 +180,7 @@ class Guard:
     def _refuse(self, headers: Headers, path: str) -> JSONResponse | None:
         if self._shutdown.has_begun:
             return error_response(SHUTTING_DOWN, 503)
-        if self._key is not None and path not in ("/health", "/") and not path.startswith("/page/"):
+        if self._key is not None and path not in ("/health", "/ping", "/") and not path.startswith("/page/"):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self._key.encode()):
                 return error_response(

@@ -124,11 +124,11 @@ class HttpServer(uvicorn.Server):
     ends them at once.
     """
 
-    def __init__(self, app: FastAPI, options: ServerOptions, grace: float = GRACE, **settings: Any):
+    def __init__(self, app: FastAPI, options: ServerOptions, grace: float = GRACE):
         protocol: Any = partial(Protocol, read_timeout=options.read_timeout)
-        always = {"host": options.host, "port": options.port, "http": protocol, "ws": "none", "lifespan": "off"}
+        settings = options.uvicorn_settings | {"http": protocol, "ws": "none", "lifespan": "off"}
         super().__init__(
-            uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE, **always, **settings)
+            uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE, **settings)
         )
         self._ending: Shutdown = app.state.shutdown
         self._grace = grace

@@ -3,12 +3,13 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 from typing_extensions import TypeAliasType
 
 from treespec.errors import ConfigError
 
 MOST_MESSAGES = 1024  # templates that read no contents are rendered once for each
+MOST_PARTS = 4096  # of all contents together
 MOST_TOOLS = 1024
 
 
@@ -55,7 +56,17 @@ class Message(BaseModel):
         return message
 
 
-Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast(), Field(max_length=MOST_MESSAGES)])
+def _bounded(messages: list[Message]) -> list[Message]:
+    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    if parts > MOST_PARTS:
+        raise ValueError(f"the contents have {parts} parts; valid: at most {MOST_PARTS}")
+    return messages
+
+
+Messages = TypeAliasType(
+    "Messages",
+    Annotated[list[Message], FailFast(), Field(max_length=MOST_MESSAGES), AfterValidator(_bounded)],
+)
 
 
 def generic_messages(

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from treespec.engine.engine import Engine
 from treespec.engine.metrics import WHOLE_TREE
 from treespec.outputs import RequestOutput
+from treespec.serve.audit import AUDIT_PREFIX
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _TIMES = {
@@ -25,6 +26,7 @@ class ServerMetrics(Collector):
 
     def __init__(self, engine: Engine, model: str):
         self.registry = registry = CollectorRegistry()
+        self.num_refused = 0  # requests that did not reach the engine
         registry.register(self)
         self._engine, self._model, labels = engine, model, ["model_name"]
         self._times = [
@@ -65,8 +67,9 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Read the engine's counters while it runs, at every scrape: each is one number, which a round replaces."""
         stats, scheduler, cache = self._engine.stats, self._engine.scheduler, self._engine.cache
+        running = sum(not request.output_id.startswith(AUDIT_PREFIX) for request in list(scheduler.running))
         gauges = {
-            "num_requests_running": ("Requests that decode or prefill.", len(scheduler.running)),
+            "num_requests_running": ("Requests that decode or prefill, without audits.", running),
             "num_requests_waiting": ("Requests in the queue.", len(scheduler.waiting)),
             "kv_cache_usage_perc": (
                 "Share of the cache's pages that are in use.",
@@ -83,7 +86,7 @@ class ServerMetrics(Collector):
             "generation_tokens": ("Tokens generated, of finished requests.", stats.generated_tokens),
             "target_passes": ("Target passes, counted for each request in them.", passes),
             "nodes_verified": ("Rows of target passes.", passes + (whole.num_tokens if whole else 0)),
-            "failed_requests": ("Requests that were refused or failed.", stats.failed_requests),
+            "failed_requests": ("Requests that were refused or failed.", stats.failed_requests + self.num_refused),
         }
         for kind, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counts)):
             for name, (text, value) in values.items():

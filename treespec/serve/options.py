@@ -1,7 +1,10 @@
 """Options of the server. The command line reads them before the packages of the server are imported."""
 
+import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from treespec.serve.output_parser import CALL_FORMATS, REASONING_TAGS
 from treespec.utils.options import check_values, option
@@ -16,7 +19,13 @@ class ServerOptions:
     Args:
         host: interface to listen on; 0.0.0.0 is all of them.
         port: 0 is any free one.
+        uds: path of a Unix socket to listen on instead.
+        ssl_certfile: certificate chain in PEM format; with it, the server speaks HTTPS.
+        ssl_keyfile: its private key, if the certificate's file does not hold it.
+        root_path: prefix of the paths that clients see behind a proxy, which may remove it, such as /llm.
         api_key: key that clients must send, or $TREESPEC_API_KEY, which other users of the machine do not see.
+        allowed_origins: origin of web pages that may use the API (CORS), such as http://localhost:3000; * is any;
+            repeatable.
         served_model_name: name of the model for clients; repeatable, MODEL if not set. The first one is reported.
         no_spec: plain decoding, unless a request asks for more.
         speculative_config: JSON of vLLM's keys method (ngram, suffix, draft_model), model and num_speculative_tokens.
@@ -31,11 +40,17 @@ class ServerOptions:
             are counted and logged.
         max_body_bytes: largest request.
         read_timeout: longest seconds in which the headers of a request arrive, and then its body.
+        uvicorn_log_level: level of the HTTP server's log; warning leaves out the line of every request.
     """
 
     host: str = "127.0.0.1"
     port: int = option(8000, least=0, most=65535)
+    uds: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    root_path: str = ""
     api_key: str | None = None
+    allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
     no_spec: bool = False
     speculative_config: str | None = None
@@ -48,11 +63,30 @@ class ServerOptions:
     audit: float = option(0.0, least=0, most=1)
     max_body_bytes: int = option(4 << 20, least=1)
     read_timeout: float = option(60.0, least=0.01)
+    uvicorn_log_level: str = option("info", choices=("critical", "error", "warning", "info", "debug", "trace"))
 
     def __post_init__(self) -> None:
+        from treespec.errors import ConfigError
+
         check_values(self)
+        try:  # vLLM's flag is a JSON list
+            lists = [json.loads(origin) if origin.startswith("[") else [origin] for origin in self.allowed_origins]
+        except ValueError:
+            raise ConfigError(f'allowed_origins={self.allowed_origins!r}; valid: origins, or ["*"] as JSON') from None
+        object.__setattr__(self, "allowed_origins", [*itertools.chain.from_iterable(lists)])
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError(f"ssl_keyfile={self.ssl_keyfile!r} goes with ssl_certfile")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ConfigError(f"root_path={self.root_path!r}; valid: a path that begins with /")
 
     @property
-    def only_loopback(self) -> bool:
-        """Whether the server listens on the loopback interface only."""
-        return self.host in LOOPBACK
+    def is_local(self) -> bool:
+        """Whether only this machine reaches the server."""
+        return self.uds is not None or self.host in LOOPBACK
+
+    @property
+    def uvicorn_settings(self) -> dict[str, Any]:
+        """The keywords of uvicorn that these options state."""
+        names = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile")
+        other = {"root_path": self.root_path.rstrip("/"), "log_level": self.uvicorn_log_level}
+        return {name: getattr(self, name) for name in names} | other

@@ -8,7 +8,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 from typing_extensions import TypeAliasType
 
-from treespec.errors import ConfigError, RequestError, reject_unknown
+from treespec.errors import ConfigError, reject_unknown
 from treespec.sampling_params import RequestOutputKind, SamplingParams
 from treespec.serve.messages import AllowedToolsChoice, Messages, Strict, TemplateFields, Tool, ToolChoice, calls_schema
 
@@ -147,8 +147,17 @@ class GenerationBody(BaseModel):
 
     def tokenization(self) -> dict[str, Any]:
         """Return the `tokenization_kwargs` of the request."""
-        options = {"truncate_prompt_tokens": self.truncate_prompt_tokens, "add_special_tokens": self.add_special_tokens}
+        options = {
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
+            "add_special_tokens": self.add_special_tokens,
+            "max_output_tokens": self.requested_tokens or None,
+        }
         return {name: value for name, value in options.items() if value is not None}
+
+    @property
+    def requested_tokens(self) -> int | None:
+        """The number of tokens that the client asks for, which must fit the context."""
+        return self.max_tokens if "max_tokens" in self.model_fields_set else None
 
 
 _READ_APART = {"logit_bias", "logprobs", "truncate_prompt_tokens"}
@@ -161,15 +170,19 @@ class CompletionBody(GenerationBody):
     endpoint, openai = "/v1/completions", OpenAICompletion
     unsupported = {
         "best_of": ((None, 1), "ask for n choices with logprobs, and choose"),
-        "echo": ((None, False), "prepend the prompt to the text"),
         "suffix": ((None, ""), "put it into the prompt, as the model was trained to read it"),
     }
     prompt: str | Texts | TokenIds | TokenIdLists
     max_tokens: int | None = 16  # OpenAI's default
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None  # vLLM's
 
     def check(self) -> None:
         super().check()
+        if self.stream and self.num_prompt_logprobs is not None:
+            name = "prompt_logprobs" if self.prompt_logprobs is not None else "echo with logprobs"
+            raise ConfigError(f"{name}: log-probabilities of prompts are not streamed; omit stream")
         if len(self.prompts()) * (self.n or 1) > MOST_CHOICES:
             raise ConfigError(
                 f"{len(self.prompts())} prompts with n={self.n or 1}; valid: at most {MOST_CHOICES} choices"
@@ -181,12 +194,29 @@ class CompletionBody(GenerationBody):
         """Return the prompts: texts, or lists of token ids."""
         several = isinstance(self.prompt, list) and not any(isinstance(item, int) for item in self.prompt)
         if self.prompt == []:
-            raise RequestError("prompt=[]: give at least one")
+            raise ConfigError("prompt=[]: give at least one")
         return list(self.prompt) if several else [self.prompt]
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """`num_logprobs` of the prompt's positions."""
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether the answer is the prompt alone."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        if self.only_echoes:  # the engine generates at least one token, which the answer leaves out
+            return self.model_copy(update={"max_tokens": 1}).sampling_params(defaults)
+        params = super().sampling_params(defaults)
+        params.prompt_logprobs = self.num_prompt_logprobs
+        return params
 
 
 class ChatBody(TemplateFields, GenerationBody):
@@ -222,6 +252,10 @@ class ChatBody(TemplateFields, GenerationBody):
         if self.must_call and self.is_constrained:
             name = "structured_outputs" if self.structured_outputs is not None else "response_format"
             raise ConfigError(f"{name} and this tool_choice both constrain the output; give one of them")
+
+    @property
+    def requested_tokens(self) -> int | None:
+        return super().requested_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def called(self) -> str | None:

@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -195,7 +196,8 @@ def _readable(messages: Sequence[Message], apply: Callable[[Sequence[Message]], 
             text = apply(fill(forms, probes))
         except Exception:  # templates may raise anything
             return set(forms)
-        return {i for i in forms if f"key{i}." in text or any(item["text"] not in text for item in probes[i])}
+        shown = {*re.findall(r"probe\d+\.\d+\.|key\d+\.", text)}
+        return {i for i in forms if f"key{i}." in shown or any(item["text"] not in shown for item in probes[i])}
 
     missing = unread(original)
     forms = original | dict.fromkeys(missing, _as_text)

@@ -230,9 +230,9 @@ class TokenizerThreads:
         return (self._short if length < _LONG else self._long).submit(call)
 
     def shutdown(self) -> None:
-        """End the threads after the calls that are running."""
+        """End the threads after all calls."""
         for threads in (self._short, self._long):
-            threads.shutdown(cancel_futures=True)
+            threads.shutdown()
 
 
 class _LongestToken(NamedTuple):

@@ -197,7 +197,7 @@ def test_the_size_of_the_cache() -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             crowded(pages, **options)
-    with pytest.raises(RequestError, match="a prompt of 256 tokens, but max_model_len=256"):
+    with pytest.raises(RequestError, match="a prompt of 256 tokens; shorten it, raise max_model_len"):
         crowded(8).generate(random_prompts((256,)), greedy(5))
 
 

@@ -305,8 +305,9 @@ def test_metrics(client: OpenAI, url: str) -> None:
     assert after["num_requests_running", None] == after["kv_cache_usage_perc", None] == 0
     for body in ('{"prompt": 3}', "{", '{"prompt": "x", "a": 1}', '{"prompt": "x", "top_p": 3}', '{"prompt": ""}'):
         httpx2.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    httpx2.post(f"{url}/v1/responses", json={"input": 3})
     httpx2.get(f"{url}/v1/completions")
-    wait_until(lambda: read()["failed_requests_total", None] == after["failed_requests_total", None] + 5)
+    wait_until(lambda: read()["failed_requests_total", None] == after["failed_requests_total", None] + 6)
 
 
 # --- clients that leave, and slow ones

@@ -25,6 +25,7 @@ from treespec import LLM, AsyncLLM
 from treespec.serve.http_server import bind
 from treespec.serve.options import ServerOptions
 from treespec.serve.protocol import ChatBody, CompletionBody, GenerationBody
+from treespec.serve.responses import ResponsesBody
 
 pytestmark = pytest.mark.usefixtures("gives_all_pages_back")
 
@@ -76,25 +77,36 @@ BAD: list[tuple[Any, str, int]] = [
     ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "unknown 'chat_template'", 400),
     ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "chat template", 400),
     ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs goes with", 400),
+    ({"input": []}, "no messages", 400),
+    ({"input": "x", "previous_response_id": "resp_1"}, "repeat the conversation in input", 400),
+    ({"input": "x", "n": 2}, "n is not supported", 400),
+    ({"input": "x", "metadata": {"a": "\ud800"}}, "could not repeat the request", 400),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "'item_reference'; valid: message, reasoning", 400),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "content part {'type': 'input_image'}", 400),
+    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type='web_search'", 400),
+    ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.json_schema.name", 400),
 ]
 
 
 @pytest.mark.parametrize(("body", "message", "status"), BAD)
 def test_bad_bodies(url: str, body: Any, message: str, status: int) -> None:
     text = body if isinstance(body, str) else json.dumps(body)
-    path = "/v1/chat/completions" if '"messages"' in text else "/v1/completions"
+    paths = {'"messages"': "/v1/chat/completions", '"input"': "/v1/responses"}
+    path = next((path for name, path in paths.items() if name in text), "/v1/completions")
     answer = httpx2.post(url + path, content=text, headers={"content-type": "application/json"}, timeout=PATIENCE)
     error = answer.json()["error"]
     assert answer.status_code == status and message in error["message"], answer.text
     assert error.keys() == {"message", "type", "param", "code"} and len(answer.content) < 5000
 
 
-@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody, ResponsesBody])
 def test_wrong_values_of_every_field(url: str, kind: type[GenerationBody]) -> None:
     """Each is accepted, or refused with the names of the field and the value."""
     path, body = "/v1/completions", {"prompt": "x", "max_tokens": 1}
     if kind is ChatBody:
         path, body = "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, "tool_choice": "none"}
+    if kind is ResponsesBody:
+        path, body = "/v1/responses", {"input": "x", "max_output_tokens": 1}
     with httpx2.Client(timeout=PATIENCE) as client:
         for name in kind.model_fields:
             refused = []

@@ -1,6 +1,7 @@
 """Responses in OpenAI's form, whole and as chunks of a stream."""
 
 import itertools
+import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -11,8 +12,9 @@ from pydantic_core import to_json
 
 from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from treespec.sampling.logprobs import Logprob
+from treespec.serve.errors import ServerError, error_document
 from treespec.serve.output_parser import OutputParser
-from treespec.serve.output_reader import CallPart, OutputReader
+from treespec.serve.output_reader import CallPart, OutputReader, Part
 from treespec.serve.protocol import CompletionBody, GenerationBody
 from treespec.text.prompt_tokenizer import UserTokenizer
 
@@ -27,7 +29,7 @@ class Answer:
 
     def __init__(self, body: GenerationBody, model: str):
         self._body = body
-        self.request_id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.request_id = self.prefix + uuid.uuid4().hex
         self._head = {"id": self.request_id, "created": int(time.time()), "model": model}
         self._usage: dict[int, tuple[int, int, int]] = {}  # prompt, generated and cached tokens of each prompt
 
@@ -39,8 +41,14 @@ class Answer:
             choices += [self._choice(place, output, completion) for completion in output.outputs]
         return self._json(self.kind, choices, usage=self._total())
 
-    def chunks(self, place: int, output: RequestOutput, rounds: list[dict[str, Any]] | None = None) -> Iterator[str]:
-        """Return the events of new output of a prompt, as JSON. The first one carries the rounds."""
+    def opening(self) -> Iterator[dict[str, str]]:
+        """Return the events of a stream before the first output: keywords of `sse_starlette.ServerSentEvent`."""
+        return iter(())
+
+    def chunks(
+        self, place: int, output: RequestOutput, rounds: list[dict[str, Any]] | None = None
+    ) -> Iterator[dict[str, str]]:
+        """Return the events of new output of a prompt. The first one carries the rounds."""
         if output.finished or self._body.continues_usage:
             self._count(place, output)
         for completion in output.outputs:
@@ -50,14 +58,23 @@ class Answer:
                 extra["usage"] = self._total()
             if rounds is not None:
                 extra["rounds"], rounds = rounds, []
-            yield self._json(self.chunk_kind, [choice], **extra)
+            yield {"data": self._json(self.chunk_kind, [choice], **extra)}
 
-    def usage_chunk(self) -> str:
-        """Return the last event of a stream with usage, as JSON."""
-        return self._json(self.chunk_kind, [], usage=self._total())
+    def closing(self) -> Iterator[dict[str, str]]:
+        """Return the events behind the last output."""
+        if self._body.includes_usage:
+            yield {"data": self._json(self.chunk_kind, [], usage=self._total())}
+        yield {"data": "[DONE]"}
+
+    def failure(self, error: ServerError) -> Iterator[dict[str, str]]:
+        """Return the last events of a stream that fails, as OpenAI's clients expect them."""
+        yield {"data": json.dumps(error_document(str(error), error.status))}
+        yield {"data": "[DONE]"}
 
     def _json(self, kind: str, choices: list[dict[str, Any]], **extra: Any) -> str:
-        document = self._head | {"object": kind, "choices": choices} | extra
+        return self._encode(self._head | {"object": kind, "choices": choices} | extra)
+
+    def _encode(self, document: dict[str, Any]) -> str:
         return to_json(document, inf_nan_mode="null").decode()
 
     def _count(self, place: int, output: RequestOutput) -> None:
@@ -94,7 +111,7 @@ class Answer:
 class CompletionAnswer(Answer):
     """The response of `/v1/completions`."""
 
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
     _body: CompletionBody
 
     def __init__(self, body: CompletionBody, model: str, tokenizer: UserTokenizer | None):
@@ -163,21 +180,24 @@ class CompletionAnswer(Answer):
 class ChatAnswer(Answer):
     """The response of `/v1/chat/completions`, whose text a parser splits."""
 
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, body: GenerationBody, model: str, parser: OutputParser):
         super().__init__(body, model)
         self._parser, self.needs_special_tokens = parser, parser.needs_special_tokens
         self._readers: dict[int, OutputReader] = {}  # by choice
 
+    def _read(self, index: int, output: RequestOutput, completion: CompletionOutput) -> Part:
+        if index not in self._readers:
+            self._readers[index] = OutputReader(self._parser, self._parser.begins_with_reasoning(output.prompt))
+        return self._readers[index].read(completion.text or "", completion.finish_reason is not None)
+
     def _content(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         role = {} if index in self._readers else {"role": "assistant"}
-        if role:
-            self._readers[index] = OutputReader(self._parser, self._parser.begins_with_reasoning(output.prompt))
-        reader = self._readers[index]
-        part = reader.read(completion.text or "", completion.finish_reason is not None)
+        part = self._read(index, output, completion)
         choice: dict[str, Any] = {"logprobs": self._logprobs(completion)}
-        if reader.num_calls and completion.finish_reason == "stop" and self._parser.named is None:  # as OpenAI's
+        num_calls = self._readers[index].num_calls
+        if num_calls and completion.finish_reason == "stop" and self._parser.named is None:  # as OpenAI's
             choice["finish_reason"] = "tool_calls"
         said: dict[str, Any] = {}
         if part.reasoning:

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
@@ -26,7 +25,7 @@ from treespec.outputs import RequestOutput
 from treespec.sampling_params import SamplingParams
 from treespec.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from treespec.serve.audit import Audit
-from treespec.serve.errors import INTERNAL_ERROR, Guard, ServerError, Shutdown, error_document, on_error
+from treespec.serve.errors import INTERNAL_ERROR, Guard, ServerError, Shutdown, on_error
 from treespec.serve.messages import generic_messages
 from treespec.serve.metrics import ServerMetrics
 from treespec.serve.options import ServerOptions
@@ -40,6 +39,7 @@ from treespec.serve.output_parser import (
 )
 from treespec.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from treespec.serve.reading import Events, Reading, RoundFeed, while_connected
+from treespec.serve.responses import ResponsesAnswer, ResponsesBody
 from treespec.text.chat import ChatOptions, Conversation, conversations
 from treespec.text.prompt_tokenizer import TokenizerThreads, UserTokenizer
 
@@ -82,6 +82,13 @@ class Server:
         answer = ChatAnswer(body, self._model_name(body.model), self._parser(body))
         return await self._generate(body, answer, [self._conversation(body)], request)
 
+    async def responses(self, body: ResponsesBody, request: Request) -> Response:
+        """Answer a conversation in the form of OpenAI's Responses API."""
+        body.check()
+        chat = body.chat()
+        answer = ResponsesAnswer(body, chat, self._model_name(body.model), self._parser(chat))
+        return await self._generate(chat, answer, [self._conversation(chat)], request)
+
     async def _generate(
         self, body: GenerationBody, answer: Answer, prompts: Sequence[Any], request: Request
     ) -> Response:
@@ -113,26 +120,27 @@ class Server:
                 ends.callback(stream.close)
                 streams.append(stream)
             if body.stream:
-                return Events(self._events(answer, reading, body.includes_usage, feed), ends.pop_all())
+                return Events(self._events(answer, reading, feed), ends.pop_all())
             outputs = await while_connected(request, reading.outputs())
         return Response(answer.response(outputs), media_type="application/json")
 
-    async def _events(
-        self, answer: Answer, reading: Reading, usage: bool, feed: RoundFeed | None
-    ) -> AsyncIterator[dict[str, str]]:
-        """Yield the events of a stream. An error is the last one before [DONE], as OpenAI's clients expect it."""
+    async def _events(self, answer: Answer, reading: Reading, feed: RoundFeed | None) -> AsyncIterator[dict[str, str]]:
+        """Yield the events of a stream."""
         try:
+            for event in answer.opening():
+                yield event
             async for place, output in reading.merged():
-                for chunk in answer.chunks(place, output, None if feed is None else feed.take()):
-                    yield {"data": chunk}
-            if usage:
-                yield {"data": answer.usage_chunk()}
+                for event in answer.chunks(place, output, None if feed is None else feed.take()):
+                    yield event
+            for event in answer.closing():
+                yield event
         except ServerError as error:
-            yield {"data": json.dumps(error_document(str(error), error.status))}
+            for event in answer.failure(error):
+                yield event
         except Exception:
             logger.exception("request %s failed", answer.request_id)
-            yield {"data": json.dumps(error_document(INTERNAL_ERROR, 500))}
-        yield {"data": "[DONE]"}
+            for event in answer.failure(ServerError(INTERNAL_ERROR)):
+                yield event
 
     def _parser(self, body: ChatBody) -> OutputParser:
         """Return what splits the answers to a request. Raises ConfigError if the format of its calls is unknown."""
@@ -255,7 +263,8 @@ class Server:
 
     async def on_error(self, request: Request, error: Exception) -> Response:
         """Answer a request that is refused, and count it unless the engine has: it counts invalid prompts."""
-        generates = request.scope.get("endpoint") in (self.completions, self.chat) and request.method == "POST"
+        generating = (self.completions, self.chat, self.responses)
+        generates = request.scope.get("endpoint") in generating and request.method == "POST"
         if generates and not isinstance(error, RequestError | ServerError):
             self._metrics.num_refused += 1
         return await on_error(request, error)
@@ -284,6 +293,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions, defaults: SamplingParam
     routes: dict[str, tuple[str, Callable[..., Any]]] = {
         "/v1/completions": ("POST", server.completions),
         "/v1/chat/completions": ("POST", server.chat),
+        "/v1/responses": ("POST", server.responses),
         "/v1/models": ("GET", server.models),
         "/v1/models/{name:path}": ("GET", server.model),
         "/tokenize": ("POST", server.tokenize),

@@ -39,11 +39,12 @@ class CallPart(NamedTuple):
 
 @dataclass
 class Part:
-    """What is new of an answer."""
+    """What is new of an answer; `pieces` has all of it in its order, texts with "reasoning" or "content"."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[CallPart] = field(default_factory=list)
+    pieces: list[CallPart | tuple[str, str]] = field(default_factory=list)
 
 
 _Steps = Generator[None, None, None]  # each `yield` waits for more text, or for the end
@@ -331,9 +332,11 @@ class OutputReader:
 
     def _add_reasoning(self, text: str) -> None:
         self._new.reasoning += text
+        self._new.pieces.append(("reasoning", text))
 
     def _add_content(self, text: str) -> None:
         self._new.content += text
+        self._new.pieces.append(("content", text))
 
     def _begin_call(self, name: str) -> None:
         self.num_calls += 1
@@ -341,17 +344,18 @@ class OutputReader:
 
     def _go_on(self, arguments: str) -> None:
         """Add to the arguments of the last call."""
-        if not arguments:
-            return
-        if self._new.calls and self._new.calls[-1].place == self.num_calls - 1:
-            last = self._new.calls.pop()
-            self._add_call(last.name, last.arguments + arguments)
-        else:
+        if arguments:
             self._add_call(None, arguments)
 
     def _add_call(self, name: str | None, arguments: str) -> None:
-        if self.parser.most_calls is None or self.num_calls <= self.parser.most_calls:
-            self._new.calls.append(CallPart(self.num_calls - 1, name, arguments))
+        if self.parser.most_calls is not None and self.num_calls > self.parser.most_calls:
+            return
+        call = CallPart(self.num_calls - 1, name, arguments)
+        self._new.pieces.append(call)
+        if name is None and self._new.calls and self._new.calls[-1].place == call.place:
+            last = self._new.calls.pop()
+            call = last._replace(arguments=last.arguments + arguments)
+        self._new.calls.append(call)
 
 
 class _Nesting:

@@ -98,7 +98,7 @@ class GenerationBody(BaseModel):
         """Raise ConfigError for unknown or unsupported fields, and for contradictions."""
         extra, known = self.model_extra or {}, self.openai.__annotations__
         for name, (neutral, instead) in self.unsupported.items():
-            if extra.get(name) not in neutral:
+            if (vars(self) | extra).get(name) not in neutral:
                 raise ConfigError(f"{self.endpoint}: {name} is not supported; {instead}")
         unknown = [name[:60] for name in extra if name not in known]
         reject_unknown(self.endpoint, unknown[:3], type(self).model_fields | known)

@@ -125,8 +125,10 @@ class Engine:
         if (ssms := self.sources.ssms) is not None:
             computed = [r for r in batch.prefill if not r.finished and not r.spec.is_plain]
             for request in computed:
-                if request.spec.is_adaptive and request.group is not None and request.group.trust is None:
-                    request.group.without_ssms = not self._expects_ssms(request)
+                group = request.group
+                # Not by a preempted sample: others share the prompt by then, without K/V of the SSMs.
+                if group is not None and group.trust is None and request.spec.is_adaptive and not request.num_generated:
+                    group.without_ssms = not self._expects_ssms(request)
             ssms.fork(batch.forked)
             ssms.prefill([r for r in computed if not r.spec.is_adaptive or (r.group and not r.group.without_ssms)])
         if batch.prefill:

@@ -108,13 +108,22 @@ def random_blocks(type: GGMLQuantizationType, out: int, inputs: int, scale: floa
         "Q8_0": ((0,), 127, 0),
         "Q4_0": ((0,), 8, 0),
         "Q4_1": ((0, 2), 15, 7.5),
+        "Q5_0": ((0,), 16, 0),
+        "Q5_1": ((0, 2), 31, 15.5),
+        "Q2_K": ((80, 82), 15 * 3, 1.5),
+        "Q3_K": ((108,), 32 * 4, 0),
         "Q4_K": ((0, 2), 63 * 15, 7.5),
         "Q5_K": ((0, 2), 63 * 31, 15.5),
         "Q6_K": ((208,), 127 * 32, 0),
+        "IQ4_NL": ((0,), 127, 0),
+        "IQ4_XS": ((0,), 32 * 127, 0),
+        "MXFP4": ((), 1, 0),
     }[type.name]
+    if type.name == "MXFP4":  # a power of two
+        blocks[..., 0] = 124 + rng.integers(0, 2, blocks.shape[:2]) + int(np.log2(scale))
     factors = rng.uniform(0.5, 1, (out, inputs // values)) * scale / largest
     for i, (at, factor) in enumerate(zip(place, (factors, factors * centre), strict=False)):
-        sign = -1 if type.name == "Q4_1" and i else 1
+        sign = -1 if type.name in ("Q4_1", "Q5_1") and i else 1
         blocks[..., at : at + 2] = (sign * factor).astype("<f2").view(np.uint8).reshape(*factor.shape, 2)
     return blocks.reshape(out, -1)
 

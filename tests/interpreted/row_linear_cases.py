@@ -107,6 +107,7 @@ FORMS = [  # inputs, bits, groups, type of zero points
     (96, 8, 3, torch.float32),
     (106, 4, 1, torch.int8),
     (96, 4, 3, torch.float32),
+    (96, 8, 6, None),
 ]
 
 
@@ -124,7 +125,8 @@ def test_quantized_layers(
         "residual": draw(*stack, rows, out // (1 + gate), dtype=dtype),
         "silu_gate": gate,
     }
-    check("quantized_row_linear", arguments, replace(SMALL, split_k=split_k), num_rows=rows, run=in_the_middle)
+    config = replace(SMALL, split_k=split_k, block_k=min(SMALL.block_k, form[0] // form[2]))
+    check("quantized_row_linear", arguments, config, num_rows=rows, run=in_the_middle)
 
 
 @each_dtype

@@ -28,6 +28,8 @@ FORMS = [  # outputs, inputs, bits, groups, type of zero points
     (64, 192, 4, 2, None),
     (97, 96, 8, 1, None),
     (70, 640, 8, 20, torch.int8),
+    (70, 320, 8, 20, None),
+    (97, 192, 4, 12, torch.int8),
     (70, 576, 8, 1, None),
     (64, 512, 4, 4, torch.int8),
     (64, 576, 4, 9, torch.int8),

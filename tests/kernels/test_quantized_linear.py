@@ -22,6 +22,8 @@ FORMS = [  # outputs, inputs, bits, groups, type of zero points
     (64, 64, 8, 1, None),
     (97, 96, 8, 1, None),
     (33, 96, 8, 3, torch.int8),
+    (33, 96, 8, 6, None),
+    (64, 96, 4, 6, torch.int8),
     (64, 256, 4, 2, None),
     (130, 704, 4, 11, None),
     (97, 96, 4, 3, torch.int8),

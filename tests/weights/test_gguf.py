@@ -104,15 +104,17 @@ def test_logits_are_those_of_transformers_reading(model_type: str, tmp_path: Pat
     assert_same_logits(path, open_llm(path, dtype="float32"))
 
 
-FORMATS = dict.fromkeys(("Q4_0", "Q4_1", "Q4_K", "Q4_K_M"), "int4 groups of 32")
-FORMATS |= {"Q8_0": "int8 groups of 32", "tied": "int4 groups of 32, int8 groups of 32"}
+FORMATS = dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), "int4 groups of 32")
+FORMATS |= dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q5_K", "IQ4_NL", "IQ4_XS", "MXFP4"), "int8 groups of 32")
+FORMATS |= {"Q2_K": "int4 groups of 16", "Q3_K": "int4 groups of 16", "Q6_K": "int8 groups of 16"}
+FORMATS |= {"tied": "int4 groups of 32, int8 groups of 32", "Q4_K_M": "int4 groups of 32, int8 groups of 16"}
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     "kind",
     quick(
-        ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M", "tied"),
+        ("F32", "F16", "BF16", *FORMATS),
         ("F16", "Q8_0", "Q6_K", "Q4_K_M", "tied"),
     ),
 )
@@ -171,15 +173,18 @@ def test_blocks_keep_their_values(kind: str) -> None:
         blocks[1, size : size + 4] = 0
     expected = torch.from_numpy(gguf.quants.dequantize(blocks, type))
     found = read_blocks(kind, torch.from_numpy(blocks))
-    assert found.scale.shape == (6, 16) and (found.zero is not None) == FORMS[kind].has_zero
+    assert found.scale.shape == (6, 512 // FORMS[kind].group) and (found.zero is not None) == FORMS[kind].has_zero
+    assert found.values.dtype == {4: torch.uint8, 8: torch.int8}[FORMS[kind].bits]
     torch.testing.assert_close(dequantize(found), expected, rtol=0, atol=2e-7 * float(expected.abs().max()))
 
 
 @pytest.mark.slow
 def test_products_are_in_blocks_only_as_a_whole(tmp_path: Path) -> None:
-    types = {"blk.0.attn_k.weight": "Q4_0", "blk.1.ffn_up.weight": "Q8_0", "blk.1.ffn_down.weight": "F16"}
+    types = {"blk.0.attn_k.weight": "Q4_0", "blk.0.attn_v.weight": "Q6_K", "blk.0.ffn_up.weight": "Q8_0"}
+    types |= {"blk.1.ffn_up.weight": "F16", "blk.1.ffn_down.weight": "F16"}
     path = write_gguf(tmp_path / "m.gguf", llama(), lambda name: types.get(name, "Q4_1"))
     held = read_config(path)["quantization_config"]["types"]
+    assert held["model.layers.0.self_attn.q_proj.weight"] == ["Q4_1", 8, 16, True]
     of_layer = [{name.split(".")[-2] for name in held if f".{i}." in name} for i in (0, 1)]
     attention = {f"{part}_proj" for part in "qkvo"}
     assert of_layer == [attention | {"gate_proj", "up_proj", "down_proj"}, attention]

@@ -19,9 +19,9 @@ TOKENIZER = "tokenizer.json"
 
 
 def _gguf_config(file: GgufFile) -> dict[str, Any]:
-    """Return config.json, with the types of matrices that stay in blocks as its quantization_config."""
-    config, types = hf_config(file), block_types(file)
-    return config | ({KEY: {"quant_method": "gguf", "types": types}} if types else {})
+    """Return config.json, with the types and forms of matrices that stay quantised as its quantization_config."""
+    types = {name: [kind, *form] for name, (kind, form) in block_types(file).items()}
+    return hf_config(file) | ({KEY: {"quant_method": "gguf", "types": types}} if types else {})
 
 
 _MAKERS: Mapping[str, Callable[[GgufFile], dict[str, Any]]] = {

@@ -192,11 +192,11 @@ void multiply_panel(const Linear& layer, int64_t panel, const factor* x, int64_t
 }
 
 #if TILES
-// Widens the weights of BLOCK inputs and 16 outputs, those of tile J of a panel, to bf16: [16][16] pairs of inputs.
-template <int BITS, int J>
+// Widens the weights of SPAN inputs and 16 outputs, those of tile J of a panel, to bf16: [SPAN / 2][16] pairs of inputs.
+template <int BITS, int SPAN, int J>
 inline __attribute__((always_inline)) void widen_tile(const uint8_t* from, uint32_t* to) {
 #if BF16
-    for (int64_t i = 0; i < BLOCK; i += STEP, from += step_bytes(BITS), to += 16) {
+    for (int64_t i = 0; i < SPAN; i += STEP, from += step_bytes(BITS), to += 16) {
 #if defined(__AVX512BW__)
         if (BITS == 4) {
             _mm512_store_si512(to, nibbles_to_pairs<J>(load<__m512i>(from)));
@@ -250,17 +250,19 @@ template <int BITS> inline void add_quarter(const GroupSums& from, int64_t quart
 // Multiplies a panel with at most 64 rows. x: of TiledRows. group_sums: [rows, groups], sums of each group's
 // activations; null without zeros.
 //
+// A tile has SPAN inputs, BLOCK or 16, which divide groups. In the following, a block has as many.
+//
 // A step computes the tiles of one block of rows and `length` blocks of a group's inputs. A load waits until older
 // stores to the same place of any page have reached the cache, which they do only after all older instructions, such as
 // a product of 50 cycles. So the loads and stores between two products of a step belong to other steps: the last one's
 // sums are stored, those of the one before are added to the totals, and the weights of the next block are widened.
-template <int BITS>
+template <int BITS, int SPAN>
 void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t rows, const float* group_sums,
                     void* out, Then then) {
-    constexpr int64_t BLOCK_BYTES = BLOCK / STEP * step_bytes(BITS), LINES = BLOCK_BYTES / 64 / 4;
-    constexpr int64_t FETCHED_BLOCKS = FETCHED / BLOCK_BYTES;
-    const int64_t blocks = layer.inputs / BLOCK, row_blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t group = layer.group / BLOCK, groups = blocks / group, length = std::min<int64_t>(group, 4);
+    constexpr int64_t BLOCK_BYTES = SPAN / STEP * step_bytes(BITS), LINES = BLOCK_BYTES / 64 / 4;
+    constexpr int64_t FETCHED_BLOCKS = FETCHED / BLOCK_BYTES, PARTS_OF_TILE = BLOCK / SPAN;
+    const int64_t blocks = layer.inputs / SPAN, row_blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t group = layer.group / SPAN, groups = blocks / group, length = std::min<int64_t>(group, 4);
     const int64_t ring = row_blocks == 1 || length == 1 ? 1 : 7;  // few blocks, which stay in the L1 cache
     const uint8_t* w = (const uint8_t*)layer.weight + panel * blocks * BLOCK_BYTES;
     const float* scale = layer.scale + panel * groups * PANEL;
@@ -277,10 +279,10 @@ void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t
             __builtin_prefetch(scale + (block + FETCHED_BLOCKS) * PANEL + 16 * j);
             if (zero) __builtin_prefetch(zero + (block + FETCHED_BLOCKS) * PANEL + 16 * j);
         }
-        widen_tile<BITS, j>(from, wide[block & ring][j]);
+        widen_tile<BITS, SPAN, j>(from, wide[block & ring][j]);
     };
     with_all<4>([&](auto j) { widen(0, j); });
-    const TileRows configured(std::min(rows, TILE_ROWS), std::min(rows, TILE_ROWS));
+    const TileRows configured(std::min(rows, TILE_ROWS), std::min(rows, TILE_ROWS), SPAN);
     const bool is_partial = group > length;  // a step has a part of a group
     GroupSums last, before;  // the sums of the last step and the one before
     int64_t g = 0, turn = 0;
@@ -293,7 +295,8 @@ void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t
             float(*const own)[TILE_ROWS * 16] = sums[is_partial ? t : turn];
             const bool stays = !starts && row_blocks == 1;  // the sums stay in their tiles
             for (int64_t block = begin; block < end; block++) {
-                tile_load<4>(x + (t * blocks + block) * TILE_SCALARS, 64);
+                const int64_t tile = (t * blocks + block) / PARTS_OF_TILE, part = block % PARTS_OF_TILE;
+                tile_load<4>(x + tile * TILE_SCALARS + part * SPAN, 64);
                 with_all<4>([&](auto j) {
                     if (block == begin && !stays) {
                         if (last.sums) tile_store<j>((char*)last.sums + j * 1024, 64);
@@ -337,13 +340,15 @@ void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* 
     };
     const int preparing = threads_of_rows(rows, threads);
 #if TILES
-    if (rows >= tiled_rows_quantized(layer.bits) && layer.group % BLOCK == 0) {
+    if (rows >= tiled_rows_quantized(layer.bits) && layer.group % 16 == 0 && k % BLOCK == 0) {
         const TiledRows tiles(rows, k);
         parallel(preparing, rows, [&](int64_t r) { sum_groups(r), tiles.copy(r, x + r * k); });
         return parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
             const FlushDenormals flushing;
             for (int64_t r = 0; r < rows; r += 4 * TILE_ROWS) {
-                const auto multiply = layer.bits == 8 ? multiply_tiles<8> : multiply_tiles<4>;
+                const bool whole = layer.group % BLOCK == 0;
+                const auto multiply = layer.bits == 8 ? whole ? multiply_tiles<8, BLOCK> : multiply_tiles<8, 16>
+                                                      : whole ? multiply_tiles<4, BLOCK> : multiply_tiles<4, 16>;
                 void* to = (char*)out + r * layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
                 multiply(layer, panel, tiles.data() + r * k, std::min(4 * TILE_ROWS, rows - r),
                          sums ? sums + r * groups : nullptr, to, then);

@@ -16,7 +16,7 @@ void tile_multiply(Tile& c, const Tile& a, const Tile& b) {
     for (int64_t r = 0; r < a.rows; r++)
         for (int64_t o = 0; o < 16; o++) {
             float chains[2] = {};
-            for (int64_t i = 0; i < 16; i++)
+            for (int64_t i = 0; i < b.rows; i++)
                 for (int64_t t = 0; t < 2; t++)
                     chains[t] = __builtin_fmaf(to_float(uint16_t(a.units[r][i] >> 16 * t)),
                                                to_float(uint16_t(b.units[i][o] >> 16 * t)), chains[t]);
@@ -66,7 +66,7 @@ constexpr int64_t TILED_ROWS = 2;
 constexpr int64_t tiled_rows_quantized(int64_t bits) { return bits == 4 ? 2 : 3; }
 
 // Configures the tiles 0 to 3 for sums and 4 and 5 for activations of `low` rows, or of `high` rows where odd; 6 and 7
-// for weights. Releases them at its end: the kernel saves tiles in use whenever it switches threads.
+// for weights, of `span` inputs. Releases them at its end: the kernel saves tiles in use whenever it switches threads.
 class TileRows {
     struct alignas(64) Configuration {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -75,9 +75,10 @@ class TileRows {
     };
 
   public:
-    TileRows(int64_t low, int64_t high) {
+    TileRows(int64_t low, int64_t high, int64_t span = BLOCK) {
         Configuration configuration;
-        for (int64_t t = 0; t < 8; t++) configuration.rows[t] = uint8_t(t >= 6 ? 16 : t % 2 ? high : low);
+        for (int64_t t = 0; t < 8; t++) configuration.rows[t] = uint8_t(t >= 6 ? span / 2 : t % 2 ? high : low);
+        for (int64_t t = 4; t < 6; t++) configuration.row_bytes[t] = uint16_t(2 * span);
 #if TILES == 1
         asm volatile("ldtilecfg %0" ::"m"(configuration) : "memory");
 #else

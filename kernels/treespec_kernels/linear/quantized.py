@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SMALLEST_GROUP = 32
+SMALLEST_GROUP = 16
 
 
 class WeightForm(NamedTuple):

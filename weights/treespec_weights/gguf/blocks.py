@@ -1,91 +1,235 @@
-"""Read blocks of GGUF tensors as quantised weights."""
+"""Read blocks of GGUF tensors as quantised weights.
+
+Every type but those of IQ1 to IQ3 and TQ is read without rounding: integers of 4 bits as such, all others as int8. The
+integers of IQ4 and MXFP4 are those of their tables.
+"""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from treespec_weights.quant_schemes import Form, QuantScheme, StoredTensor
-from treespec_weights.quantize import Quantized
+from treespec_weights.quantize import Quantized, packed, unpacked
 
-BLOCK = 32  # values that share a scale
 FORMS: Mapping[str, Form] = {
-    "Q8_0": Form(8, BLOCK, False),
-    "Q4_0": Form(4, BLOCK, False),
-    "Q4_1": Form(4, BLOCK, True),
-    "Q4_K": Form(4, BLOCK, True),
+    "Q8_0": Form(8, 32, False),
+    "Q4_0": Form(4, 32, False),
+    "Q4_1": Form(4, 32, True),
+    "Q5_0": Form(8, 32, False),
+    "Q5_1": Form(8, 32, True),
+    "Q2_K": Form(4, 16, True),
+    "Q3_K": Form(4, 16, False),
+    "Q4_K": Form(4, 32, True),
+    "Q5_K": Form(8, 32, True),
+    "Q6_K": Form(8, 16, False),
+    "IQ4_NL": Form(8, 32, False),
+    "IQ4_XS": Form(8, 32, False),
+    "MXFP4": Form(8, 32, False),
 }
-"""Forms of the block types that fit the kernels' layouts. Q6_K does not: it has a scale per 16 values."""
+"""Form in memory of each block type."""
+_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "IQ4_NL": 18, "MXFP4": 17}
+_BYTES |= {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_XS": 136}
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
+
+
+def common_form(forms: Iterable[Form]) -> Form:
+    """Return the form to which those of the matrices of one fused product are widened without rounding."""
+    bits, groups, zeros = zip(*forms, strict=True)
+    return Form(max(bits), min(groups), any(zeros))
 
 
 @dataclass(frozen=True)
 class GgufScheme(QuantScheme):
     """Quantisation scheme of a GGUF file's matrices."""
 
-    types: tuple[tuple[str, str], ...] = ()  # pairs of tensor name and block type (a key of `FORMS`)
+    # Tensor name, block type (a key of `FORMS`), and form in memory, to which the type's is widened
+    types: tuple[tuple[str, str, Form], ...] = ()
 
     @classmethod
-    def of(cls, types: Mapping[str, str]) -> "GgufScheme":
-        """Return the scheme of matrices with these block types, by tensor name."""
-        return cls("gguf", max(FORMS[kind].bits for kind in types.values()), BLOCK, types=tuple(types.items()))
+    def of(cls, types: Mapping[str, Sequence[object]]) -> "GgufScheme":
+        """Return the scheme of matrices with these block types and forms, by tensor name."""
+        matrices = tuple((name, kind, Form(*form)) for name, (kind, *form) in types.items())
+        return cls("gguf", max(form.bits for _, _, form in matrices), types=matrices)
 
     @functools.cached_property
-    def _type_of(self) -> dict[str, str]:
-        return dict(self.types)
+    def _type_of(self) -> dict[str, tuple[str, Form]]:
+        return {name: (kind, form) for name, kind, form in self.types}
 
     @property
     def name(self) -> str:
-        return f"gguf {', '.join(sorted({*self._type_of.values()}))}"
+        return f"gguf {', '.join(sorted({kind for _, kind, _ in self.types}))}"
 
     def covers(self, name: str, head: str) -> bool:
         return name in self._type_of
 
     def form(self, name: str) -> Form:
-        return FORMS[self._type_of[name]]
+        return self._type_of[name][1]
 
     def stored_tensors(self, name: str, out: int, inputs: int) -> dict[str, StoredTensor]:
-        return {name: StoredTensor(((out, inputs),), (self._type_of[name],))}
+        return {name: StoredTensor(((out, inputs),), (self._type_of[name][0],))}
 
     def read(
         self, name: str, out: int, inputs: int, get: Callable[[str], Tensor | None], dtype: torch.dtype | None
     ) -> Quantized:
         rows = get(name)
         assert rows is not None
-        return read_blocks(self._type_of[name], rows)
+        kind, form = self._type_of[name]
+        return _widened(read_blocks(kind, rows), form)
+
+
+def _widened(weight: Quantized, form: Form) -> Quantized:
+    """Return a weight with 8 bits, or with smaller groups, if the form has them."""
+    values, scale, zero = weight
+    if form.bits == 8 and values.dtype == torch.uint8:
+        values = unpacked(values)
+    inputs = values.shape[1] * (8 // form.bits)
+    assert form.group is not None
+    repeats = inputs // form.group // scale.shape[1]
+    if repeats > 1:
+        scale = scale.repeat_interleave(repeats, 1)
+        zero = None if zero is None else zero.repeat_interleave(repeats, 1)
+    return Quantized(values, scale, zero)
 
 
 def read_blocks(kind: str, rows: Tensor) -> Quantized:
-    """Convert blocks, uint8 [out, bytes] of a type of `FORMS`, to a quantised weight.
+    """Convert blocks, uint8 [out, bytes] of a type of `FORMS`, to a quantised weight of its form.
 
-    Q8_0 and Q4_0 are d * q. Q4_1 is d * q + m, and so is Q4_K, where d and m are products of a super-block's scales and
-    6-bit integers. Their zero points are -m / d, in float32.
+    A value is d * q, or d * q + m, where d and m may be products of a super-block's scales and integers. The zero point
+    of m is -m / d, in float32.
     """
-    if kind == "Q4_K":
-        return _read_q4_k(rows.unflatten(1, (-1, 144)))
-    if kind == "Q8_0":
-        blocks = rows.unflatten(1, (-1, 2 + BLOCK))
-        return Quantized(blocks[..., 2:].flatten(1).view(torch.int8), _halves(blocks[..., :2]))
-    header = 4 if kind == "Q4_1" else 2
-    blocks = rows.unflatten(1, (-1, header + BLOCK // 2))
-    values, scale = _repacked(blocks[..., header:]).flatten(1), _halves(blocks[..., :2])
-    if kind == "Q4_0":
-        return Quantized(values, scale)
-    result = _with_minimum(values, scale.float(), _halves(blocks[..., 2:4]).float())
-    return result._replace(scale=result.scale.half())
+    blocks = rows.unflatten(1, (-1, _BYTES[kind]))
+    form, (values, scale, minimum) = FORMS[kind], _READERS[kind](blocks)
+    if form.bits == 8 or values.dtype == torch.int8:
+        values = values.flatten(1)
+        values = packed(values) if form.bits == 4 else values
+    scale = scale.flatten(1)
+    if minimum is None:
+        return Quantized(values.flatten(1), scale)
+    result = _with_minimum(values.flatten(1), scale.float(), minimum.flatten(1).float(), form)
+    return result._replace(scale=result.scale.to(scale.dtype))
 
 
-def _read_q4_k(blocks: Tensor) -> Quantized:
-    """Convert super-blocks, uint8 [out, n, 144]: two float16 scales, eight 6-bit scales and minima, 256 integers."""
+_Read = tuple[Tensor, Tensor, Tensor | None]  # integers (4 bits in pairs or int8), and d and m of groups; by block
+
+
+def _read_q4(blocks: Tensor, header: int) -> _Read:
+    minimum = _halves(blocks[..., 2:4]) if header == 4 else None
+    return _repacked(blocks[..., header:]), _halves(blocks[..., :2]), minimum
+
+
+def _read_q5(blocks: Tensor, header: int) -> _Read:
+    q = _nibbles(blocks[..., header + 4 :]) | _planes(blocks[..., header : header + 4], 1).flatten(-2) << 4
+    minimum = _halves(blocks[..., 2:4]) if header == 4 else None
+    return q if header == 4 else q - 16, _halves(blocks[..., :2]), minimum
+
+
+def _read_q2_k(blocks: Tensor) -> _Read:
+    scales, minima = blocks[..., :16] & 15, blocks[..., :16] >> 4
+    q = _columns(blocks[..., 16:80].unflatten(-1, (2, 32)), 2).flatten(-3) - 8
+    return q, _products(blocks[..., 80:82], scales), -_products(blocks[..., 82:84], minima)
+
+
+def _read_q3_k(blocks: Tensor) -> _Read:
+    low, high = blocks[..., 96:104], _columns(blocks[..., 104:108], 2).flatten(-2)
+    scales = (torch.cat((low & 15, low >> 4), -1).to(torch.int8) | high << 4) - 32
+    q = _columns(blocks[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-3, -2)
+    q = q + (_columns(blocks[..., :32], 1) << 2) - 4
+    return q.flatten(-2), _products(blocks[..., 108:110], scales), None
+
+
+def _read_q4_k(blocks: Tensor) -> _Read:
+    return _repacked(blocks[..., 16:].unflatten(2, (4, 32))), *_scales_and_minima(blocks)
+
+
+def _read_q5_k(blocks: Tensor) -> _Read:
+    q = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    q = q | _columns(blocks[..., 16:48], 1) << 4
+    return q.flatten(-2), *_scales_and_minima(blocks)
+
+
+def _read_q6_k(blocks: Tensor) -> _Read:
+    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).flatten(-2)
+    high = _columns(blocks[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-3)
+    scales = blocks[..., 192:208].view(torch.int8)
+    return (low | high << 4) - 32, _products(blocks[..., 208:210], scales), None
+
+
+def _read_iq4_nl(blocks: Tensor) -> _Read:
+    return _looked_up(_IQ4, blocks[..., 2:]), _halves(blocks[..., :2]), None
+
+
+def _read_iq4_xs(blocks: Tensor) -> _Read:
+    low, high = blocks[..., 4:8], _planes(blocks[..., 2:4], 2).flatten(-2)
+    low = torch.stack((low & 15, low >> 4), -1).flatten(-2).to(torch.int8)
+    return (
+        _looked_up(_IQ4, blocks[..., 8:].unflatten(-1, (8, 16))).flatten(-2),
+        _products(blocks[..., :2], (low | high << 4) - 32),
+        None,
+    )
+
+
+def _read_mxfp4(blocks: Tensor) -> _Read:
+    exponents = blocks[..., 0].int()
+    halved = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
+    return _looked_up(_E2M1, blocks[..., 1:]), halved.view(torch.float32), None
+
+
+_READERS: Mapping[str, Callable[[Tensor], _Read]] = {
+    "Q8_0": lambda blocks: (blocks[..., 2:].view(torch.int8), _halves(blocks[..., :2]), None),
+    "Q4_0": lambda blocks: _read_q4(blocks, 2),
+    "Q4_1": lambda blocks: _read_q4(blocks, 4),
+    "Q5_0": lambda blocks: _read_q5(blocks, 2),
+    "Q5_1": lambda blocks: _read_q5(blocks, 4),
+    "Q2_K": _read_q2_k,
+    "Q3_K": _read_q3_k,
+    "Q4_K": _read_q4_k,
+    "Q5_K": _read_q5_k,
+    "Q6_K": _read_q6_k,
+    "IQ4_NL": _read_iq4_nl,
+    "IQ4_XS": _read_iq4_xs,
+    "MXFP4": _read_mxfp4,
+}
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return d and m of the groups of Q4_K and Q5_K, of 6 bits each, times the super-block's."""
     # Twelve bytes hold 6 bits of the scales and minima of groups 0 .. 3 in their low bits; those of groups 4 .. 7 have
     # 4 bits in the last four bytes and 2 in the high bits of the others.
     scales, minima, rest = blocks[..., 4:16].split(4, 2)
     scales = torch.cat((scales & 63, rest & 15 | scales >> 6 << 4), 2)
     minima = torch.cat((minima & 63, rest >> 4 | minima >> 6 << 4), 2)
-    scale = (_halves(blocks[..., :2]).float().unsqueeze(2) * scales).flatten(1)
-    minimum = (_halves(blocks[..., 2:4]).float().unsqueeze(2) * minima).flatten(1)
-    return _with_minimum(_repacked(blocks[..., 16:].unflatten(2, (4, BLOCK))).flatten(1), scale, -minimum)
+    return _products(blocks[..., :2], scales), -_products(blocks[..., 2:4], minima)
+
+
+def _products(halves: Tensor, integers: Tensor) -> Tensor:
+    """Return a float16 of each block, in its bytes, times integers [..., n]: float32, exact."""
+    return _halves(halves).float().unsqueeze(-1) * integers
+
+
+def _nibbles(data: Tensor) -> Tensor:
+    """Return the low 4 bits of bytes [..., n], then the high ones, int8 [..., 2 n]."""
+    return torch.cat((data & 15, data >> 4), -1).to(torch.int8)
+
+
+def _planes(data: Tensor, bits: int) -> Tensor:
+    """Return the integers of `bits` bits in each byte [..., n], lowest first: int8 [..., n, 8 / bits]."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
+    return (data.unsqueeze(-1) >> shifts & (1 << bits) - 1).to(torch.int8)
+
+
+def _columns(data: Tensor, bits: int) -> Tensor:
+    """Return the lowest `bits` bits of bytes [..., n], then the next ones, int8 [..., 8 / bits, n]."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device).unsqueeze(-1)
+    return (data.unsqueeze(-2) >> shifts & (1 << bits) - 1).to(torch.int8)
+
+
+def _looked_up(table: Sequence[int], data: Tensor) -> Tensor:
+    """Return the entries of a table that the low 4 bits of bytes [..., n] name, then the high ones: int8 [..., 2 n]."""
+    return torch.tensor(table, dtype=torch.int8, device=data.device)[_nibbles(data).int()]
 
 
 def _repacked(pairs: Tensor) -> Tensor:
@@ -94,12 +238,14 @@ def _repacked(pairs: Tensor) -> Tensor:
     return torch.stack((even & 15 | odd << 4, even >> 4 | odd & 0xF0), -2).flatten(-2)
 
 
-def _with_minimum(values: Tensor, scale: Tensor, minimum: Tensor) -> Quantized:
-    """Return the weight scale * q + minimum: values uint8 [out, inputs / 2] of q, the others float32 [out, groups]."""
+def _with_minimum(values: Tensor, scale: Tensor, minimum: Tensor, form: Form) -> Quantized:
+    """Return the weight scale * q + minimum: `values` of q, or of q - 8 with 4 bits; the others float32 [out, groups].
+    """
     constant = scale == 0
-    zero = -minimum / scale - 8
+    zero = -minimum / scale - (8 if form.bits == 4 else 0)
     if bool(constant.any()):  # such a group is (0 - -1) * minimum
-        values = torch.where(constant.unsqueeze(2), 0x88, values.unflatten(1, (-1, BLOCK // 2))).flatten(1)
+        groups = values.unflatten(1, (scale.shape[1], -1))
+        values = torch.where(constant.unsqueeze(2), 0x88 if form.bits == 4 else 0, groups).flatten(1)
         zero, scale = torch.where(constant, -1.0, zero), torch.where(constant, minimum, scale)
     return Quantized(values, scale, zero)
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from treespec_weights.dtypes import TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
-from treespec_weights.gguf.blocks import BLOCK, FORMS
+from treespec_weights.gguf.blocks import FORMS, common_form
+from treespec_weights.quant_schemes import Form
 from treespec_weights.gguf.config import FACTORS, rules_of
 from treespec_weights.gguf.reader import GgufFile, gguf_package, read_gguf
 
@@ -72,10 +73,10 @@ def _parameters(name: str) -> list[tuple[str, ...]]:
     return [tuple(f"{prefix}{param}{suffix}" for param in params) for params in _PARAMETERS.get(match["stem"], ())]
 
 
-def block_types(file: GgufFile) -> dict[str, str]:
-    """Return the block type of every matrix that stays in blocks, by Hugging Face name.
+def block_types(file: GgufFile) -> dict[str, tuple[str, Form]]:
+    """Return the block type and the form in memory of every matrix that stays quantised, by Hugging Face name.
 
-    Matrices of one fused product stay in blocks only if all have the same number of bits. Embeddings are dequantised.
+    Those of one fused product have one form, or all are dequantised. Embeddings are dequantised.
     """
     products: dict[tuple[str, str], dict[str, str]] = {}
     for hf_name, name in hf_names(file).items():
@@ -83,11 +84,11 @@ def block_types(file: GgufFile) -> dict[str, str]:
         if layer and len(tensor.shape) == 2 and (params := _parameters(name)):
             param = params[-1][0].rpartition(".")[2]
             products.setdefault((layer, _PRODUCTS.get(param, param)), {})[hf_name] = tensor.type
-    matrix_types: dict[str, str] = {}
+    matrix_types: dict[str, tuple[str, Form]] = {}
     for types in products.values():
-        bits = {FORMS[kind].bits if kind in FORMS else None for kind in types.values()}
-        if len(bits) == 1 and None not in bits:
-            matrix_types |= types
+        if all(kind in FORMS for kind in types.values()):
+            form = common_form(FORMS[kind] for kind in types.values())
+            matrix_types |= {name: (kind, form) for name, kind in types.items()}
     return matrix_types
 
 
@@ -101,15 +102,18 @@ def describe_storage(path: Path, dtype: torch.dtype, head_blocks: bool = False) 
     for hf_name, name in hf_names(file).items():
         kind, shape = file.tensors[name].type, file.tensors[name].shape
         if len(shape) == 2:
-            in_blocks = hf_name in blocks or (head_blocks and name == "output.weight")
-            form = f"int{FORMS[kind].bits} in groups of {BLOCK}" if in_blocks else str(dtype)[len("torch.") :]
-            counts[kind, form] += 1
+            held = FORMS[kind] if head_blocks and name == "output.weight" else blocks.get(hf_name, (kind, None))[1]
+            counts[kind, str(dtype)[len("torch.") :] if held is None else _describe(held)] += 1
     descriptions = [
         f"{count} {kind} {'matrix' if count == 1 else 'matrices'} as {form}" for (kind, form), count in counts.items()
     ]
     if head_blocks and not untied:
-        descriptions.append(f"the tied head beside its embedding as int{FORMS[head_kind].bits} in groups of {BLOCK}")
+        descriptions.append(f"the tied head beside its embedding as {_describe(FORMS[head_kind])}")
     return f"{path.name}: holding {', '.join(descriptions)}"
+
+
+def _describe(form: Form) -> str:
+    return f"int{form.bits} in groups of {form.group}"
 
 
 class GgufTensors:

@@ -1,7 +1,7 @@
 """Read blocks of GGUF tensors as quantised weights.
 
-Every type but those of IQ1 to IQ3 and TQ is read without rounding: integers of 4 bits as such, all others as int8. The
-integers of IQ4 and MXFP4 are those of their tables.
+Integers and scales are those of the file, and minima become zero points. Integers of up to 4 bits stay so, unless a
+table gives their values (IQ4, MXFP4); all others become int8. IQ1 to IQ3, TQ and NVFP4 are not supported.
 """
 
 import functools

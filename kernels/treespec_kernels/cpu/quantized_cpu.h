@@ -250,7 +250,7 @@ template <int BITS> inline void add_quarter(const GroupSums& from, int64_t quart
 // Multiplies a panel with at most 64 rows. x: of TiledRows. group_sums: [rows, groups], sums of each group's
 // activations; null without zeros.
 //
-// A tile has SPAN inputs, BLOCK or 16, which divide groups. In the following, a block has as many.
+// A block has SPAN inputs: BLOCK, or 16 where BLOCK does not divide groups.
 //
 // A step computes the tiles of one block of rows and `length` blocks of a group's inputs. A load waits until older
 // stores to the same place of any page have reached the cache, which they do only after all older instructions, such as

@@ -7,6 +7,7 @@ table gives their values (IQ4, MXFP4); all others become int8. IQ1 to IQ3, TQ an
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,24 +15,6 @@ from torch import Tensor
 from treespec_weights.quant_schemes import Form, QuantScheme, StoredTensor
 from treespec_weights.quantize import Quantized, packed, unpacked
 
-FORMS: Mapping[str, Form] = {
-    "Q8_0": Form(8, 32, False),
-    "Q4_0": Form(4, 32, False),
-    "Q4_1": Form(4, 32, True),
-    "Q5_0": Form(8, 32, False),
-    "Q5_1": Form(8, 32, True),
-    "Q2_K": Form(4, 16, True),
-    "Q3_K": Form(4, 16, False),
-    "Q4_K": Form(4, 32, True),
-    "Q5_K": Form(8, 32, True),
-    "Q6_K": Form(8, 16, False),
-    "IQ4_NL": Form(8, 32, False),
-    "IQ4_XS": Form(8, 32, False),
-    "MXFP4": Form(8, 32, False),
-}
-"""Form in memory of each block type."""
-_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "IQ4_NL": 18, "MXFP4": 17}
-_BYTES |= {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_XS": 136}
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
 
@@ -101,19 +84,22 @@ def read_blocks(kind: str, rows: Tensor) -> Quantized:
     A value is d * q, or d * q + m, where d and m may be products of a super-block's scales and integers. The zero point
     of m is -m / d, in float32.
     """
-    blocks = rows.unflatten(1, (-1, _BYTES[kind]))
-    form, (values, scale, minimum) = FORMS[kind], _READERS[kind](blocks)
-    if form.bits == 8 or values.dtype == torch.int8:
-        values = values.flatten(1)
-        values = packed(values) if form.bits == 4 else values
-    scale = scale.flatten(1)
+    form, num_bytes, read = _TYPES[kind]
+    values, scale, minimum = read(rows.unflatten(1, (-1, num_bytes)))
+    values, scale = values.flatten(1), scale.flatten(1)
+    if form.bits == 4 and values.dtype == torch.int8:
+        values = packed(values)
     if minimum is None:
-        return Quantized(values.flatten(1), scale)
-    result = _with_minimum(values.flatten(1), scale.float(), minimum.flatten(1).float(), form)
+        return Quantized(values, scale)
+    result = _with_minimum(values, scale.float(), minimum.flatten(1).float(), form)
     return result._replace(scale=result.scale.to(scale.dtype))
 
 
 _Read = tuple[Tensor, Tensor, Tensor | None]  # integers (4 bits in pairs or int8), and d and m of groups; by block
+
+
+def _read_q8_0(blocks: Tensor) -> _Read:
+    return blocks[..., 2:].view(torch.int8), _halves(blocks[..., :2]), None
 
 
 def _read_q4(blocks: Tensor, header: int) -> _Read:
@@ -178,23 +164,6 @@ def _read_mxfp4(blocks: Tensor) -> _Read:
     return _looked_up(_E2M1, blocks[..., 1:]), halved.view(torch.float32), None
 
 
-_READERS: Mapping[str, Callable[[Tensor], _Read]] = {
-    "Q8_0": lambda blocks: (blocks[..., 2:].view(torch.int8), _halves(blocks[..., :2]), None),
-    "Q4_0": lambda blocks: _read_q4(blocks, 2),
-    "Q4_1": lambda blocks: _read_q4(blocks, 4),
-    "Q5_0": lambda blocks: _read_q5(blocks, 2),
-    "Q5_1": lambda blocks: _read_q5(blocks, 4),
-    "Q2_K": _read_q2_k,
-    "Q3_K": _read_q3_k,
-    "Q4_K": _read_q4_k,
-    "Q5_K": _read_q5_k,
-    "Q6_K": _read_q6_k,
-    "IQ4_NL": _read_iq4_nl,
-    "IQ4_XS": _read_iq4_xs,
-    "MXFP4": _read_mxfp4,
-}
-
-
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return d and m of the groups of Q4_K and Q5_K, of 6 bits each, times the super-block's."""
     # Twelve bytes hold 6 bits of the scales and minima of groups 0 .. 3 in their low bits; those of groups 4 .. 7 have
@@ -239,8 +208,7 @@ def _repacked(pairs: Tensor) -> Tensor:
 
 
 def _with_minimum(values: Tensor, scale: Tensor, minimum: Tensor, form: Form) -> Quantized:
-    """Return the weight scale * q + minimum: `values` of q, or of q - 8 with 4 bits; the others float32 [out, groups].
-    """
+    """Return the weight scale * q + minimum: `values` of q, or of q - 8 with 4 bits; the others float32 [out, groups]."""
     constant = scale == 0
     zero = -minimum / scale - (8 if form.bits == 4 else 0)
     if bool(constant.any()):  # such a group is (0 - -1) * minimum
@@ -253,3 +221,28 @@ def _with_minimum(values: Tensor, scale: Tensor, minimum: Tensor, form: Form) ->
 def _halves(data: Tensor) -> Tensor:
     """Reinterpret uint8 [..., 2] as float16 [...]."""
     return data.contiguous().view(torch.float16).squeeze(-1)
+
+
+class _BlockType(NamedTuple):
+    form: Form  # in memory
+    num_bytes: int  # of a block
+    read: Callable[[Tensor], _Read]
+
+
+_TYPES: Mapping[str, _BlockType] = {
+    "Q8_0": _BlockType(Form(8, 32, False), 34, _read_q8_0),
+    "Q4_0": _BlockType(Form(4, 32, False), 18, functools.partial(_read_q4, header=2)),
+    "Q4_1": _BlockType(Form(4, 32, True), 20, functools.partial(_read_q4, header=4)),
+    "Q5_0": _BlockType(Form(8, 32, False), 22, functools.partial(_read_q5, header=2)),
+    "Q5_1": _BlockType(Form(8, 32, True), 24, functools.partial(_read_q5, header=4)),
+    "Q2_K": _BlockType(Form(4, 16, True), 84, _read_q2_k),
+    "Q3_K": _BlockType(Form(4, 16, False), 110, _read_q3_k),
+    "Q4_K": _BlockType(Form(4, 32, True), 144, _read_q4_k),
+    "Q5_K": _BlockType(Form(8, 32, True), 176, _read_q5_k),
+    "Q6_K": _BlockType(Form(8, 16, False), 210, _read_q6_k),
+    "IQ4_NL": _BlockType(Form(8, 32, False), 18, _read_iq4_nl),
+    "IQ4_XS": _BlockType(Form(8, 32, False), 136, _read_iq4_xs),
+    "MXFP4": _BlockType(Form(8, 32, False), 17, _read_mxfp4),
+}
+FORMS: Mapping[str, Form] = {kind: block_type.form for kind, block_type in _TYPES.items()}
+"""Form in memory of each block type that is read as a quantised weight."""

@@ -18,9 +18,9 @@ from torch import Tensor
 from treespec_weights.dtypes import TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.gguf.blocks import FORMS, common_form
-from treespec_weights.quant_schemes import Form
 from treespec_weights.gguf.config import FACTORS, rules_of
 from treespec_weights.gguf.reader import GgufFile, gguf_package, read_gguf
+from treespec_weights.quant_schemes import Form
 
 _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decoder parameters; families differ in ffn_up
     "token_embd": (("embed",),),

@@ -108,18 +108,21 @@ def _read_q4(blocks: Tensor, header: int) -> _Read:
 
 
 def _read_q5(blocks: Tensor, header: int) -> _Read:
+    """After the header: 4 bytes with the highest bit of each of 32 integers, 16 with the other four."""
     q = _nibbles(blocks[..., header + 4 :]) | _planes(blocks[..., header : header + 4], 1).flatten(-2) << 4
     minimum = _halves(blocks[..., 2:4]) if header == 4 else None
     return q if header == 4 else q - 16, _halves(blocks[..., :2]), minimum
 
 
 def _read_q2_k(blocks: Tensor) -> _Read:
+    """16 bytes of scales and minima, 256 integers of 2 bits, d, and that of the minima."""
     scales, minima = blocks[..., :16] & 15, blocks[..., :16] >> 4
     q = _columns(blocks[..., 16:80].unflatten(-1, (2, 32)), 2).flatten(-3) - 8
     return q, _products(blocks[..., 80:82], scales), -_products(blocks[..., 82:84], minima)
 
 
 def _read_q3_k(blocks: Tensor) -> _Read:
+    """256 highest bits, the other two of each integer, 16 scales of 6 bits, d. Integers are raised by 4."""
     low, high = blocks[..., 96:104], _columns(blocks[..., 104:108], 2).flatten(-2)
     scales = (torch.cat((low & 15, low >> 4), -1).to(torch.int8) | high << 4) - 32
     q = _columns(blocks[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-3, -2)
@@ -128,16 +131,19 @@ def _read_q3_k(blocks: Tensor) -> _Read:
 
 
 def _read_q4_k(blocks: Tensor) -> _Read:
+    """d, that of the minima, 8 scales and minima, 256 integers of 4 bits."""
     return _repacked(blocks[..., 16:].unflatten(2, (4, 32))), *_scales_and_minima(blocks)
 
 
 def _read_q5_k(blocks: Tensor) -> _Read:
+    """As Q4_K, with the highest bits of the integers before the other four."""
     q = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     q = q | _columns(blocks[..., 16:48], 1) << 4
     return q.flatten(-2), *_scales_and_minima(blocks)
 
 
 def _read_q6_k(blocks: Tensor) -> _Read:
+    """The low 4 and the high 2 bits of 256 integers, raised by 32; 16 int8 scales, d."""
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).flatten(-2)
     high = _columns(blocks[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-3)
     scales = blocks[..., 192:208].view(torch.int8)
@@ -145,10 +151,12 @@ def _read_q6_k(blocks: Tensor) -> _Read:
 
 
 def _read_iq4_nl(blocks: Tensor) -> _Read:
+    """d, and 32 places in a table."""
     return _looked_up(_IQ4, blocks[..., 2:]), _halves(blocks[..., :2]), None
 
 
 def _read_iq4_xs(blocks: Tensor) -> _Read:
+    """d, the high 2 bits of 8 scales, their low 4, raised by 32, and 256 places in the table."""
     low, high = blocks[..., 4:8], _planes(blocks[..., 2:4], 2).flatten(-2)
     low = torch.stack((low & 15, low >> 4), -1).flatten(-2).to(torch.int8)
     return (
@@ -159,6 +167,7 @@ def _read_iq4_xs(blocks: Tensor) -> _Read:
 
 
 def _read_mxfp4(blocks: Tensor) -> _Read:
+    """An exponent (E8M0), and 32 values of E2M1. Both are as of half the value, since the table is doubled."""
     exponents = blocks[..., 0].int()
     halved = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
     return _looked_up(_E2M1, blocks[..., 1:]), halved.view(torch.float32), None
@@ -208,7 +217,7 @@ def _repacked(pairs: Tensor) -> Tensor:
 
 
 def _with_minimum(values: Tensor, scale: Tensor, minimum: Tensor, form: Form) -> Quantized:
-    """Return the weight scale * q + minimum: `values` of q, or of q - 8 with 4 bits; the others float32 [out, groups]."""
+    """Return the weight scale * q + minimum: `values` of q (4 bits: of q - 8), the others float32 [out, groups]."""
     constant = scale == 0
     zero = -minimum / scale - (8 if form.bits == 4 else 0)
     if bool(constant.any()):  # such a group is (0 - -1) * minimum

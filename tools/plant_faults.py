@@ -302,7 +302,7 @@ FAULTS = (
         ENGINE + "serve/output_reader.py",
         "if end is None or _loads(read + self._text[: seen + end]) is None:",
         "if end is None:",
-        "serve/test_serve_tools.py::test_the_parser",
+        "serve/test_output_reader.py::test_the_parser",
     ),
     Fault(
         "server: a streamed call repeats its arguments",

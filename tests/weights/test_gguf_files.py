@@ -224,7 +224,7 @@ def test_a_converted_file_is_the_same_model(kind: str, tmp_path: Path) -> None:
 def test_the_command_line() -> None:
     path = llama_file("Q4_K_M")
     report = commands.run("weights", "inspect", path, "--draft", path, "--json").document
-    assert report["supported"] and report["problems"] == 0 and report["quantization"] == "gguf Q4_K"
+    assert report["supported"] and report["problems"] == 0 and report["quantization"] == "gguf Q4_K, Q6_K"
     assert report["drafts"][0]["usable"] and report["dtypes"].keys() == {"F32", "Q8_0", "Q4_K", "Q6_K"}
     for kind, row in report["dtypes"].items():
         values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]

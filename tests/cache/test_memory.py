@@ -128,5 +128,10 @@ def test_weights_are_copied_to_huge_pages(supported: bool, monkeypatch: pytest.M
     assert all(map(torch.equal, placed, given))
     assert all(tensor.data_ptr() % huge_pages.ALIGNMENT == 0 for tensor in placed)
     assert placed[0].untyped_storage().data_ptr() == placed[1].untyped_storage().data_ptr(), "one mapping"
+    mappings = [line.split()[:2] for line in Path("/proc/self/maps").read_text().splitlines()]
+    bounds = [([int(bound, 16) for bound in place.split("-")], mode) for place, mode in mappings]
+    for tensor in placed:
+        [mode] = [mode for (start, end), mode in bounds if start <= tensor.data_ptr() < end]
+        assert mode == "rw-p", "Linux gives no huge pages to shared mappings unless it is told to"
     small = torch.ones(8)
     assert pages.place(small) is small

@@ -41,7 +41,8 @@ class HugePages:
 def _map(size: int) -> Tensor:
     """Return zeros, uint8 [>= size], that begin at a page and are on huge pages once they are written."""
     size = -(-size // PAGE) * PAGE
-    memory = mmap.mmap(-1, size + PAGE)
+    # mmap's default is a shared mapping, which gets huge pages only if those of shmem are enabled.
+    memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

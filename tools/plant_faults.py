@@ -75,6 +75,13 @@ FAULTS = (
     ),
     # cache
     Fault(
+        "engine: a preempted sample decides for its group",
+        f"{ENGINE}engine/engine.py",
+        "request.spec.is_adaptive and not request.num_generated:",
+        "request.spec.is_adaptive:",
+        "engine/test_preemption.py::test_a_preempted_sample_does_not_change_what_its_group_has_decided",
+    ),
+    Fault(
         "cache: the last accepted slot is not moved",
         "kernels/treespec_kernels/attention/kv_commit.py",
         "        for step in np.flatnonzero(path != np.arange(len(path))).tolist():\n",

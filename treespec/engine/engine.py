@@ -126,7 +126,7 @@ class Engine:
             computed = [r for r in batch.prefill if not r.finished and not r.spec.is_plain]
             for request in computed:
                 group = request.group
-                # Not by a preempted sample: others share the prompt by then, without K/V of the SSMs.
+                # A preempted sample does not decide again: others may share the prompt by then, without the SSMs' K/V.
                 if group is not None and group.trust is None and request.spec.is_adaptive and not request.num_generated:
                     group.without_ssms = not self._expects_ssms(request)
             ssms.fork(batch.forked)

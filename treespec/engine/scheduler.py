@@ -57,7 +57,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []
         self._num_added = 0
-        self._row_seconds = math.inf  # of a prompt row, in the last step with any; none yet
+        self._row_seconds = math.inf  # of a prompt row in the last prefill; at first unknown, so chunks are small
 
     @property
     def is_idle(self) -> bool:
@@ -141,7 +141,7 @@ class Scheduler:
         return {request: count for request, count in counts.items() if count}
 
     def observe_prefill(self, num_rows: int, seconds: float) -> None:
-        """Learn the time of a prompt row from a step's prefill."""
+        """Record the time of a step's prefill, which bounds the next chunks."""
         self._row_seconds = seconds / num_rows
 
     @property

@@ -39,7 +39,7 @@ class ServerOptions:
         audit: share of finished requests to decode again without speculation while the server is idle; differing tokens
             are counted and logged.
         max_body_bytes: largest request.
-        read_timeout: longest seconds in which the headers of a request arrive, and then its body.
+        read_timeout: most seconds for the headers of a request to arrive, and again for its body.
         uvicorn_log_level: level of the HTTP server's log; warning leaves out the line of every request.
     """
 

@@ -321,7 +321,7 @@ class SsmDrafter:
     def _select(self, rows: Sequence[tuple[Request, SsmState, DraftPlan]]) -> None:
         """Score SSMs on newly verified tokens; select each request's active ones among those that do not lag.
 
-        None is active if they read more than the plan allows: they go on reading in the next round.
+        None becomes active if the plan does not let them read all that they lag; they continue in the next round.
         """
         for request, state, _ in rows:
             self._score_accepted(request, state)
@@ -361,7 +361,7 @@ class SsmDrafter:
     def read(self, draft: GroupDraft, requests: Sequence[Request], limits: Sequence[float] | None = None) -> None:
         """Compute a draft's K/V of the committed positions of these requests, and score it on the tokens read.
 
-        `limits` are the most tokens to read of each request, but at least `MIN_READ`; None = all.
+        `limits` bound the tokens to read of each request, from `MIN_READ` on; None reads all.
         """
         began, ssm = time.perf_counter(), draft.ssm
         ends = {

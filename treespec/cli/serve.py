@@ -87,7 +87,8 @@ def serve(
 ) -> None:
     """Serve the model on an HTTP port with OpenAI's API, and a page that shows token trees at /.
 
-    POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize; GET /v1/models, /health, /version, /metrics.
+    POST /v1/chat/completions, /v1/completions, /v1/responses, /tokenize, /detokenize; GET /v1/models, /health, /ping,
+    /version, /metrics.
     """
     try:
         from treespec.serve.app import create_app

@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -178,12 +178,10 @@ class Planner:
                 levels = levels if drafts[i] and repays and not state.ssms.pause_left else 0
                 if not levels and unread is not None:
                     reasons.insert(0, "drafting_paused" if state.ssms.pause_left else "drafting_cost")
-            nodes, branching, ssms, why = spec.max_nodes, spec.branching, spec.max_ssms, tuple(reasons)
+            limits: dict[str, Any] = {"max_ssms": spec.max_ssms, "plain_reasons": tuple(reasons)}
             if spec.is_adaptive:
-                plan = DraftPlan(depth, levels, nodes, branching, True, min_trust, ssms, time_left, max_read, why)
-            else:
-                plan = DraftPlan(depth, levels, nodes, branching, max_ssms=ssms, plain_reasons=why)
-            plans.append(plan)
+                limits |= {"adaptive": True, "min_trust": min_trust, "time_left": time_left, "max_read": max_read}
+            plans.append(DraftPlan(depth, levels, spec.max_nodes, spec.branching, **limits))
         self.round.asks_sources = any(plan.max_depth for plan in plans)
         if adaptive and not any(plan.max_depth or plan.levels for plan in plans):
             state.ssms.pause_left = max(state.ssms.pause_left, IDLE_ROUNDS)

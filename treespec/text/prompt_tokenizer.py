@@ -59,6 +59,7 @@ def _load_folder(tokenizer: Any, source: str, shown: str) -> Any:
     except Exception as error:  # parsers may raise anything for damaged files: KeyError, TypeError, a plain Exception
         reason = f"the tokenizer files of {shown} cannot be read ({describe_error(error)})"
         raise ConfigError(f"{reason}; repair or remove them, or give LLM(tokenizer=...)") from error
+    loaded.name_or_path = shown  # of a GGUF file, not of the temporary folder
     if isinstance(warned := getattr(loaded, "deprecation_warnings", None), dict):
         # treespec raises an error for such prompts
         warned["sequence-length-is-longer-than-the-specified-maximum"] = True

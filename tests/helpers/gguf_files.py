@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from tests.helpers.families import TYPICAL, WINDOW, Case, make_model
 from tests.helpers.models import make_llama, new_folder
+from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight, QuantizedWeight
 from treespec_weights import FamilyRules, ModelShape, family_of, read_config
+from treespec_weights.gguf.blocks import FORMS, read_blocks
 
 ARCHITECTURES = {"gemma3_text": "gemma3"}  # where they differ from model_type
 
@@ -126,6 +128,20 @@ def random_blocks(type: GGMLQuantizationType, out: int, inputs: int, scale: floa
         sign = -1 if type.name in ("Q4_1", "Q5_1") and i else 1
         blocks[..., at : at + 2] = (sign * factor).astype("<f2").view(np.uint8).reshape(*factor.shape, 2)
     return blocks.reshape(out, -1)
+
+
+def block_weight(kind: str, out: int, inputs: int) -> BlockWeight:
+    """Random blocks, of which the first have no scale and the second only a minimum."""
+    rows = random_blocks(GGMLQuantizationType[kind], out, inputs)
+    size = BLOCK_TYPES[kind].num_bytes
+    if FORMS[kind].has_zero:
+        rows[0, :2] = rows[1, size : size + 2] = 0
+    return BlockWeight(kind, torch.from_numpy(rows))
+
+
+def reading(weight: QuantizedWeight | BlockWeight) -> QuantizedWeight:
+    """A weight as executors without blocks read it."""
+    return QuantizedWeight(*read_blocks(weight.kind, weight.rows)) if isinstance(weight, BlockWeight) else weight
 
 
 def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) -> dict[str, Any]:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.gguf_files import block_weight, reading
 from tests.helpers.libraries import LIBRARIES, PAIRS, compiler_of, instruction_sets
 from tests.helpers.quantized_checkpoints import needs_compiler, random_weight
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.linear.compiled_linear import CompiledLinear
-from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, integers
+from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight, QuantizedWeight, dequantized, integers
 
 pytestmark = needs_compiler
 NATIVE = "native"  # the library that engines use, which other tests need anyway
@@ -60,13 +61,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a[number].view(torch.int16), b[number].view(torch.int16))
 
 
-def weights() -> dict[str, Tensor | QuantizedWeight]:
+def weights() -> dict[str, Tensor | QuantizedWeight | BlockWeight]:
     generator = torch.Generator().manual_seed(3)
-    made: dict[str, Tensor | QuantizedWeight] = {
+    made: dict[str, Tensor | QuantizedWeight | BlockWeight] = {
         f"dense {out}x{size}": torch.randn(out, size, generator=generator).bfloat16()
         for out, size in ((130, 704), (64, 48), (200, 32))
     }
     made |= {f"{form}": random_weight(*form) for form in FORMS}
+    made |= {kind: block_weight(kind, 70, 512) for kind in BLOCK_TYPES}
     return made
 
 
@@ -92,7 +94,7 @@ def test_bits_depend_on_no_number_of_rows_and_no_instruction_set(
             if integer or name not in PAIRED:
                 first = alone if first is None else first
                 assert same_bits(alone, first), name
-    assert compared >= len(ROWS) * len(FORMS) * 2
+    assert compared >= len(ROWS) * (len(FORMS) + len(BLOCK_TYPES)) * 2
 
 
 @sets
@@ -117,7 +119,8 @@ def test_int8_activations_are_rounded_per_row_and_group(names: Sequence[str]) ->
     for weight in weights().values():
         if isinstance(weight, Tensor):
             continue
-        x = inputs(5, weight.in_features, "normal")
+        x = inputs(5, weight.shape[1], "normal")
+        stored, weight = weight, reading(weight)
         x[2, : weight.group] = 0.0
         parts = x.float().unflatten(1, (-1, weight.group))
         largest = parts.abs().amax(-1, keepdim=True)
@@ -131,7 +134,7 @@ def test_int8_activations_are_rounded_per_row_and_group(names: Sequence[str]) ->
             total += sums * weight.scale[:, g].double() * (largest[:, g] / 127.0).double()
         exact = x.double() @ dequantized(weight).double().T
         for name in names:
-            y = CompiledLinear(library(name), weight, None, torch.bfloat16, 1, integer=True)(x).double()
+            y = CompiledLinear(library(name), stored, None, torch.bfloat16, 1, integer=True)(x).double()
             error = (y - total).abs().max()
             assert error <= 2.0**-7 * total.abs().max(), name  # rounding to bfloat16
             assert 0 < (total - exact).norm() / exact.norm() < 0.02

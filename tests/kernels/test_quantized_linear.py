@@ -3,15 +3,17 @@
 import ctypes
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
+from tests.helpers.gguf_files import block_weight, reading
 from tests.helpers.libraries import LIBRARIES
 from tests.helpers.quantized_checkpoints import needs_compiler, random_weight
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.linear.compiled_linear import CompiledLinear
-from treespec_kernels.linear.quantized import dequantized, integers, stacked
+from treespec_kernels.linear.quantized import BLOCK_TYPES, dequantized, integers, stacked
 from treespec_kernels.linear.row_linear import row_linear_ref
 from treespec_kernels.tuning.testing import assert_close
 from treespec_weights.quantize import Quantized, dequantize
@@ -91,3 +93,25 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, form: Any) -
     beside = torch.full_like(x, float("nan"))
     beside[33] = x[33]
     assert torch.equal(layer(beside)[33], whole[33])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_blocks_of_gguf_files(dtype: torch.dtype, kind: str) -> None:
+    """Blocks are multiplied as their reading, in panels that are not whole, alone and joined with other matrices."""
+    parts = [block_weight(kind, 97, 512), block_weight(kind, 30, 512), random_weight(33, 512, 8, 4, None)]
+    dense = torch.randn(16, 512, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x = torch.randn(7, 512, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias = torch.arange(176.0).to(dtype) / 100
+    joined = CompiledLinear(library(dtype), [*parts, dense], bias, dtype, 2)(x)
+    whole = [dequantized(reading(part)) for part in parts]
+    expected = row_linear_ref(x, torch.cat([*whole, dense.float()]), bias=bias)
+    scale = float(expected.float().abs().max())
+    assert_close(joined / scale, expected / scale, max_error=BOUNDS[dtype][0], rms_error=BOUNDS[dtype][1])
+    alone = torch.cat([CompiledLinear(library(dtype), part, None, dtype, 1)(x) for part in (*parts, dense)], 1)
+    assert torch.equal(CompiledLinear(library(dtype), [*parts, dense], None, dtype, 2)(x), alone)
+    row = torch.empty(512)
+    kinds = gguf.GGMLQuantizationType[kind]
+    library(dtype).treespec_dequantize_row(kinds, parts[0].rows[3].data_ptr(), 512, row.data_ptr())
+    assert torch.equal(row, torch.from_numpy(gguf.quants.dequantize(parts[0].rows[3].numpy(), kinds)))

@@ -93,13 +93,21 @@ inline void store_factors(factor* p, vec v) {
 
 extern "C" {
 
-struct Linear {  // weight: [panels of 64 outputs][inputs][64], in bf16 with pairs of inputs next to each other
+struct Linear {
+    // [panels of 64 outputs][inputs][64], in bf16 with pairs of inputs next to each other, or quantised (quantized_cpu.h)
     const void* weight;
-    const float* bias;  // padded to whole panels, or null
-    int64_t inputs, outputs;
-    int64_t bits, group;  // quantised weights (quantized_cpu.h): 8 or 4, and inputs per scale; bits 0: not quantised
-    int64_t integer;      // whether activations are quantised too (integer_cpu.h)
-    const float *scale, *zero;  // [panels][groups][64]; zero may be null
+    const float* bias;   // padded to whole panels, or null
+    const Linear* rest;  // the next matrix of a product of several, or null
+    int64_t inputs, outputs, stride;  // stride: outputs of all matrices of the product
+    int64_t code, group, factors, has_min, table;  // of quantised weights: Code, inputs per scale; code 0: not quantised
+    float base;
+    int64_t integer;  // whether activations are quantised too (integer_cpu.h)
+};
+
+struct Source {  // rows of a matrix, one after another, to be packed
+    const uint8_t* values;      // blocks, or integers: int8, or pairs of 4 bits plus 8
+    const float *scale, *zero;  // of integers, [outputs, groups]; zero may be null
+    int64_t outputs;
 };
 
 struct Norm {
@@ -123,7 +131,9 @@ struct Pairing {  // what a draft head makes of a token and the feature of the t
 
 struct Model {
     const Layer* layers;
-    const scalar *embed, *positions;  // [vocab, hidden]; learned positions [positions, hidden], or null
+    const void* embed;        // [vocab, hidden]; in blocks of a GGUF file if `embed_type` is not 0
+    int64_t embed_type;       // the blocks' number in GGUF files
+    const scalar* positions;  // learned positions [positions, hidden], or null
     Norm final_norm;
     int64_t hidden, mlp, threads;
     // As in `Architecture` (decoder_cpu.py); a score_cap of 0 is none.
@@ -134,6 +144,9 @@ struct Model {
 }  // extern "C"
 
 namespace {
+
+enum Code { INT4 = 4, INT5 = 5, INT6 = 6, INT8 = 8, TABLE = 16 };
+enum FactorForm { FLOATS, HALVES, CODES };  // fp32, fp16, or int8 times an fp16 of 256 inputs
 
 #include "linear_cpu.h"
 #include "pointwise_cpu.h"
@@ -165,17 +178,29 @@ class Pass {
     // Calls body(row) for each row.
     template <class Body> void for_rows(const Body& body) const { parallel(threads_of_rows(n, threads), n, body); }
 
+    // Returns a token's embedding, which is in blocks, valid until the next call.
+    const scalar* embed_in_blocks(int64_t token) const {
+        const BlockFormat& format = format_of(model.embed_type);
+        const uint8_t* from = (const uint8_t*)model.embed + token * (hidden / format.values * format.bytes);
+        dequantize_row(model.embed_type, from, hidden, y);
+        for (int64_t i = 0; i < hidden; i += LANES) store(h + i, load<vec>(y + i));
+        return h;
+    }
+
     void embed() {
         if (batch.inputs) {
             for (int64_t i = 0; i < n * hidden; i++) x[i] = to_float(((const scalar*)batch.inputs)[i]);
             return;
         }
-        for (int64_t r = 0; r < n; r++)
+        for (int64_t r = 0; r < n; r++) {
+            const scalar* row = (const scalar*)model.embed + batch.tokens[r] * hidden;
+            if (model.embed_type) row = embed_in_blocks(batch.tokens[r]);
             for (int64_t i = 0; i < hidden; i++) {
-                float value = to_float(model.embed[batch.tokens[r] * hidden + i]) * model.embed_scale;
+                float value = to_float(row[i]) * model.embed_scale;
                 if (model.positions) value += to_float(model.positions[batch.learned_positions[r] * hidden + i]);
                 x[r * hidden + i] = value;
             }
+        }
     }
 
     void norm(const Norm& norm, scalar* out) const {
@@ -254,7 +279,7 @@ class Pass {
 
     // Writes the MLP of the normalised rows `h`, without its down projection, to `a`.
     void mlp_up(const Layer& layer) {
-        const int64_t step = layer.gate_up.outputs;
+        const int64_t step = layer.gate_up.stride;
         linear(layer.gate_up, h, n, y, STORE, threads);
         parallel(threads, n, [&](int64_t r) {
             for (int64_t i = 0; i < mlp; i += LANES) {
@@ -348,7 +373,7 @@ void treespec_linear(const Linear* layer, const scalar* x, int64_t num_rows, sca
 // As treespec_linear, but writes fp32 probabilities over the outputs, whose number must be a multiple of 16.
 void treespec_probs(const Linear* layer, const scalar* x, int64_t num_rows, float* out, int64_t threads) {
     linear(*layer, x, num_rows, out, STORE, int(threads));
-    to_probs(out, num_rows, layer->outputs);
+    to_probs(out, num_rows, layer->stride);
 }
 
 // Writes the largest logit of each row and its first token; NaN and 0 if any logit of the row is NaN.
@@ -360,12 +385,34 @@ void treespec_best(const scalar* logits, int64_t num_rows, int64_t width, float*
     });
 }
 
-// Reorders quantised weights for `unpack`, or for `quads` if `integer`. values: int8 [outputs, inputs], or bytes
-// [outputs, inputs / 2] of two 4-bit weights plus 8, the first one in the low bits. out: [panels, inputs, 8 * bits]
-// bytes.
-void treespec_pack(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, int64_t integer,
-                   uint8_t* out) {
-    (integer ? pack_quads : pack)(values, outputs, inputs, bits, out);
+// Fills in a layer's format, that of blocks of a type; -1 and -2: int8 and int4 with fp32 scales. Returns the bytes of a
+// packed panel.
+int64_t treespec_format(Linear* layer, int64_t type) {
+    if (type < 0) {
+        layer->code = type == -1 ? INT8 : INT4, layer->factors = FLOATS;
+        layer->base = type == -1 ? 0.0f : 24.0f;
+    } else {
+        const BlockFormat& format = format_of(type);
+        layer->code = format.code, layer->group = format.group, layer->factors = format.factors;
+        layer->has_min = format.has_min, layer->table = format.table;
+        layer->base = float(format.zero + (format.code < INT8 ? 1 << format.code : 0));
+    }
+    return Geometry(*layer).panel_bytes();
+}
+
+// Packs the rows of matrices one after another: blocks of a type, or integers as in `treespec_format`.
+void treespec_pack(const Linear* layer, int64_t type, const Source* sources, int64_t num_sources, uint8_t* out,
+                   int64_t threads) {
+    const int64_t bytes = Geometry(*layer).panel_bytes();
+    parallel(int(threads), (layer->outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
+        if (type < 0) pack_integers(*layer, sources, num_sources, panel, out + panel * bytes);
+        else pack_blocks(*layer, type, sources, num_sources, panel, out + panel * bytes);
+    });
+}
+
+// Converts a row of blocks to fp32.
+void treespec_dequantize_row(int64_t type, const uint8_t* from, int64_t inputs, float* to) {
+    dequantize_row(type, from, inputs, to);
 }
 
 }  // extern "C"

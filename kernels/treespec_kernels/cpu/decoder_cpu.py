@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
-from treespec_kernels.cpu.decoder_library import DTYPES, STRUCTS, PanelLinear
+from treespec_kernels.cpu.decoder_library import DTYPES, STRUCTS, PanelLinear, Weight
 from treespec_kernels.cpu.huge_pages import HugePages
-from treespec_kernels.linear.quantized import QuantizedWeight
+from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the C++ enum
 
@@ -25,18 +25,18 @@ _NormStruct, _LayerStruct, _LinearStruct = STRUCTS["Norm"], STRUCTS["Layer"], ST
 
 
 class CompiledLayerWeights(NamedTuple):
-    """Weights of one layer. Projections are [out_features, in_features], in the model's dtype or quantised."""
+    """Weights of one layer. Projections are as `PanelLinear` takes them, dense ones in the model's dtype."""
 
     attn_norm: Tensor  # norms are [hidden_size]
     mlp_norm: Tensor
     head_norm: Tensor | None  # norm of each head of Q and K, [num_heads + num_kv_heads, head_dim]
-    qkv: Tensor | QuantizedWeight | None  # None in the first layer of a draft head, which is given these projections
+    qkv: Weight | Sequence[Weight] | None  # None in the first layer of a draft head, which is given these projections
     qkv_bias: Tensor | None
-    o: Tensor | QuantizedWeight
+    o: Weight | Sequence[Weight]
     o_bias: Tensor | None
-    gate_up: Tensor | QuantizedWeight  # gate and up stacked; only up in an MLP without a gate
+    gate_up: Weight | Sequence[Weight]  # gate and up stacked; only up in an MLP without a gate
     gate_up_bias: Tensor | None
-    down: Tensor | QuantizedWeight
+    down: Weight | Sequence[Weight]
     down_bias: Tensor | None
     rope: int  # index of the layer's rope
     window: int | None  # number of positions that a row attends to, its own included; None for all
@@ -87,7 +87,7 @@ class PairInputs:
         self,
         library: ctypes.CDLL,  # from `decoder_library.build`, for the dtype of the embeddings
         # Weight and bias or None of the first layer's projections of a pair, [..., 2 * hidden_size]
-        qkv: tuple[Tensor | QuantizedWeight, Tensor | None],
+        qkv: tuple[Weight, Tensor | None],
         embed: Tensor,  # embeddings, [vocab_size, hidden_size], contiguous
         embed_norm: Tensor,  # weights of the RMSNorms, [hidden_size]
         feature_norm: Tensor,
@@ -146,11 +146,11 @@ class CompiledModel:
         self,
         library: ctypes.CDLL,  # from `build`, for this head size and dtype
         architecture: Architecture,
-        embed: Tensor,  # embeddings [vocab, hidden]
+        embed: Tensor | BlockWeight,  # embeddings [vocab, hidden]
         positions: Tensor | None,  # learned positions [positions, hidden], or None
         layers: Sequence[CompiledLayerWeights],  # weights of the layers in order
         final_norm: tuple[Tensor, Tensor | None],  # weight of the final norm, [hidden], and its bias or None
-        head: Tensor | QuantizedWeight,  # weight of the LM head, [vocab, hidden]
+        head: Weight | Sequence[Weight],  # weight of the LM head, [vocab, hidden]
         num_threads: int,  # number of threads of a pass; bits do not depend on it
         integer: bool = False,  # quantise activations to int8 before products with quantised weights
     ):
@@ -159,13 +159,16 @@ class CompiledModel:
         self._memory = HugePages()
         self._num_learned_positions = 0 if positions is None else len(positions)
         # Keeps the tensors alive whose addresses are in the structs.
-        self._held: list[Tensor] = [embed] if positions is None else [embed, positions]
-        self.dtype, self.vocab_size, self.hidden_size = embed.dtype, head.shape[0], embed.shape[1]
+        rows = embed.rows if isinstance(embed, BlockWeight) else embed
+        self._held: list[Tensor] = [rows] if positions is None else [rows, positions]
+        self._linears: list[PanelLinear] = []
+        self.dtype, self.hidden_size = final_norm[0].dtype, embed.shape[1]
         self._layers = (_LayerStruct * len(layers))(*map(self._layer, layers))
         numbers = architecture._asdict() | {"activation": ACTIVATIONS.index(architecture.activation)}
         self._model = STRUCTS["Model"](
             layers=ctypes.addressof(self._layers),
-            embed=embed.data_ptr(),
+            embed=rows.data_ptr(),
+            embed_type=BLOCK_TYPES[embed.kind].number if isinstance(embed, BlockWeight) else 0,
             positions=None if positions is None else positions.data_ptr(),
             final_norm=self._norm(*final_norm),
             hidden=self.hidden_size,
@@ -174,6 +177,7 @@ class CompiledModel:
             **(numbers | {"score_cap": architecture.score_cap or 0.0}),
         )
         self._head = self._linear(head, None)
+        self.vocab_size = self._head.stride
 
     def keep(self, layers: Sequence[int], windows: Sequence[int | None]) -> "CompiledModel":
         """Return a model of only these layers, with these windows, that shares the weights."""
@@ -205,10 +209,11 @@ class CompiledModel:
     def _norm(self, weight: Tensor | None, bias: Tensor | None) -> ctypes.Structure:
         return _NormStruct(self._floats(weight), self._floats(bias))
 
-    def _linear(self, weight: Tensor | QuantizedWeight | None, bias: Tensor | None) -> ctypes.Structure:
+    def _linear(self, weight: Weight | Sequence[Weight] | None, bias: Tensor | None) -> ctypes.Structure:
         if weight is None:
             return _LinearStruct()
         packed = PanelLinear(self._library, weight, bias, self._integer, self._memory)
+        self._linears.append(packed)
         self._held += packed.held
         return packed.struct
 

@@ -5,24 +5,28 @@ Compilation needs only a C++ compiler, no headers of torch or Python, and takes 
 
 import ctypes
 import functools
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from treespec_kernels.cpu.cpu_library import compile_library, read_structs
 from treespec_kernels.cpu.huge_pages import HugePages
-from treespec_kernels.linear.quantized import QuantizedWeight
+from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight, QuantizedWeight
 
 SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
 _HEADERS = ("vectors_cpu", "batch_cpu", "parallel_cpu", "products_cpu", "tiles_cpu", "quantized_cpu", "integer_cpu")
-_HEADERS += ("linear_cpu", "pointwise_cpu", "attention_cpu")
+_HEADERS += ("blocks_cpu", "linear_cpu", "pointwise_cpu", "attention_cpu")
 PARTS = tuple(SOURCE.with_name(f"{name}.h") for name in _HEADERS)  # included files
 DTYPES = (torch.bfloat16, torch.float32)
 
 _PANEL = 64
-_NIBBLE_BIAS = 24.0  # as NIBBLE_BIAS in quantized_cpu.h
+_INT8, _INT4 = -1, -2  # types of integers with scales, beside those of blocks
 
+Weight = Tensor | QuantizedWeight | BlockWeight
 
 STRUCTS = read_structs(SOURCE, SOURCE.with_name("batch_cpu.h"))
 
@@ -55,13 +59,17 @@ def in_panels(tensor: Tensor) -> Tensor:
 
 
 class PanelLinear:
-    """Linear layer in the library's layout. `struct` has addresses of the tensors in `held`."""
+    """Linear layer in the library's layout. `struct` has addresses of the tensors in `held`.
+
+    Outputs of several matrices, as of Q, K and V, follow one another. Consecutive matrices of one form become one.
+    """
 
     def __init__(
         self,
         library: ctypes.CDLL,  # from `build`
-        # [outputs, inputs] in the library's dtype, or quantised with an even number of inputs
-        weight: Tensor | QuantizedWeight,
+        # [outputs, inputs] in the library's dtype, or quantised with an even number of inputs; or several, with equal
+        # inputs
+        weight: Weight | Sequence[Weight],
         bias: Tensor | None,  # [outputs] or None
         # Quantise activations to int8 per row and group of inputs. Ignored for weights that are not quantised, or whose
         # groups are not multiples of 16
@@ -69,40 +77,62 @@ class PanelLinear:
         memory: HugePages | None = None,  # for the weights; None for memory of their own
     ):
         self.held: list[Tensor] = []
-        self.out_features, self.in_features = weight.shape
-        bits, group, scale, zero = 0, 0, None, None
-        integer = integer and isinstance(weight, QuantizedWeight) and weight.group % 16 == 0
-        if isinstance(weight, QuantizedWeight):
-            weight.check()
-            bits, group = weight.bits, weight.group
-            values = weight.values.contiguous()
-            sizes = self.out_features, self.in_features, bits
-            rows = -(-self.out_features // _PANEL) * _PANEL
-            packed = torch.empty(rows * self.in_features * bits // 8, dtype=torch.uint8, device="cpu")
-            library.treespec_pack(values.data_ptr(), *sizes, integer, packed.data_ptr())
-            scale = self._hold(in_panels(weight.scale))
-            shift = _NIBBLE_BIAS if bits == 4 and not integer else 0.0
-            zero = None if weight.zero is None else self._hold(in_panels(weight.zero.float() + shift))
-        else:
-            packed = pack(weight)
-        if memory is not None:
-            packed = memory.place(packed)
-        self.struct = STRUCTS["Linear"](
-            weight=self._hold(packed),
-            bias=None if bias is None else self._hold(in_panels(bias[:, None]).clone()),
-            inputs=self.in_features,
-            outputs=self.out_features,
-            bits=bits,
-            group=group,
-            integer=integer,
-            scale=scale,
-            zero=zero,
-        )
+        weights = [weight] if isinstance(weight, (Tensor, QuantizedWeight, BlockWeight)) else list(weight)
+        self.out_features, self.in_features = sum(part.shape[0] for part in weights), weights[0].shape[1]
+        self._library, self._integer, self._memory = library, integer, memory or HugePages(smallest=None)
+        self._parts: list[ctypes.Structure] = []  # later matrices, before earlier ones
+        end = self.out_features
+        for _, group in reversed([(form, list(parts)) for form, parts in itertools.groupby(weights, _form_of)]):
+            start = end - sum(part.shape[0] for part in group)
+            self._parts.append(self._pack(group, None if bias is None else bias[start:end]))
+            end = start
+        self.struct = self._parts[-1]
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.held)
 
+    def _pack(self, weights: Sequence[Any], bias: Tensor | None) -> ctypes.Structure:
+        """Return one matrix of the product, with the last packed one as the rest."""
+        outputs = sum(part.shape[0] for part in weights)
+        struct = STRUCTS["Linear"](inputs=self.in_features, outputs=outputs, stride=self.out_features)
+        struct.rest = ctypes.addressof(self._parts[-1]) if self._parts else None
+        struct.bias = None if bias is None else self._hold(in_panels(bias[:, None]).clone())
+        if isinstance(weights[0], Tensor):
+            struct.weight = self._hold(self._memory.place(pack(torch.cat(list(weights)))))
+            return struct
+        sources = (STRUCTS["Source"] * len(weights))()
+        tensors: list[Tensor] = []  # that the sources point to
+
+        def address(tensor: Tensor) -> int:
+            tensors.append(tensor.contiguous())
+            return tensors[-1].data_ptr()
+
+        for source, part in zip(sources, weights, strict=True):
+            source.outputs = part.shape[0]
+            if isinstance(part, BlockWeight):
+                kind, source.values = BLOCK_TYPES[part.kind].number, address(part.rows)
+                continue
+            part.check()
+            kind, struct.group = _INT8 if part.bits == 8 else _INT4, part.group
+            source.values, source.scale = address(part.values), address(part.scale.float())
+            if part.zero is not None:
+                struct.has_min, source.zero = True, address(part.zero.float())
+        panel_bytes = self._library.treespec_format(ctypes.byref(struct), kind)
+        struct.integer = self._integer and struct.group % 16 == 0
+        packed = self._memory.allocate(-(-outputs // _PANEL) * panel_bytes)
+        pointers = ctypes.byref(struct), kind, ctypes.byref(sources), len(sources), packed.data_ptr()
+        self._library.treespec_pack(*pointers, torch.get_num_threads())
+        struct.weight = self._hold(packed)
+        return struct
+
     def _hold(self, tensor: Tensor) -> int:
         self.held.append(tensor)
         return tensor.data_ptr()
+
+
+def _form_of(weight: Weight) -> object:
+    """Return what weights that are packed as one have in common."""
+    if isinstance(weight, BlockWeight):
+        return weight.kind
+    return (weight.bits, weight.group) if isinstance(weight, QuantizedWeight) else None

@@ -22,20 +22,27 @@ class HugePages:
     Chunks are unmapped with their last tensor. Where the kernel has no huge pages, they consist of ordinary ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, smallest: int | None = SMALLEST) -> None:
+        """Create an allocator; tensors of fewer bytes than `smallest` are on ordinary pages, None for all."""
+        self._smallest = smallest if hasattr(mmap, "MADV_HUGEPAGE") else None
         self._chunk = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used = 0
 
-    def place(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy on huge pages; the tensor itself if it is small or the system is not Linux."""
-        if tensor.nbytes < SMALLEST or not hasattr(mmap, "MADV_HUGEPAGE"):
-            return tensor
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return uninitialised memory, uint8 [nbytes]."""
+        if self._smallest is None or nbytes < self._smallest:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         start = -(-self._used // ALIGNMENT) * ALIGNMENT
-        if start + tensor.nbytes > len(self._chunk):
-            self._chunk, start = _map(max(tensor.nbytes, CHUNK)), 0
-        self._used = start + tensor.nbytes
-        placed = self._chunk[start : self._used].view(tensor.dtype).view(tensor.shape)
-        return placed.copy_(tensor)
+        if start + nbytes > len(self._chunk):
+            self._chunk, start = _map(max(nbytes, CHUNK)), 0
+        self._used = start + nbytes
+        return self._chunk[start : self._used]
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """Return a contiguous copy on huge pages; the tensor itself if it stays on ordinary ones."""
+        if self._smallest is None or tensor.nbytes < self._smallest:
+            return tensor
+        return self.allocate(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _map(size: int) -> Tensor:

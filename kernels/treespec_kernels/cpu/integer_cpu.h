@@ -2,8 +2,8 @@
 //
 // Activations are quantised per row and group of the weight's inputs: q = x * 127 / max |x|, rounded to the nearest
 // integer, ties to even. A group's sum of integers is exact in int32, so it does not depend on the instruction or the
-// number of rows; groups are scaled and added in order, in fp32. Weights are stored without sign (plus 128 or 8), as
-// `vpdpbusd` reads them.
+// number of rows; groups are scaled and added in order, in fp32. Weights are without sign, as `vpdpbusd` reads them: int8
+// and values of tables plus 128. A panel's stream is that of quantized_cpu.h, with QUAD inputs of an output side by side.
 
 constexpr int64_t QUAD = 4;  // inputs whose products an instruction adds up in each lane
 
@@ -66,84 +66,93 @@ const Activations& quantize(const scalar* x, int64_t rows, int64_t inputs, int64
     return result;
 }
 
-constexpr int64_t quad_bytes(int64_t bits) { return QUAD * PANEL * bits / 8; }
+// Returns the weights of QUAD inputs, those of quad P of an octet (0 without octets), and of LANES outputs, from `output`
+// of a panel on, a byte each.
+template <int CODE, int P> inline uvec quads(const uint8_t* unit, const Table* table, int64_t output) {
+    constexpr uint32_t NIBBLE = 0x0f0f0f0fu;
+    if constexpr (CODE == INT8) return load<uvec>(unit + QUAD * output);
+    const int64_t vector = output / NIBBLES, lane = output % NIBBLES * QUAD;
+    const uvec low = load<uvec>(unit + value_bytes(INT4, QUAD) * P + vector / 2 * 64 + lane) >> vector % 2 * 4 & NIBBLE;
+    if constexpr (CODE == TABLE) {
+#if defined(__AVX512BW__)
+        return (uvec)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(table->raised)), (__m512i)low);
+#elif defined(__AVX2__)
+        return (uvec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(table->raised)), (__m256i)low);
+#else
+        uint8_t places[sizeof low];
+        std::memcpy(places, &low, sizeof low);
+        for (uint8_t& place : places) place = table->raised[place];
+        return load<uvec>(places);
+#endif
+    }
+    constexpr int BITS = high_bits(CODE);
+    if constexpr (BITS == 0) return low;
+    const int64_t below = BITS == 1 ? 4 * P + vector : 2 * vector;
+    const uvec high = load<uvec>(unit + value_bytes(INT4, OCTET) + (BITS == 1 ? 0 : 64 * P) + lane) >> below;
+    return low | (high & (BITS == 1 ? 0x01010101u : 0x03030303u)) << 4;
+}
 
-// Returns the weights of QUAD inputs and LANES outputs, from `output` of a panel on, a byte each.
-template <int BITS> inline uvec quads(const uint8_t* from, int64_t output) {
-    if (BITS == 8) return load<uvec>(from + QUAD * output);
-    return load<uvec>(from + output / 32 * 64 + output % 16 * QUAD) >> output / 16 % 2 * 4 & 0x0f0f0f0fu;
+// What integers without sign have too much.
+constexpr int32_t excess(int code, float base) {
+    return code < INT8 ? int32_t(base) - (1 << code) : 128;
 }
 
 // Multiplies a part of a panel with ROWS rows, of which the first is `row`.
-template <int BITS, int ROWS, int PART>
+template <int CODE, int ROWS, int PART>
 void multiply_integers(const Linear& layer, int64_t panel, const Activations& x, int64_t row,
                        vec (&result)[ROWS][VECS]) {
-    constexpr int32_t OFFSET = BITS == 8 ? 128 : 8;
-    constexpr int64_t READ = quad_bytes(BITS) / PARTS;
-    const int64_t k = layer.inputs, groups = k / layer.group, size = k / QUAD * quad_bytes(BITS);
-    const uint8_t* w = (const uint8_t*)layer.weight + panel * size;
-    const uint8_t* next = PARTS == 1 ? w + FETCHED : w + size + PART * size / PARTS;
+    constexpr int64_t INPUTS = high_bits(CODE) ? OCTET : QUAD, BYTES = value_bytes(CODE, INPUTS), READ = BYTES / PARTS;
+    const int64_t k = layer.inputs, groups = k / layer.group, size = Geometry(layer).panel_bytes();
+    const int32_t offset = excess(CODE, layer.base);
+    const Table* table = CODE == TABLE ? &table_of(layer) : nullptr;
     vec total[ROWS][COLUMNS] = {};
-    for (int64_t g = 0; g < groups; g++) {
+    for_groups(layer, panel, 0.0f, [&](int64_t g, const Factors& factors, const uint8_t* w) {
+        const uint8_t* next = PARTS == 1 ? w + FETCHED : w + size + PART * READ;
         ivec acc[ROWS][COLUMNS];
         clear(acc);
         const int8_t* values = x.values.data() + row * k;
-        for (int64_t i = g * layer.group; i < (g + 1) * layer.group; i += QUAD, w += quad_bytes(BITS), next += READ) {
+        for (int64_t i = g * layer.group; i < (g + 1) * layer.group; i += INPUTS, w += BYTES, next += BYTES) {
             for (int64_t j = 0; j < READ; j += 64) __builtin_prefetch(next + j);
-            uvec now[COLUMNS];
-            for (int64_t j = 0; j < COLUMNS; j++) now[j] = quads<BITS>(w, (PART * COLUMNS + j) * LANES);
-            for (int64_t r = 0; r < ROWS; r++) {
-                const uint32_t quad = load<uint32_t>(values + r * k + i);
-                for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = add_quads(acc[r][j], now[j], quad);
+            with_all<INPUTS / QUAD>([&](auto p) __attribute__((always_inline)) {
+                uvec now[COLUMNS];
+                for (int64_t j = 0; j < COLUMNS; j++) now[j] = quads<CODE, p>(w, table, (PART * COLUMNS + j) * LANES);
+                for (int64_t r = 0; r < ROWS; r++) {
+                    const uint32_t quad = load<uint32_t>(values + r * k + i + QUAD * p);
+                    for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = add_quads(acc[r][j], now[j], quad);
+                }
+            });
+        }
+        for (int64_t r = 0; r < ROWS; r++) {
+            const int64_t i = (row + r) * groups + g;
+            const float activations = x.scales[i] * float(x.sums[i]);
+            for (int64_t j = 0; j < COLUMNS; j++) {
+                const int64_t column = PART * COLUMNS + j;
+                const vec sum = __builtin_convertvector(acc[r][j] - offset * x.sums[i], vec);
+                total[r][j] = add_group(total[r][j], sum, factors.scale[column] * x.scales[i], layer.has_min,
+                                        factors.offset[column], activations);
             }
         }
-        for (int64_t j = 0; j < COLUMNS; j++) {
-            const int64_t factors = (panel * groups + g) * PANEL + (PART * COLUMNS + j) * LANES;
-            const vec scale = load<vec>(layer.scale + factors);
-            const vec zero = layer.zero ? load<vec>(layer.zero + factors) : vec{};
-            for (int64_t r = 0; r < ROWS; r++) {
-                const int64_t i = (row + r) * groups + g;
-                const vec sum = __builtin_convertvector(acc[r][j] - OFFSET * x.sums[i], vec);
-                total[r][j] = add_group(total[r][j], sum, scale * x.scales[i], layer.zero, zero, float(x.sums[i]));
-            }
-        }
-    }
+    });
     for (int64_t r = 0; r < ROWS; r++) std::memcpy(result[r] + PART * COLUMNS, total[r], sizeof total[r]);
 }
 
-template <int BITS, int ROWS>
+template <int CODE, int ROWS>
 void multiply_integers(const Linear& layer, int64_t panel, const Activations& x, int64_t row, void* out, Then then) {
     vec result[ROWS][VECS];
-    with_all<PARTS>([&](auto part) { multiply_integers<BITS, ROWS, part>(layer, panel, x, row, result); });
+    with_all<PARTS>([&](auto part) { multiply_integers<CODE, ROWS, part>(layer, panel, x, row, result); });
     finish(layer, panel, result, ROWS, out, then);
 }
 
 void integer_linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
-    const int64_t row_bytes = layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
+    const int64_t row_bytes = layer.stride * (then == ROUND ? sizeof(scalar) : sizeof(float));
     const Activations& activations = quantize(x, rows, layer.inputs, layer.group);
     parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
         in_parts(rows, FEW, [&](int64_t row, int64_t count) {
             with_constant<FEW>(count, [&](auto number) {
-                void* to = (char*)out + row * row_bytes;
-                if (layer.bits == 8) multiply_integers<8, number>(layer, panel, activations, row, to, then);
-                else multiply_integers<4, number>(layer, panel, activations, row, to, then);
+                with_code(layer, [&](auto code) {
+                    multiply_integers<code, number>(layer, panel, activations, row, (char*)out + row * row_bytes, then);
+                });
             });
         });
     });
-}
-
-// As `pack`, for `quads`.
-void pack_quads(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, uint8_t* out) {
-    for (int64_t panel = 0; panel * PANEL < outputs; panel++)
-        for (int64_t i = 0; i < inputs; i += QUAD, out += quad_bytes(bits))
-            for (int64_t o = 0; o < PANEL; o++)
-                for (int64_t t = 0; t < QUAD; t++) {
-                    const uint8_t q = stored(values, outputs, inputs, bits, panel * PANEL + o, i + t);
-                    if (bits == 8) {
-                        out[QUAD * o + t] = q ^ 128;
-                    } else {
-                        uint8_t& byte = out[o / 32 * 64 + o % 16 * QUAD + t];
-                        byte = o / 16 % 2 ? byte | q << 4 : q;
-                    }
-                }
 }

@@ -6,11 +6,13 @@
 #endif
 #include "quantized_cpu.h"
 #include "integer_cpu.h"
+#include "blocks_cpu.h"
 
-void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
-    const int64_t row_bytes = layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
+// Multiplies one matrix of a product.
+void linear_part(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
+    const int64_t row_bytes = layer.stride * (then == ROUND ? sizeof(scalar) : sizeof(float));
     if (layer.integer) return integer_linear(layer, x, rows, out, then, threads);
-    if (layer.bits) return quantized_linear(layer, x, rows, out, then, threads);
+    if (layer.code) return quantized_linear(layer, x, rows, out, then, threads);
     const int64_t panels = (layer.outputs + PANEL - 1) / PANEL;
 #if TILES
     if (rows >= TILED_ROWS && layer.inputs % BLOCK == 0) {
@@ -30,4 +32,12 @@ void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then 
             multiply(layer, panel, factors + r * layer.inputs, count, (char*)out + r * row_bytes, then);
         });
     });
+}
+
+// Applies a linear layer, [rows, inputs] -> [rows, layer.stride].
+void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
+    for (const Linear* part = &layer; part; part = part->rest) {
+        linear_part(*part, x, rows, out, then, threads);
+        out = (char*)out + part->outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
+    }
 }

@@ -94,13 +94,13 @@ void finish(const Linear& layer, int64_t panel, const vec (*sums)[VECS], int64_t
             vec y = sums[r][j];
             if (layer.bias) y += load<vec>(layer.bias + column);
             if (then == ROUND) {
-                scalar* p = (scalar*)out + r * layer.outputs + column;
+                scalar* p = (scalar*)out + r * layer.stride + column;
                 scalar rounded[LANES];
                 store(rounded, y);
                 if (width == LANES) std::memcpy(p, rounded, sizeof rounded);  // inline, because the size is constant
                 else std::memcpy(p, rounded, width * sizeof(scalar));
             } else {
-                float* p = (float*)out + r * layer.outputs + column;
+                float* p = (float*)out + r * layer.stride + column;
                 store(p, then == ADD ? load<vec>(p) + y : y);
             }
         }

@@ -1,12 +1,15 @@
 // Products with quantised weights, included by linear_cpu.h.
 //
-// A weight is (q - zero) * scale: q is an integer of 8 or 4 bits, and an output has a scale and a zero per group of
-// inputs. Integers are converted exactly in registers, and activations are not quantised. A group's sum has the order
-// of a dense product over its inputs (products_cpu.h); groups are scaled and added in order, in fp32. So a row's bits
-// do not depend on the number of rows.
+// A weight is scale * q - min: q is an integer of 4, 5, 6 or 8 bits, or names one of 16 values of a table, and an output
+// has a scale and perhaps a minimum per group of inputs. Integers are converted exactly in registers, and activations
+// are not quantised. A group's sum has the order of a dense product over its inputs (products_cpu.h); groups are scaled
+// and added in order, in fp32. So a row's bits do not depend on the number of rows.
 //
-// A weight of 4 bits is multiplied as q + NIBBLE_BIAS, 16 .. 31: floating-point numbers that differ only in the four
-// highest bits of the mantissa, which a shift and a ternary operation convert. Its zero is stored plus NIBBLE_BIAS.
+// Integers q of B < 8 bits are multiplied as q + 2^B: floating-point numbers that differ only in the highest B bits of
+// the mantissa, which shifts and ternary operations set. `Linear::base` is what all weights have too much.
+//
+// A panel is one stream of groups (`Geometry`): the factors of 64 outputs, then the integers of STEP inputs at a time.
+// Integers of 5 and 6 bits lie in octets, steps of 8 inputs with the low 4 bits of each, then the high bits of all.
 
 #if IN_PAIRS
 typedef __m512bh widened;  // 16 outputs with two inputs each
@@ -21,234 +24,388 @@ constexpr int64_t FEW_QUANTIZED = LANES == 16 ? FEW : 4;  // as FEW; AVX2 also n
 // 6 to 10 % (Zen 4).
 constexpr int64_t MOST_QUANTIZED = IN_PAIRS ? 2 * FEW : FEW_QUANTIZED;
 constexpr int64_t STEP = 2;        // inputs whose weights are stored together
+constexpr int64_t OCTET = 8;       // inputs whose high bits are stored together
 constexpr int64_t NIBBLES = 16;    // outputs whose 4-bit weights are in the same bits of consecutive units
+constexpr int64_t SUPER = 256;     // inputs that share the factors of CODES
 constexpr int64_t FETCHED = 4096;  // prefetch distance in bytes
-constexpr int NIBBLE_BIAS = 24;    // q is from -8 to 7
 
-// Whether sums of activations are needed, for zeros or for NIBBLE_BIAS.
-inline bool needs_sums(const Linear& layer) { return layer.zero || layer.bits == 4; }
+constexpr int high_bits(int code) { return code == INT5 ? 1 : code == INT6 ? 2 : 0; }
+constexpr int64_t value_bits(int code) { return code == TABLE ? 4 : code; }
+constexpr int leading(int code) { return 0x3f80 + (code << 7); }  // 2^code in bf16
+constexpr int64_t unit_inputs(int code) { return high_bits(code) ? OCTET : STEP; }
+// Bytes of `inputs` inputs of a panel.
+constexpr int64_t value_bytes(int code, int64_t inputs) { return inputs * PANEL * value_bits(code) / 8; }
 
-// Returns the zeros of LANES outputs of a group, from index `i` on. zeros: as in Linear.
-template <int BITS> inline vec zeros_at(const float* zeros, int64_t i) {
-    return zeros ? load<vec>(zeros + i) : splat(BITS == 4 ? NIBBLE_BIAS : 0);
+struct Table {  // the 16 values of TABLE, as the products read them
+    uint16_t halves[32];  // bf16, twice, for indices whose fifth bit is another weight's
+    float values[16];
+    uint8_t raised[16];  // plus 128
+};
+inline const Table& table_of(const Linear& layer) {
+    static const std::vector<Table> tables = [] {
+        constexpr int8_t VALUES[2][16] = {{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},  // IQ4
+                                          {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};  // E2M1, doubled
+        std::vector<Table> all(2);
+        for (int t = 0; t < 2; t++)
+            for (int i = 0; i < 32; i++) {
+                const float value = VALUES[t][i % 16];
+                all[t].values[i % 16] = value, all[t].raised[i % 16] = uint8_t(VALUES[t][i % 16] + 128);
+                all[t].halves[i] = uint16_t(load<uint32_t>(&value) >> 16);
+            }
+        return all;
+    }();
+    return tables[layer.table];
+}
+
+// Sizes in a panel's stream: for every SUPER inputs of CODES [d][those of the minima], for every group [scales]
+// [minima][integers].
+struct Geometry {
+    int64_t super_groups, super_bytes, factor_bytes, group_bytes, groups;
+    explicit Geometry(const Linear& layer)
+        : super_groups(layer.factors == CODES ? SUPER / layer.group : INT64_MAX),
+          super_bytes(layer.factors == CODES ? PANEL * 2 * (1 + layer.has_min) : 0),
+          factor_bytes(PANEL * (layer.factors == FLOATS ? 4 : layer.factors == HALVES ? 2 : 1) * (1 + layer.has_min)),
+          group_bytes(factor_bytes + value_bytes(int(layer.code), layer.group)), groups(layer.inputs / layer.group) {}
+    int64_t panel_bytes() const { return start_of(groups - 1) + group_bytes; }
+    // Offset of a group's factors.
+    int64_t start_of(int64_t g) const { return g * group_bytes + (super_bytes ? (g / super_groups + 1) * super_bytes : 0); }
+    int64_t super_of(int64_t g) const { return start_of(g - g % super_groups) - super_bytes; }
+};
+
+inline float half_to_float(uint16_t half) {
+    const uint32_t sign = uint32_t(half & 0x8000) << 16, rest = uint32_t(half & 0x7fff);
+    if (rest >= 0x7c00) return as_float(sign | 0x7f800000u | (rest & 0x3ff) << 13);
+    if (rest >= 0x400) return as_float(sign | ((rest << 13) + (112u << 23)));
+    return (sign ? -1.0f : 1.0f) * float(rest) * 0x1p-24f;
+}
+
+inline vec load_halves(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtph_ps(load<__m256i>(p));
+#elif defined(__F16C__)
+    return (vec)_mm256_cvtph_ps(load<__m128i>(p));
+#else
+    vec result = {};
+    for (int64_t i = 0; i < LANES; i++) result[i] = half_to_float(p[i]);
+    return result;
+#endif
+}
+
+inline vec load_bytes(const uint8_t* p) {  // signed
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(p)));
+#elif defined(__AVX2__)
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    vec result = {};
+    for (int64_t i = 0; i < LANES; i++) result[i] = int8_t(p[i]);
+    return result;
+#endif
+}
+
+// Whether sums of activations are needed, for minima or for `base`.
+inline bool needs_sums(const Linear& layer) { return layer.has_min || layer.base != 0.0f; }
+
+// Scales and offsets of a group's outputs; an offset is what a scaled sum has too much per activation.
+struct Factors { vec scale[VECS], offset[VECS]; };
+
+// Reads the factors of a group at `from`, for integers with `base` too much.
+inline void read_factors(const Linear& layer, const uint8_t* super, const uint8_t* from, float base, Factors& to) {
+    const auto read = [&](const uint8_t* place, int64_t minima, int64_t output) {
+        if (layer.factors == FLOATS) return load<vec>((const float*)place + PANEL * minima + output);
+        if (layer.factors == HALVES) return load_halves((const uint16_t*)place + PANEL * minima + output);
+        return load_halves((const uint16_t*)super + PANEL * minima + output) * load_bytes(place + PANEL * minima + output);
+    };
+    for (int64_t j = 0; j < VECS; j++) {
+        to.scale[j] = read(from, 0, j * LANES);
+        to.offset[j] = layer.has_min ? fma(splat(base), to.scale[j], read(from, 1, j * LANES)) : splat(base) * to.scale[j];
+    }
 }
 
 #if BF16 && defined(__AVX512BW__)
-// Converts the 4-bit weights of vector J of a panel to pairs of bf16, plus NIBBLE_BIAS.
-template <int J> inline __m512i nibbles_to_pairs(__m512i q) {
-    if constexpr (J == 0) q = _mm512_slli_epi16(q, 3);
-    else q = _mm512_srli_epi16(q, 4 * J - 3);
-    // 0xea: q & mask | 16.0
-    return _mm512_ternarylogic_epi32(q, _mm512_set1_epi16(0x78), _mm512_set1_epi16(0x4180), 0xea);
+// Shifts 16-bit units, to the left if `BY` is positive.
+template <int BY> inline __m512i shifted(__m512i q) {
+    if constexpr (BY > 0) return _mm512_slli_epi16(q, BY);
+    else if constexpr (BY < 0) return _mm512_srli_epi16(q, -BY);
+    else return q;
+}
+
+// Converts the weights of step P of an octet (0 without octets) and vector J of a panel to pairs of bf16.
+template <int CODE, int P, int J>
+inline __attribute__((always_inline)) __m512i to_pairs(__m512i low, [[maybe_unused]] __m512i high,
+                                                       [[maybe_unused]] __m512i table) {
+    // 0xea: a & b | c
+    if constexpr (CODE == TABLE) return _mm512_permutexvar_epi16(shifted<-4 * J>(low), table);
+    constexpr int SHIFT = 7 - int(value_bits(CODE)), BITS = high_bits(CODE);
+    const __m512i nibbles = _mm512_ternarylogic_epi32(shifted<SHIFT - 4 * J>(low), _mm512_set1_epi16(15 << SHIFT),
+                                                      _mm512_set1_epi16(leading(CODE)), 0xea);
+    if constexpr (BITS == 0) return nibbles;
+    constexpr int BELOW = BITS == 1 ? 4 * P + J : 8 * (P % 2) + 2 * J;
+    const __m512i mask = _mm512_set1_epi16(((1 << BITS) - 1) << (SHIFT + 4));
+    return _mm512_ternarylogic_epi32(shifted<SHIFT + 4 - BELOW>(high), mask, nibbles, 0xea);
 }
 #endif
 
-constexpr int64_t step_bytes(int64_t bits) { return STEP * PANEL * bits / 8; }
+// The weights of one step of a panel, with the high bits of its octet.
+template <int CODE, int P> struct Step {
+    const uint8_t *low, *high;
+    explicit Step(const uint8_t* unit)
+        : low(unit + P * PANEL), high(unit + value_bytes(INT4, OCTET) + (CODE == INT6 ? P / 2 * PANEL : 0)) {}
+};
 
-// Converts the weights of WIDENED inputs, of input `t` of a step on, of C vectors of a panel from `FIRST` on.
-template <int BITS, int FIRST, size_t C>
-inline __attribute__((always_inline)) void unpack(const uint8_t* from, [[maybe_unused]] int64_t t, widened (&to)[C]) {
+// Converts the weights of WIDENED inputs, of input T of step P on, of C vectors of a panel from `FIRST` on.
+template <int CODE, int P, int T, int FIRST, size_t C>
+inline __attribute__((always_inline)) void unpack(const uint8_t* unit, [[maybe_unused]] const Table* table,
+                                                  widened (&to)[C]) {
+    [[maybe_unused]] const Step<CODE, P> from(unit);
 #if IN_PAIRS
-    if (BITS == 8) {
+    if constexpr (CODE == INT8) {
         for (size_t j = 0; j < C; j++) {
-            const __m256i q = load<__m256i>(from + 2 * LANES * (FIRST + j));
+            const __m256i q = load<__m256i>(unit + 2 * LANES * (FIRST + j));
             const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(q)));
             const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(q, 1)));
             to[j] = _mm512_cvtne2ps_pbh(high, low);  // integers up to 256 are exact in bf16
         }
     } else {
-        const __m512i q = load<__m512i>(from);
-        with_all<C>([&](auto j) { to[j] = (__m512bh)nibbles_to_pairs<FIRST + j>(q); });
+        const __m512i low = load<__m512i>(from.low), high = high_bits(CODE) ? load<__m512i>(from.high) : low;
+        const __m512i values = CODE == TABLE ? load<__m512i>(table->halves) : low;
+        with_all<C>([&](auto j) { to[j] = (__m512bh)to_pairs<CODE, P, FIRST + j>(low, high, values); });
     }
 #else
     for (size_t j = 0; j < C; j++) {
-        const int64_t output = LANES * (FIRST + j);
-        if (BITS == 8) {
-            const uint8_t* q = from + t * PANEL + output;
-#if defined(__AVX512F__)
-            to[j] = (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(q)));
-#elif defined(__AVX2__)
-            to[j] = (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)q)));
-#else
-            for (int64_t i = 0; i < LANES; i++) to[j][i] = int8_t(q[i]);
-#endif
-        } else {
-            const int64_t below = 4 * (t * (PANEL / NIBBLES) + output / NIBBLES);
+        const int64_t output = LANES * (FIRST + j), vector = output / NIBBLES, below = 16 * T + 4 * vector;
+        if constexpr (CODE == INT8) {
+            to[j] = load_bytes(unit + T * PANEL + output);
+            continue;
+        }
+        const uvec q = load<uvec>(from.low + output % NIBBLES * 4);
+        if constexpr (CODE == INT4 || CODE == TABLE) {
 #if defined(__AVX512F__)
             // A permutation reads four bits of a lane. One row takes 0.6 of the time that shifts and conversions take.
-            const __m512 table = _mm512_setr_ps(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
-            to[j] = (vec)_mm512_permutexvar_ps(_mm512_srli_epi32(load<__m512i>(from), below), table);
+            const __m512 numbers = _mm512_setr_ps(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+            const __m512 values = CODE == TABLE ? load<__m512>(table->values) : numbers;
+            to[j] = (vec)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)q, below), values);
             continue;
+#elif defined(__AVX2__)
+            if constexpr (CODE == TABLE) {
+                const __m256i index = (__m256i)(q >> below);
+                const __m256 low = _mm256_permutevar8x32_ps(load<__m256>(table->values), index);
+                const __m256 high = _mm256_permutevar8x32_ps(load<__m256>(table->values + 8), index);
+                to[j] = (vec)_mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(index, 28));
+                continue;
+            }
+#else
+            if constexpr (CODE == TABLE) {
+                for (int64_t i = 0; i < LANES; i++) to[j][i] = table->values[q[i] >> below & 15];
+                continue;
+            }
 #endif
-            const uvec q = load<uvec>(from + output % NIBBLES * 4);
-            to[j] = (vec)((below > 19 ? q >> (below - 19) : q << (19 - below)) & 0x780000u | 0x41800000u);
+        }
+        constexpr int FIRST_BIT = 23 - int(value_bits(CODE)), BITS = high_bits(CODE);
+        const uvec low = below > FIRST_BIT ? q >> (below - FIRST_BIT) : q << (FIRST_BIT - below);
+        to[j] = (vec)(low & 15u << FIRST_BIT | uint32_t(leading(CODE)) << 16);
+        if constexpr (BITS > 0) {
+            const int64_t above = 16 * T + (BITS == 1 ? 4 * P : 8 * (P % 2)) + BITS * vector;
+            const uvec rest = load<uvec>(from.high + output % NIBBLES * 4);
+            const uvec high = above > FIRST_BIT + 4 ? rest >> (above - FIRST_BIT - 4) : rest << (FIRST_BIT + 4 - above);
+            to[j] = (vec)((uvec)to[j] | high & ((1u << BITS) - 1) << (FIRST_BIT + 4));
         }
     }
 #endif
 }
 
 // Adds the products of inputs [begin, end) and C vectors of a panel from COLUMN on, of the chains [FIRST, LAST).
-template <int BITS, int ROWS, int COLUMN, int FIRST, int LAST, size_t C>
-inline __attribute__((always_inline)) void accumulate_steps(const uint8_t* w, const factor* x, int64_t k, int64_t begin,
-                                                            int64_t end, bool fetch,
+template <int CODE, int ROWS, int COLUMN, int FIRST, int LAST, size_t C>
+inline __attribute__((always_inline)) void accumulate_steps(const uint8_t* w, const Table* table, const factor* x,
+                                                            int64_t k, int64_t begin, int64_t end, bool fetch,
                                                             vec (&acc)[LAST - FIRST][ROWS][C]) {
-    constexpr int64_t INPUTS = CHAINS == 1 ? STEP : LAST;
+    constexpr int64_t INPUTS = unit_inputs(CODE), BYTES = value_bytes(CODE, INPUTS);
+    constexpr int TURNS = CHAINS == 1 ? STEP / WIDENED : LAST - FIRST;
     if (begin >= end) __builtin_unreachable();  // otherwise the sums of no inputs are written to memory first
-    for (int64_t i = begin; i < end; i += STEP, w += step_bytes(BITS)) {
+    for (int64_t i = begin; i < end; i += INPUTS, w += BYTES) {
         if (FIRST == 0 && COLUMN == 0 && fetch)
-            for (int64_t j = 0; j < step_bytes(BITS); j += 64) __builtin_prefetch(w + FETCHED + j);
-        for (int64_t t = FIRST; t < INPUTS; t += WIDENED) {
-            widened now[C];
-            unpack<BITS, COLUMN>(w, t, now);
-            // GCC keeps the weights of two rows in memory: they took 1.8 times as long.
-            for (size_t j = 0; ROWS > 1 && j < C; j++) asm("" : WHOLE(now[j]));
-            for (int64_t r = 0; r < ROWS; r++) {
-                vec(&sums)[C] = acc[CHAINS == 1 ? 0 : t - FIRST][r];
+            for (int64_t j = 0; j < BYTES; j += 64) __builtin_prefetch(w + FETCHED + j);
+        with_all<INPUTS / STEP>([&](auto p) __attribute__((always_inline)) {
+            with_all<TURNS>([&](auto turn) __attribute__((always_inline)) {
+                constexpr int T = FIRST + decltype(turn)::value;
+                widened now[C];
+                unpack<CODE, decltype(p)::value, T, COLUMN>(w, table, now);
+                // GCC keeps the weights of two rows in memory: they took 1.8 times as long.
+                for (size_t j = 0; ROWS > 1 && j < C; j++) asm("" : WHOLE(now[j]));
+                for (int64_t r = 0; r < ROWS; r++) {
+                    vec(&sums)[C] = acc[CHAINS == 1 ? 0 : T - FIRST][r];
+                    const factor* from = x + r * k + i + STEP * p + T;
 #if IN_PAIRS
-                const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * k + i));
-                for (size_t j = 0; j < C; j++) sums[j] = (vec)_mm512_dpbf16_ps((__m512)sums[j], now[j], pair);
+                    const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(from));
+                    for (size_t j = 0; j < C; j++) sums[j] = (vec)_mm512_dpbf16_ps((__m512)sums[j], now[j], pair);
 #else
-                const vec factors = splat(x[r * k + i + t]);
-                for (size_t j = 0; j < C; j++) sums[j] = fma(now[j], factors, sums[j]);
+                    const vec factors = splat(*from);
+                    for (size_t j = 0; j < C; j++) sums[j] = fma(now[j], factors, sums[j]);
 #endif
-            }
-        }
+                }
+            });
+        });
     }
 }
 
-// Returns a total with a group's scaled sum added. activations: the sum of the group's activations, if there are zeros.
-inline vec add_group(vec total, vec sum, vec scale, bool has_zero, vec zero, float activations) {
-    return fma(has_zero ? fma(-zero, splat(activations), sum) : sum, scale, total);
+// Returns a total with a group's scaled sum added. activations: the sum of the group's activations.
+inline vec add_group(vec total, vec sum, vec scale, bool has_offset, vec offset, float activations) {
+    total = fma(sum, scale, total);
+    return has_offset ? fma(-offset, splat(activations), total) : total;
 }
 
-// Adds the scaled products of one group of inputs and C vectors of a panel from COLUMN on to `totals`. sums: [ROWS,
-// groups], sums of each group's activations; null without zeros. fetch: whether to prefetch.
-template <int BITS, int ROWS, int COLUMN, int C>
-void multiply_group(const Linear& layer, int64_t panel, int64_t g, const factor* x, const float* sums, bool fetch,
-                    vec (*totals)[VECS]) {
+// Adds the scaled products of group g and C vectors of a panel from COLUMN on to `totals`. sums: [ROWS, groups], sums of
+// each group's activations; null without offsets. fetch: whether to prefetch.
+template <int CODE, int ROWS, int COLUMN, int C>
+void multiply_group(const Linear& layer, const uint8_t* w, const Factors& factors, int64_t g, const factor* x,
+                    const float* sums, bool fetch, vec (*totals)[VECS]) {
     const int64_t k = layer.inputs, groups = k / layer.group, start = g * layer.group, end = start + layer.group;
-    const uint8_t* w = (const uint8_t*)layer.weight + (panel * k + start) / STEP * step_bytes(BITS);
+    const Table* table = CODE == TABLE ? &table_of(layer) : nullptr;
     vec sum[ROWS][C];
     if constexpr (CHAINS == 1) {
         vec acc[1][ROWS][C];
         clear(acc[0]);
-        accumulate_steps<BITS, ROWS, COLUMN, 0, 1>(w, x, k, start, end, fetch, acc);
+        accumulate_steps<CODE, ROWS, COLUMN, 0, 1>(w, table, x, k, start, end, fetch, acc);
         std::memcpy(sum, acc[0], sizeof sum);
     } else {
-        for (int64_t begin = start, last; begin < end; begin = last, w += BLOCK / STEP * step_bytes(BITS)) {
+        for (int64_t begin = start, last; begin < end; begin = last, w += value_bytes(CODE, BLOCK)) {
             last = std::min(begin + BLOCK, end);
             vec block[ROWS][C];
             sum_chains(
                 [&](auto first, auto end, auto& acc) {
-                    accumulate_steps<BITS, ROWS, COLUMN, first, end>(w, x, k, begin, last, fetch, acc);
+                    accumulate_steps<CODE, ROWS, COLUMN, first, end>(w, table, x, k, begin, last, fetch, acc);
                 },
                 block);
             for (int64_t r = 0; r < ROWS; r++)
                 for (int64_t j = 0; j < C; j++) sum[r][j] = (begin == start ? vec{} : sum[r][j]) + block[r][j];
         }
     }
-    const int64_t factors = (panel * groups + g) * PANEL + COLUMN * LANES;
-    for (int64_t j = 0; j < C; j++) {
-        const vec scale = load<vec>(layer.scale + factors + LANES * j);
-        const vec zero = zeros_at<BITS>(layer.zero, factors + LANES * j);
+    for (int64_t j = 0; j < C; j++)
         for (int64_t r = 0; r < ROWS; r++) {
             vec& total = totals[r][COLUMN + j];
-            total = add_group(total, sum[r][j], scale, sums, zero, sums ? sums[r * groups + g] : 0.0f);
+            total = add_group(total, sum[r][j], factors.scale[COLUMN + j], sums, factors.offset[COLUMN + j],
+                              sums ? sums[r * groups + g] : 0.0f);
         }
-    }
 }
 
 // As above, for all vectors of a panel from COLUMN on, C at a time.
-template <int BITS, int ROWS, int C, int COLUMN = 0>
-inline void multiply_columns(const Linear& layer, int64_t panel, int64_t g, const factor* x, const float* sums,
-                             bool fetch, vec (*totals)[VECS]) {
-    multiply_group<BITS, ROWS, COLUMN, C>(layer, panel, g, x, sums, fetch, totals);
+template <int CODE, int ROWS, int C, int COLUMN = 0>
+inline void multiply_columns(const Linear& layer, const uint8_t* w, const Factors& factors, int64_t g, const factor* x,
+                             const float* sums, bool fetch, vec (*totals)[VECS]) {
+    multiply_group<CODE, ROWS, COLUMN, C>(layer, w, factors, g, x, sums, fetch, totals);
     if constexpr (COLUMN + C < VECS)
-        multiply_columns<BITS, ROWS, C, COLUMN + C>(layer, panel, g, x, sums, fetch, totals);
+        multiply_columns<CODE, ROWS, C, COLUMN + C>(layer, w, factors, g, x, sums, fetch, totals);
+}
+
+// Calls body(g, factors, integers) for the groups of a panel in order.
+template <class Body> inline void for_groups(const Linear& layer, int64_t panel, float base, Body body) {
+    const Geometry sizes(layer);
+    const uint8_t *at = (const uint8_t*)layer.weight + panel * sizes.panel_bytes(), *super = at;
+    for (int64_t g = 0, left = 0; g < sizes.groups; g++, left--, at += sizes.group_bytes) {
+        if (sizes.super_bytes && left == 0) super = at, at += sizes.super_bytes, left = sizes.super_groups;
+        Factors factors;
+        read_factors(layer, super, at, base, factors);
+        body(g, factors, at + sizes.factor_bytes);
+    }
 }
 
 // Multiplies a panel with at most MOST_QUANTIZED rows.
-template <int BITS, int ROWS>
+template <int CODE, int ROWS>
 void multiply(const Linear& layer, int64_t panel, const factor* x, const float* sums, bool fetch, void* out,
               Then then) {
     constexpr int C = ROWS > FEW_QUANTIZED ? COLUMNS / 2 : COLUMNS;
     vec totals[ROWS][VECS] = {};
-    for (int64_t g = 0; g < layer.inputs / layer.group; g++)
-        multiply_columns<BITS, ROWS, C>(layer, panel, g, x, sums, fetch, totals);
+    for_groups(layer, panel, layer.base, [&](int64_t g, const Factors& factors, const uint8_t* w) {
+        multiply_columns<CODE, ROWS, C>(layer, w, factors, g, x, sums, fetch, totals);
+    });
     finish(layer, panel, totals, ROWS, out, then);
 }
 
-template <int BITS>
+template <int CODE>
 void multiply_panel(const Linear& layer, int64_t panel, const factor* x, int64_t rows, const float* sums, void* out,
                     Then then) {
-    const int64_t row_bytes = layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
+    const int64_t row_bytes = layer.stride * (then == ROUND ? sizeof(scalar) : sizeof(float));
     const int64_t groups = layer.inputs / layer.group;
     in_parts(rows, MOST_QUANTIZED, [&](int64_t r, int64_t count) {
         with_constant<MOST_QUANTIZED>(count, [&](auto number) {
-            multiply<BITS, number>(layer, panel, x + r * layer.inputs, sums ? sums + r * groups : nullptr, r == 0,
+            multiply<CODE, number>(layer, panel, x + r * layer.inputs, sums ? sums + r * groups : nullptr, r == 0,
                                    (char*)out + r * row_bytes, then);
         });
     });
 }
 
+// Calls body(code) with the layer's code as a constant of the compiler.
+template <class Body> inline void with_code(const Linear& layer, Body body) {
+    switch (layer.code) {
+        case INT4: return body(std::integral_constant<int, INT4>());
+        case INT5: return body(std::integral_constant<int, INT5>());
+        case INT6: return body(std::integral_constant<int, INT6>());
+        case INT8: return body(std::integral_constant<int, INT8>());
+        default: return body(std::integral_constant<int, TABLE>());
+    }
+}
+
 #if TILES
 // Widens the weights of SPAN inputs and 16 outputs, those of tile J of a panel, to bf16: [SPAN / 2][16] pairs of inputs.
-template <int BITS, int SPAN, int J>
-inline __attribute__((always_inline)) void widen_tile(const uint8_t* from, uint32_t* to) {
+template <int CODE, int SPAN, int J>
+inline __attribute__((always_inline)) void widen_tile(const uint8_t* from, const Table* table, uint32_t* to) {
 #if BF16
-    for (int64_t i = 0; i < SPAN; i += STEP, from += step_bytes(BITS), to += 16) {
+    constexpr int64_t INPUTS = unit_inputs(CODE);
+    for (int64_t i = 0; i < SPAN; i += INPUTS, from += value_bytes(CODE, INPUTS))
+        with_all<INPUTS / STEP>([&](auto p) __attribute__((always_inline)) {
+            constexpr int P = decltype(p)::value;
+            uint32_t* const pairs = to + (i / STEP + P) * 16;
 #if defined(__AVX512BW__)
-        if (BITS == 4) {
-            _mm512_store_si512(to, nibbles_to_pairs<J>(load<__m512i>(from)));
-            continue;
-        }
+            if constexpr (CODE != INT8) {
+                const Step<CODE, P> step(from);
+                const __m512i low = load<__m512i>(step.low), high = high_bits(CODE) ? load<__m512i>(step.high) : low;
+                const __m512i values = CODE == TABLE ? load<__m512i>(table->halves) : low;
+                _mm512_store_si512(pairs, to_pairs<CODE, P, J>(low, high, values));
+                return;
+            }
 #endif
-        constexpr int C = 16 / LANES;
-        widened even[C], odd[C];
-        unpack<BITS, J * C>(from, 0, even);
-        unpack<BITS, J * C>(from, 1, odd);
-        for (int64_t j = 0; j < C; j++) {
-            const uvec units = (uvec)even[j] >> 16 | high_half((uvec)odd[j]);
-            std::memcpy(to + j * LANES, &units, sizeof units);
-        }
-    }
+            constexpr int C = 16 / LANES;
+            widened even[C], odd[C];
+            unpack<CODE, P, 0, J * C>(from, table, even);
+            unpack<CODE, P, 1, J * C>(from, table, odd);
+            for (int64_t j = 0; j < C; j++) {
+                const uvec units = (uvec)even[j] >> 16 | high_half((uvec)odd[j]);
+                std::memcpy(pairs + j * LANES, &units, sizeof units);
+            }
+        });
 #endif
 }
 
 // Sums of a group of inputs of a panel for up to 16 rows, stored as four tiles, [4][16][16].
 struct GroupSums {
     const float* sums = nullptr;
-    int64_t rows = 0;           // 0: the group is not complete
-    const float *scale, *zero;  // of the group, PANEL each; zero may be null
-    const float* activations;   // the group's sums of activations, rows `groups` apart; null without zeros
+    int64_t rows = 0;  // 0: the group is not complete
+    const Factors* factors;
+    const float* activations;  // the group's sums of activations, rows `groups` apart; null without offsets
     int64_t groups;
     vec (*totals)[VECS];
 };
 
 // Adds the scaled sums of rows 4 * quarter .. 4 * quarter + 3 to the totals.
-template <int BITS> inline void add_quarter(const GroupSums& from, int64_t quarter) {
+inline void add_quarter(const GroupSums& from, int64_t quarter) {
     const int64_t begin = 4 * quarter, end = std::min(begin + 4, from.rows);
     if (begin >= end) return;
-    vec scales[VECS], zeros[VECS];
-    for (int64_t j = 0; j < VECS; j++) {
-        scales[j] = load<vec>(from.scale + j * LANES);
-        zeros[j] = zeros_at<BITS>(from.zero, j * LANES);
-    }
-    const auto add = [&](auto has_zero) {
+    const Factors factors = *from.factors;
+    const auto add = [&](auto has_offset) {
         for (int64_t row = begin; row < end; row++) {
             vec* const totals = from.totals[row];
-            const float activations = has_zero ? from.activations[row * from.groups] : 0.0f;
+            const float activations = has_offset ? from.activations[row * from.groups] : 0.0f;
             for (int64_t j = 0; j < VECS; j++) {
                 const vec sum = load<vec>(from.sums + (j * LANES / 16 * TILE_ROWS + row) * 16 + j * LANES % 16);
-                totals[j] = add_group(totals[j], sum, scales[j], has_zero, zeros[j], activations);
+                totals[j] = add_group(totals[j], sum, factors.scale[j], has_offset, factors.offset[j], activations);
             }
         }
     };
-    BITS == 4 || from.activations ? add(std::true_type()) : add(std::false_type());
+    from.activations ? add(std::true_type()) : add(std::false_type());
 }
 
 // Multiplies a panel with at most 64 rows. x: of TiledRows. group_sums: [rows, groups], sums of each group's
-// activations; null without zeros.
+// activations; null without offsets.
 //
 // A block has SPAN inputs: BLOCK, or 16 where BLOCK does not divide groups.
 //
@@ -256,32 +413,35 @@ template <int BITS> inline void add_quarter(const GroupSums& from, int64_t quart
 // stores to the same place of any page have reached the cache, which they do only after all older instructions, such as
 // a product of 50 cycles. So the loads and stores between two products of a step belong to other steps: the last one's
 // sums are stored, those of the one before are added to the totals, and the weights of the next block are widened.
-template <int BITS, int SPAN>
+template <int CODE, int SPAN>
 void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t rows, const float* group_sums,
                     void* out, Then then) {
-    constexpr int64_t BLOCK_BYTES = SPAN / STEP * step_bytes(BITS), LINES = BLOCK_BYTES / 64 / 4;
-    constexpr int64_t FETCHED_BLOCKS = FETCHED / BLOCK_BYTES, PARTS_OF_TILE = BLOCK / SPAN;
+    constexpr int64_t BLOCK_BYTES = value_bytes(CODE, SPAN), LINES = (BLOCK_BYTES / 64 + 3) / 4;
+    constexpr int64_t PARTS_OF_TILE = BLOCK / SPAN;
     const int64_t blocks = layer.inputs / SPAN, row_blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
     const int64_t group = layer.group / SPAN, groups = blocks / group, length = std::min<int64_t>(group, 4);
     const int64_t ring = row_blocks == 1 || length == 1 ? 1 : 7;  // few blocks, which stay in the L1 cache
-    const uint8_t* w = (const uint8_t*)layer.weight + panel * blocks * BLOCK_BYTES;
-    const float* scale = layer.scale + panel * groups * PANEL;
-    const float* zero = layer.zero ? layer.zero + panel * groups * PANEL : nullptr;
+    const Geometry sizes(layer);
+    const uint8_t* w = (const uint8_t*)layer.weight + panel * sizes.panel_bytes();
+    const Table* table = CODE == TABLE ? &table_of(layer) : nullptr;
     alignas(64) uint32_t wide[8][4][TILE_ROWS * 16];
     alignas(64) float sums[4][4][TILE_ROWS * 16];
     alignas(64) vec totals[4 * TILE_ROWS][VECS];
+    Factors factors[4];  // of the last groups
     std::fill_n(&totals[0][0], rows * VECS, vec{});
 
-    const auto widen = [&](int64_t block, auto j) __attribute__((always_inline)) {
-        const uint8_t* from = w + block * BLOCK_BYTES;
-        for (int64_t i = 0; i < LINES; i++) __builtin_prefetch(from + FETCHED + 64 * (LINES * j + i));
-        if (group == 1) {  // the factors of fewer groups need no prefetch
-            __builtin_prefetch(scale + (block + FETCHED_BLOCKS) * PANEL + 16 * j);
-            if (zero) __builtin_prefetch(zero + (block + FETCHED_BLOCKS) * PANEL + 16 * j);
-        }
-        widen_tile<BITS, SPAN, j>(from, wide[block & ring][j]);
+    const uint8_t* next = w + sizes.start_of(0) + sizes.factor_bytes;  // the weights of `next_block`
+    int64_t next_block = 0, next_left = group, next_group = 0;
+    const auto widen = [&](auto j) __attribute__((always_inline)) {
+        for (int64_t i = 0; i < LINES; i++) __builtin_prefetch(next + FETCHED + 64 * (LINES * j + i));
+        widen_tile<CODE, SPAN, j>(next, table, wide[next_block & ring][j]);
     };
-    with_all<4>([&](auto j) { widen(0, j); });
+    const auto advance = [&] {
+        next += BLOCK_BYTES, next_block++;
+        if (--next_left == 0) next = w + sizes.start_of(++next_group) + sizes.factor_bytes, next_left = group;
+    };
+    with_all<4>([&](auto j) { widen(j); });
+    advance();
     const TileRows configured(std::min(rows, TILE_ROWS), std::min(rows, TILE_ROWS), SPAN);
     const bool is_partial = group > length;  // a step has a part of a group
     GroupSums last, before;  // the sums of the last step and the one before
@@ -296,6 +456,7 @@ void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t
             const bool stays = !starts && row_blocks == 1;  // the sums stay in their tiles
             for (int64_t block = begin; block < end; block++) {
                 const int64_t tile = (t * blocks + block) / PARTS_OF_TILE, part = block % PARTS_OF_TILE;
+                const bool widens = t == 0 && block + 1 < blocks;
                 tile_load<4>(x + tile * TILE_SCALARS + part * SPAN, 64);
                 with_all<4>([&](auto j) {
                     if (block == begin && !stays) {
@@ -306,22 +467,25 @@ void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t
                     tile_load<6>(wide[block & ring][j], 64);
                     tile_multiply<j, 4, 6>();
                     tile_free<6>();
-                    if (t == 0 && block + 1 < blocks) widen(block + 1, j);
-                    if (block == begin) add_quarter<BITS>(before, j);
+                    if (widens) widen(j);
+                    if (block == begin) add_quarter(before, j);
                 });
+                if (widens) advance();
                 tile_free<4>();
             }
+            if (ends && t == 0)
+                read_factors(layer, w + (sizes.super_bytes ? sizes.super_of(g) : 0), w + sizes.start_of(g), layer.base,
+                             factors[g & 3]);
             before = last;
-            last = {own[0], ends ? std::min(TILE_ROWS, rows - row) : 0, scale + g * PANEL,
-                    zero ? zero + g * PANEL : nullptr, group_sums ? group_sums + row * groups + g : nullptr, groups,
-                    totals + row};
+            last = {own[0], ends ? std::min(TILE_ROWS, rows - row) : 0, &factors[g & 3],
+                    group_sums ? group_sums + row * groups + g : nullptr, groups, totals + row};
             turn = 1 - turn;
         }
         g += ends;
     }
-    for (int64_t j = 0; j < 4; j++) add_quarter<BITS>(before, j);
+    for (int64_t j = 0; j < 4; j++) add_quarter(before, j);
     with_all<4>([&](auto j) { tile_store<j>((char*)last.sums + j * 1024, 64); });
-    for (int64_t j = 0; j < 4; j++) add_quarter<BITS>(last, j);
+    for (int64_t j = 0; j < 4; j++) add_quarter(last, j);
     finish(layer, panel, totals, rows, out, then);
 }
 #endif
@@ -340,19 +504,18 @@ void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* 
     };
     const int preparing = threads_of_rows(rows, threads);
 #if TILES
-    if (rows >= tiled_rows_quantized(layer.bits) && layer.group % 16 == 0 && k % BLOCK == 0) {
+    if (rows >= tiled_rows_quantized(layer.code) && layer.group % 16 == 0 && k % BLOCK == 0) {
         const TiledRows tiles(rows, k);
         parallel(preparing, rows, [&](int64_t r) { sum_groups(r), tiles.copy(r, x + r * k); });
         return parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
             const FlushDenormals flushing;
-            for (int64_t r = 0; r < rows; r += 4 * TILE_ROWS) {
-                const bool whole = layer.group % BLOCK == 0;
-                const auto multiply = layer.bits == 8 ? whole ? multiply_tiles<8, BLOCK> : multiply_tiles<8, 16>
-                                                      : whole ? multiply_tiles<4, BLOCK> : multiply_tiles<4, 16>;
-                void* to = (char*)out + r * layer.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
-                multiply(layer, panel, tiles.data() + r * k, std::min(4 * TILE_ROWS, rows - r),
-                         sums ? sums + r * groups : nullptr, to, then);
-            }
+            for (int64_t r = 0; r < rows; r += 4 * TILE_ROWS)
+                with_code(layer, [&](auto code) {
+                    const auto multiply = layer.group % BLOCK ? multiply_tiles<code, 16> : multiply_tiles<code, BLOCK>;
+                    void* to = (char*)out + r * layer.stride * (then == ROUND ? sizeof(scalar) : sizeof(float));
+                    multiply(layer, panel, tiles.data() + r * k, std::min(4 * TILE_ROWS, rows - r),
+                             sums ? sums + r * groups : nullptr, to, then);
+                });
         });
     }
 #endif
@@ -360,31 +523,6 @@ void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* 
     const factor* factors = to_factors(x, rows * k);
     parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
         const FlushDenormals flushing;
-        if (layer.bits == 8) multiply_panel<8>(layer, panel, factors, rows, sums, out, then);
-        else multiply_panel<4>(layer, panel, factors, rows, sums, out, then);
+        with_code(layer, [&](auto code) { multiply_panel<code>(layer, panel, factors, rows, sums, out, then); });
     });
-}
-
-// Returns a weight as `treespec_pack` is given it; past the outputs, 0.
-inline uint8_t stored(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, int64_t output,
-                      int64_t input) {
-    if (output >= outputs) return bits == 8 ? 0 : 8;
-    const int64_t i = output * inputs + input;
-    return bits == 8 ? values[i] : values[i / 2] >> i % 2 * 4 & 15;
-}
-
-void pack(const uint8_t* values, int64_t outputs, int64_t inputs, int64_t bits, uint8_t* out) {
-    for (int64_t panel = 0; panel * PANEL < outputs; panel++)
-        for (int64_t i = 0; i < inputs; i += STEP, out += step_bytes(bits))
-            for (int64_t o = 0; o < PANEL; o++)
-                for (int64_t t = 0; t < STEP; t++) {
-                    const uint8_t q = stored(values, outputs, inputs, bits, panel * PANEL + o, i + t);
-                    const int64_t vector = o / NIBBLES, lane = o % NIBBLES;
-                    if (bits == 8) {
-                        out[IN_PAIRS ? (vector * NIBBLES + lane) * STEP + t : t * PANEL + o] = q;
-                    } else {  // of a unit of 16 bits per lane and input, `vector` is the nibble
-                        uint8_t& byte = out[(lane * STEP + t) * 2 + vector / 2];
-                        byte = vector % 2 ? byte | q << 4 : q;
-                    }
-                }
 }

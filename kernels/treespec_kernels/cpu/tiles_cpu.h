@@ -63,7 +63,7 @@ template <int C, int A, int B> inline void tile_multiply() {
 // 8.9 ms in tiles and 9.5 ms by vdpbf16ps. Quantised weights must be widened for tiles: with them, the products of two
 // rows take 5.2 ms in tiles and 5.5 ms without (4 bits), or 13.0 and 9.4 ms (8 bits; Emerald Rapids, medians of a run).
 constexpr int64_t TILED_ROWS = 2;
-constexpr int64_t tiled_rows_quantized(int64_t bits) { return bits == 4 ? 2 : 3; }
+constexpr int64_t tiled_rows_quantized(int64_t code) { return code == INT4 ? 2 : 3; }
 
 // Configures the tiles 0 to 3 for sums and 4 and 5 for activations of `low` rows, or of `high` rows where odd; 6 and 7
 // for weights, of `span` inputs. Releases them at its end: the kernel saves tiles in use whenever it switches threads.

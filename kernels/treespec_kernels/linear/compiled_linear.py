@@ -5,11 +5,12 @@ of 1.5 for 16 rows of 4096 x 1024 in bfloat16). Without a compiler, weights are 
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from treespec_kernels.cpu.decoder_library import PanelLinear
+from treespec_kernels.cpu.decoder_library import PanelLinear, Weight
 from treespec_kernels.linear.activations import ACTIVATIONS
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
@@ -22,14 +23,14 @@ class CompiledLinear(PanelLinear):
         self,
         library: ctypes.CDLL,  # from `decoder_library.build`, for `dtype`
         # [out_features, in_features] in `dtype`, or quantised, with an even number of inputs
-        weight: Tensor | QuantizedWeight,
+        weight: Weight | Sequence[Weight],
         bias: Tensor | None,  # [out_features] or None
         dtype: torch.dtype,  # dtype of x and y, float32 or bfloat16
         num_threads: int,  # number of threads that share the outputs; bits do not depend on it
         integer: bool = False,  # quantise activations to int8 before products with quantised weights
     ):
         super().__init__(library, weight, bias, integer)
-        self._library, self._dtype, self._threads = library, dtype, num_threads
+        self._dtype, self._threads = dtype, num_threads
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer to x [num_rows, in_features]; returns [num_rows, out_features]."""

@@ -5,7 +5,7 @@ Only weights are quantised: activations stay in the model's dtype, integers conv
 The dtype of the values gives the format: int8 is one weight, uint8 two 4-bit weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,6 +68,49 @@ class QuantizedWeight(NamedTuple):
         assert self.in_features % groups == 0 and (groups == 1 or self.group % SMALLEST_GROUP == 0)
         assert self.zero is None or self.zero.shape == self.scale.shape
         assert self.zero is None or self.zero.dtype in (torch.int8, torch.float32)
+
+
+class BlockType(NamedTuple):
+    """Block type of a GGUF file."""
+
+    number: int  # in the file's format
+    num_bytes: int  # of a block
+    num_values: int
+
+
+BLOCK_TYPES: Mapping[str, BlockType] = {
+    "Q4_0": BlockType(2, 18, 32),
+    "Q4_1": BlockType(3, 20, 32),
+    "Q5_0": BlockType(6, 22, 32),
+    "Q5_1": BlockType(7, 24, 32),
+    "Q8_0": BlockType(8, 34, 32),
+    "Q2_K": BlockType(10, 84, 256),
+    "Q3_K": BlockType(11, 110, 256),
+    "Q4_K": BlockType(12, 144, 256),
+    "Q5_K": BlockType(13, 176, 256),
+    "Q6_K": BlockType(14, 210, 256),
+    "IQ4_NL": BlockType(20, 18, 32),
+    "IQ4_XS": BlockType(23, 136, 256),
+    "MXFP4": BlockType(39, 17, 32),
+}
+"""Block types that the compiled library multiplies as stored."""
+
+
+class BlockWeight(NamedTuple):
+    """Weight of a projection in the blocks of a GGUF file, for compiled passes."""
+
+    kind: str  # key of BLOCK_TYPES
+    rows: Tensor  # uint8 [out_features, bytes], the blocks of each row
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out_features, in_features]."""
+        block = BLOCK_TYPES[self.kind]
+        return self.rows.shape[0], self.rows.shape[1] // block.num_bytes * block.num_values
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes
 
 
 def integers(weight: QuantizedWeight) -> Tensor:

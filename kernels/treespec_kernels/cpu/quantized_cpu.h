@@ -18,11 +18,11 @@ constexpr int64_t WIDENED = 2;
 typedef vec widened;  // LANES outputs
 constexpr int64_t WIDENED = 1;
 #endif
-constexpr int64_t FEW_QUANTIZED = LANES == 16 ? FEW : 4;  // as FEW; AVX2 also needs registers for integers
+constexpr int64_t FEW_QUANTIZED = 4;
 // Maximum number of rows that share the conversion of a group's weights. More than FEW_QUANTIZED rows read them twice,
 // half of the columns at a time: 8 rows of an 8-bit head take 20 to 27 % less time than in two parts, of 4-bit weights
 // 6 to 10 % (Zen 4).
-constexpr int64_t MOST_QUANTIZED = IN_PAIRS ? 2 * FEW : FEW_QUANTIZED;
+constexpr int64_t MOST_QUANTIZED = IN_PAIRS ? 8 : FEW_QUANTIZED;
 constexpr int64_t STEP = 2;        // inputs whose weights are stored together
 constexpr int64_t OCTET = 8;       // inputs whose high bits are stored together
 constexpr int64_t NIBBLES = 16;    // outputs whose 4-bit weights are in the same bits of consecutive units
@@ -257,9 +257,9 @@ inline vec add_group(vec total, vec sum, vec scale, bool has_offset, vec offset,
 // Adds the scaled products of group g and C vectors of a panel from COLUMN on to `totals`. sums: [ROWS, groups], sums of
 // each group's activations; null without offsets. fetch: whether to prefetch.
 template <int CODE, int ROWS, int COLUMN, int C>
-void multiply_group(const Linear& layer, const uint8_t* w, const Factors& factors, int64_t g, const factor* x,
-                    const float* sums, bool fetch, vec (*totals)[VECS]) {
-    const int64_t k = layer.inputs, groups = k / layer.group, start = g * layer.group, end = start + layer.group;
+void multiply_group(const Linear& layer, const uint8_t* w, const Factors& factors, int64_t g, int64_t groups,
+                    const factor* x, const float* sums, bool fetch, vec (*totals)[VECS]) {
+    const int64_t k = layer.inputs, start = g * layer.group, end = start + layer.group;
     const Table* table = CODE == TABLE ? &table_of(layer) : nullptr;
     vec sum[ROWS][C];
     if constexpr (CHAINS == 1) {
@@ -290,11 +290,11 @@ void multiply_group(const Linear& layer, const uint8_t* w, const Factors& factor
 
 // As above, for all vectors of a panel from COLUMN on, C at a time.
 template <int CODE, int ROWS, int C, int COLUMN = 0>
-inline void multiply_columns(const Linear& layer, const uint8_t* w, const Factors& factors, int64_t g, const factor* x,
-                             const float* sums, bool fetch, vec (*totals)[VECS]) {
-    multiply_group<CODE, ROWS, COLUMN, C>(layer, w, factors, g, x, sums, fetch, totals);
+inline void multiply_columns(const Linear& layer, const uint8_t* w, const Factors& factors, int64_t g, int64_t groups,
+                             const factor* x, const float* sums, bool fetch, vec (*totals)[VECS]) {
+    multiply_group<CODE, ROWS, COLUMN, C>(layer, w, factors, g, groups, x, sums, fetch, totals);
     if constexpr (COLUMN + C < VECS)
-        multiply_columns<CODE, ROWS, C, COLUMN + C>(layer, w, factors, g, x, sums, fetch, totals);
+        multiply_columns<CODE, ROWS, C, COLUMN + C>(layer, w, factors, g, groups, x, sums, fetch, totals);
 }
 
 // Calls body(g, factors, integers) for the groups of a panel in order.
@@ -314,9 +314,10 @@ template <int CODE, int ROWS>
 void multiply(const Linear& layer, int64_t panel, const factor* x, const float* sums, bool fetch, void* out,
               Then then) {
     constexpr int C = ROWS > FEW_QUANTIZED ? COLUMNS / 2 : COLUMNS;
+    const int64_t groups = layer.inputs / layer.group;
     vec totals[ROWS][VECS] = {};
     for_groups(layer, panel, layer.base, [&](int64_t g, const Factors& factors, const uint8_t* w) {
-        multiply_columns<CODE, ROWS, C>(layer, w, factors, g, x, sums, fetch, totals);
+        multiply_columns<CODE, ROWS, C>(layer, w, factors, g, groups, x, sums, fetch, totals);
     });
     finish(layer, panel, totals, ROWS, out, then);
 }

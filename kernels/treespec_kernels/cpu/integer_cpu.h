@@ -147,8 +147,8 @@ void integer_linear(const Linear& layer, const scalar* x, int64_t rows, void* ou
     const int64_t row_bytes = layer.stride * (then == ROUND ? sizeof(scalar) : sizeof(float));
     const Activations& activations = quantize(x, rows, layer.inputs, layer.group);
     parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
-        in_parts(rows, FEW, [&](int64_t row, int64_t count) {
-            with_constant<FEW>(count, [&](auto number) {
+        in_parts(rows, FEW_QUANTIZED, [&](int64_t row, int64_t count) {
+            with_constant<FEW_QUANTIZED>(count, [&](auto number) {
                 with_code(layer, [&](auto code) {
                     multiply_integers<code, number>(layer, panel, activations, row, (char*)out + row * row_bytes, then);
                 });

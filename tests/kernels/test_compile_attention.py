@@ -81,7 +81,7 @@ def make_model(case: Case, threads: int = 1, layers: int = 2) -> CompiledModel:
     embed, parts, head = random_weights(case, layers)
     heads, scale = case.kv_heads * case.group, case.head_dim**-0.5
     architecture = Architecture(heads, case.kv_heads, 1e-6, scale, score_cap=case.cap)
-    return CompiledModel(library, architecture, embed, None, parts, NORM, head, threads)
+    return CompiledModel(library, case.dtype, architecture, embed, None, parts, NORM, head, threads)
 
 
 def new_pool(case: Case, layers: int = 2) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 import gguf
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from tests.helpers.conversions import loaded
 from tests.helpers.exactness import differences, run
@@ -25,9 +27,10 @@ from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM, SpecConfig
 from treespec.models.model_config import ModelConfig
 from treespec.startup.memory import weight_bytes
+from treespec.startup.vocabularies import fit_weights
 from treespec_weights import read_config
-from treespec_weights.gguf.blocks import FORMS, read_blocks
-from treespec_weights.quantize import dequantize
+from treespec_weights.gguf.blocks import FORMS, Blocks, read_blocks
+from treespec_weights.quantize import Quantized, dequantize
 
 LENGTHS, TOKENS = (1, 20, 70), 12
 
@@ -107,7 +110,8 @@ def test_logits_are_those_of_transformers_reading(model_type: str, tmp_path: Pat
 FORMATS = dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), "int4 groups of 32")
 FORMATS |= dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q5_K", "IQ4_NL", "IQ4_XS", "MXFP4"), "int8 groups of 32")
 FORMATS |= {"Q2_K": "int4 groups of 16", "Q3_K": "int4 groups of 16", "Q6_K": "int8 groups of 16"}
-FORMATS |= {"tied": "int4 groups of 32, int8 groups of 32", "Q4_K_M": "int4 groups of 32, int8 groups of 16"}
+FORMATS |= {"tied": "int4 groups of 32", "Q4_K_M": "int4 groups of 32, int8 groups of 16"}
+IN_BLOCKS = {kind: f"gguf {kind}" for kind in FORMATS} | {"tied": "gguf Q4_1, Q8_0", "Q4_K_M": "gguf Q4_K, Q6_K, Q8_0"}
 
 
 @needs_compiler
@@ -123,8 +127,9 @@ def test_every_type_of_block(kind: str) -> None:
     assert read_config(path)["dtype"] == {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
     for compile in (False, True):
         llm = open_llm(path, dtype="float32", compile=compile)
-        assert llm.stats()["frozen"]["quantization"] == FORMATS.get(kind)
+        assert llm.stats()["frozen"]["quantization"] == (IN_BLOCKS if compile else FORMATS).get(kind)
         assert_same_logits(path, llm)
+        assert torch.equal(llm.engine.runner.target.embed, loaded(path, torch.float32)["embed"])
 
 
 def assert_same_logits(path: Path, llm: LLM) -> None:
@@ -160,6 +165,7 @@ def test_trees_have_the_bits_of_plain_decoding(kind: str, dtype: str, compile: b
     tree = run(llm, prompts, greedy(TOKENS), SpecConfig(nodes=16))
     assert not (found := differences(plain, tree)), "\n".join(found[:10])
     assert tree.acceptance_length > 2
+    assert llm.engine.sources.ssms.models[0].quantization == llm.engine.runner.target.quantization
     assert llm.stats()["draft_vocabularies"] == {path.stem: "same vocabulary"}
 
 
@@ -176,6 +182,46 @@ def test_blocks_keep_their_values(kind: str) -> None:
     assert found.scale.shape == (6, 512 // FORMS[kind].group) and (found.zero is not None) == FORMS[kind].has_zero
     assert found.values.dtype == {4: torch.uint8, 8: torch.int8}[FORMS[kind].bits]
     torch.testing.assert_close(dequantize(found), expected, rtol=0, atol=2e-7 * float(expected.abs().max()))
+
+
+MIXED = {"blk.0.attn_k.weight": "F16", "blk.0.attn_v.weight": "Q6_K", "blk.1.ffn_up.weight": "Q8_0"}
+STORED = ("mixed", "phi3, partial", "Q4_K_M", "tied", *FORMS)
+
+
+@pytest.mark.parametrize("name", quick(STORED, STORED[:3]))
+def test_blocks_are_loaded_as_stored(name: str, tmp_path: Path) -> None:
+    """Also the permuted rows of llama's q and k, and the rows of phi3's q, k and v in one tensor."""
+    if name == "mixed":
+        path = write_gguf(tmp_path / "m.gguf", llama(), lambda name: MIXED.get(name, "Q4_K"))
+    elif name in GGUF_CASES:
+        path = write_gguf(tmp_path / "m", family_folder(name), lambda name: "F16" if "ffn_down" in name else "Q8_0")
+    else:
+        path = llama_file(name)
+    plain, held = loaded(path, torch.float32), loaded(path, torch.float32, blocks=True)
+    assert held.keys() == {key for key in plain if not key.endswith(("_scale", "_zero"))}
+    dense = {key.split(".")[-1] for key, value in held.items() if isinstance(value, Tensor) and value.dim() == 2}
+    assert dense == {"mixed": {"k"}, "phi3, partial": {"down"}}.get(name, set())
+    for key, found in held.items():
+        expected = plain[key]
+        if f"{key}_scale" in plain:
+            expected = dequantize(Quantized(expected, plain[f"{key}_scale"], plain.get(f"{key}_zero")))
+        if isinstance(found, Blocks):
+            found.release()  # from memory: its values stay
+            found = found.dequantize(torch.float32)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-7 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["Q4_K_M", "tied"])
+def test_a_vocabulary_is_fitted_in_blocks(name: str) -> None:
+    given = loaded(llama_file(name), torch.float32, blocks=True)
+    embed, head = (given.get(key, given["embed"]).dequantize(torch.float32) for key in ("embed", "lm_head"))
+    for size in (len(embed) - 3, len(embed) + 3):
+        fitted = dict(given)
+        tokens = fit_weights(fitted, size, None)
+        assert tokens is None if size < len(embed) else tokens.tolist() == [*range(len(embed))]
+        rows = F.pad(embed, (0, 0, 0, max(0, size - len(embed))))[:size]
+        assert torch.equal(fitted["embed"].dequantize(torch.float32), rows)
+        assert torch.equal(fitted.get("lm_head", fitted["embed"]).dequantize(torch.float32), head[:size])
 
 
 @pytest.mark.slow

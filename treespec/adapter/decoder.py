@@ -113,7 +113,7 @@ class AdapterDecoder(Decoder):
         return model, self._num_kept_calls
 
     @property
-    def embed(self) -> Tensor:  # type: ignore[override]
+    def embed(self) -> Tensor:
         """Embeddings, [vocab_size, hidden_size]."""
         weight: Tensor = self._embedding.weight
         return weight

@@ -5,7 +5,7 @@ bits differ from the eager decoder's.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,8 @@ from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledLayerWeights,
 from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.cpu.lookup_cpu import lookup_library
+from treespec_kernels.linear.quantized import BlockWeight
+from treespec_weights.gguf.blocks import Blocks, Weights
 
 
 def check_compiled(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device, folder: Path) -> None:
@@ -68,12 +70,13 @@ class CompiledDecoder(Decoder):
     library: ctypes.CDLL
     growth: ctypes.CDLL
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], folder: Path, integer: bool = False):
+    def __init__(self, config: ModelConfig, weights: Weights, folder: Path, integer: bool = False):
         self._folder, self._integer, self._joined = folder, integer, torch.empty(0, dtype=torch.float32, device="cpu")
-        attention: Any = SimpleNamespace(name="compiled", cache_dtype=weights["embed"].dtype)  # a part of the pass
+        known = weights["final_norm" if isinstance(weights["embed"], Blocks) else "embed"]
+        attention: Any = SimpleNamespace(name="compiled", cache_dtype=known.dtype)  # a part of the pass
         super().__init__(config, weights, attention, "compiled", min_rows=1)
 
-    def _take(self, weights: dict[str, Tensor]) -> None:
+    def _take(self, weights: Weights) -> None:
         config = self.config
         architecture = Architecture(
             self.heads,
@@ -87,24 +90,37 @@ class CompiledDecoder(Decoder):
             self.embed_scale,
             config.score_cap,
         )
-        layers = []
-        for i, kind in enumerate(config.layers):
-            head_norm = take_head_norm(weights, f"layers.{i}.", self.heads, self.kv_heads)
-            parts = take_layer(weights, i)
-            layers.append(CompiledLayerWeights(head_norm=head_norm, rope=kind.rope, window=kind.window, **parts))
+        blocks = self.embed_blocks
+        embed = self.embed if blocks is None else BlockWeight(blocks.kind, blocks.rows)
+        head = weights.get("lm_head", blocks)
         self.library, self.growth = _libraries(self.head_dim, self.dtype, self._folder)
         self.model = CompiledModel(
             self.library,
+            self.dtype,
             architecture,
-            self.embed,
+            embed,
             self.positions,
-            layers,
+            self._take_layers(weights),
             (weights.pop("final_norm"), weights.pop("final_norm_bias", None)),
-            take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else self.embed,
+            take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else embed,
             torch.get_num_threads(),
             self._integer,
         )
         self.entries = self.model.entries if config.logit_cap is None else None  # with a cap, `probs` takes more calls
+        if isinstance(head, Blocks):
+            head.release()
+
+    def _take_layers(self, weights: Weights) -> Iterator[CompiledLayerWeights]:
+        """Yield the layers' weights, and drop those of one layer from memory when the next one is asked for."""
+        for i, kind in enumerate(self.config.layers):
+            prefix = f"layers.{i}."
+            head_norm = take_head_norm(weights, prefix, self.heads, self.kv_heads)
+            blocks = [value for name, value in weights.items() if name.startswith(prefix) and isinstance(value, Blocks)]
+            parts = take_layer(weights, i)
+            yield CompiledLayerWeights(head_norm=head_norm, rope=kind.rope, window=kind.window, **parts)
+            del parts
+            for matrix in blocks:
+                matrix.release()
 
     def _select_layers(self, layers: Sequence[int]) -> None:
         kinds = [self.config.layers[i] for i in layers]
@@ -116,7 +132,8 @@ class CompiledDecoder(Decoder):
 
     @property
     def nbytes(self) -> int:
-        return self.model.nbytes
+        dequantized = self.embed.nbytes if self.embed_blocks is not None and "embed" in vars(self) else 0
+        return self.model.nbytes + dequantized
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         plan = plan_compiled(requests, self.config.first_rotation)

@@ -28,6 +28,7 @@ from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.linear.activations import soft_cap
 from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
+from treespec_weights.gguf.blocks import Blocks, Weights
 
 if TYPE_CHECKING:
     from treespec.models.compiled import CompiledDecoder
@@ -112,15 +113,16 @@ def record_states(
     return HiddenStates(final, torch.stack([state for layer in of if (state := states[layer]) is not None], 1))
 
 
-def _quantization(weights: dict[str, Tensor]) -> str | None:
-    """Describe quantised weights, such as "int8" or "int4 groups of 128". Returns None if there are none."""
+def _quantization(weights: Weights) -> str | None:
+    """Describe quantised weights, such as "int8", "int4 groups of 128" or "gguf Q4_K, Q6_K"; None without any."""
     groups: dict[int, set[int]] = {}  # by bits: group sizes, unless per row
     for name, scale in weights.items():
         if name.endswith("_scale"):
             weight = QuantizedWeight(weights[name.removesuffix("_scale")], scale)
             groups.setdefault(weight.bits, set()).update({weight.group} if scale.shape[1] > 1 else ())
     forms = [f"int{bits}" + (f" groups of {min(sizes)}" if sizes else "") for bits, sizes in sorted(groups.items())]
-    return ", ".join(forms) or None
+    kinds = sorted({weight.kind for weight in weights.values() if isinstance(weight, Blocks)})
+    return ", ".join([*forms, *([f"gguf {', '.join(kinds)}"] if kinds else [])]) or None
 
 
 class Decoder:
@@ -141,7 +143,7 @@ class Decoder:
         config: ModelConfig,
         # Decoder parameters by name (`ModelShape.parameters`), in the compute dtype. The dict is emptied, so that
         # copies made by unpacking are freed one by one
-        weights: dict[str, Tensor],
+        weights: Weights,
         attention: Attention,
         linear: LinearImpl | Literal["compiled", "triton"],
         # Number of rows to which smaller passes are padded: 2 if linear layers are row-invariant from two rows on,
@@ -154,9 +156,14 @@ class Decoder:
         self.config, self.attention, self.linear, self.min_rows = config, attention, linear, min_rows
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.vocab_size = shape.vocab_size
-        self.embed = weights.pop("embed").clone()  # a mapped tensor keeps the whole file mapped
-        self.dtype, self.device = self.embed.dtype, self.embed.device
         self.quantization = _quantization(weights)
+        embed = weights.pop("embed")
+        self.embed_blocks: Blocks | None = None
+        if isinstance(embed, Blocks):
+            self.embed_blocks, known = embed, weights["final_norm"]
+        else:
+            self.embed = known = embed.clone()  # a mapped tensor keeps the whole file mapped
+        self.dtype, self.device = known.dtype, known.device
         # rounded to the model's dtype, as in training
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype, device="cpu"))
         positions = weights.pop("positions", None)
@@ -167,7 +174,13 @@ class Decoder:
         self._take(weights)
         assert not weights, f"unused weights: {sorted(weights)}"
 
-    def _take(self, weights: dict[str, Tensor]) -> None:
+    @cached_property
+    def embed(self) -> Tensor:
+        """Embeddings, [vocab_size, hidden_size]; those in blocks are dequantised on first access."""
+        assert self.embed_blocks is not None
+        return self.embed_blocks.dequantize(self.dtype)
+
+    def _take(self, weights: Weights) -> None:
         shape = self.config.shape
         assert self.linear != "compiled" and self.linear != "triton"
         self.layers = [

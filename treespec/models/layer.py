@@ -12,10 +12,11 @@ from treespec.models.model_config import ModelConfig
 from treespec.models.norms import STREAMS, Norm, take_head_norm
 from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
 from treespec_kernels.linear.linear import Linear, LinearImpl
-from treespec_kernels.linear.quantized import QuantizedWeight, stacked
+from treespec_kernels.linear.quantized import BlockWeight, QuantizedWeight, stacked
+from treespec_weights.gguf.blocks import Blocks, Weights
 
 
-def prepare(config: ModelConfig, weights: dict[str, Tensor]) -> None:
+def prepare(config: ModelConfig, weights: Weights) -> None:
     """Transform decoder parameters in place, before fusing or packing.
 
     - Norms that scale by 1 + w store 1 + w in fp32, because the bf16 sum would lose precision.
@@ -31,9 +32,16 @@ def prepare(config: ModelConfig, weights: dict[str, Tensor]) -> None:
         if order is not None:
             for name, suffix in itertools.product(("q", "k"), ("", "_scale", "_zero", "_bias", "_norm")):
                 key = f"layers.{i}.{name}{suffix}"
-                if key in weights:  # [num_heads * head_dim, ...]
-                    heads = weights[key].unflatten(0, (-1, len(order)))
-                    weights[key] = torch.index_select(heads, 1, order.to(heads.device)).flatten(0, 1)
+                if key in weights:
+                    weights[key] = _permuted(weights[key], order)
+
+
+def _permuted(value: Any, order: Tensor) -> Any:
+    """Return a parameter of q or k, [num_heads * head_dim, ...], with the rows of each head in another order."""
+    if isinstance(value, Blocks):
+        return value._replace(rows=_permuted(value.rows, order))
+    heads = value.unflatten(0, (-1, len(order)))
+    return torch.index_select(heads, 1, order.to(heads.device)).flatten(0, 1)
 
 
 def make_linear(
@@ -45,25 +53,40 @@ def make_linear(
     return Linear(weight, bias, impl)
 
 
-def take_projection(weights: dict[str, Tensor], prefix: str, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-    """Pop and concatenate the matrices `prefix + name`, with their scales and zero points."""
-    values = [weights.pop(prefix + name) for name in names]
-    scales = [weights.pop(f"{prefix}{name}_scale", None) for name in names]
-    zeros = [weights.pop(f"{prefix}{name}_zero", None) for name in names]
-    if all(scale is None for scale in scales):
-        return torch.cat(values) if len(values) > 1 else values[0]
-    matrices = [QuantizedWeight(v, s, z) for v, s, z in zip(values, scales, zeros, strict=True) if s is not None]
-    if len(matrices) < len(names) or len({(matrix.bits, matrix.group) for matrix in matrices}) > 1:
+def take_projection(weights: Weights, prefix: str, names: tuple[str, ...]) -> Any:
+    """Pop the matrices `prefix + name`, with their scales and zero points, and return the weight of their product.
+
+    It is a Tensor or a QuantizedWeight of all outputs, or, if any of the matrices is in blocks, a list of weights.
+    """
+    parts = [_take_matrix(weights, prefix + name) for name in names]
+    if len(parts) == 1:
+        return parts[0]
+    if any(isinstance(part, BlockWeight) for part in parts):
+        return parts
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if not quantized:
+        return torch.cat(parts)
+    if len(quantized) < len(names) or len({(part.bits, part.group) for part in quantized}) > 1:
         raise ModelError(
             f"{', '.join(prefix + name for name in names)} are fused into one product, but not all quantised alike; "
             "use a checkpoint that quantises all of them or none"
         )
-    for matrix in matrices:
-        matrix.check()
-    return stacked(matrices) if len(matrices) > 1 else matrices[0]
+    return stacked(quantized)
 
 
-def take_layer(weights: dict[str, Tensor], i: int, fuses_gate: bool = True) -> dict[str, Any]:
+def _take_matrix(weights: Weights, name: str) -> Any:
+    """Pop a matrix as a Tensor, QuantizedWeight or BlockWeight."""
+    value, (scale, zero) = weights.pop(name), (weights.pop(name + end, None) for end in ("_scale", "_zero"))
+    if isinstance(value, Blocks):
+        return BlockWeight(value.kind, value.rows)
+    if scale is None:
+        return value
+    weight = QuantizedWeight(value, scale, zero)
+    weight.check()
+    return weight
+
+
+def take_layer(weights: Weights, i: int, fuses_gate: bool = True) -> dict[str, Any]:
     """Pop layer i: the fused projections `qkv`, `o`, `gate_up` and `down`, their biases, and the norms of its inputs.
 
     Without `fuses_gate`, `gate` and `up` are two projections. Parts that the family lacks are None. The first layer of
@@ -93,7 +116,7 @@ class Layer:
 
     def __init__(
         self,
-        weights: dict[str, Tensor],
+        weights: Weights,
         i: int,
         config: ModelConfig,
         impl: LinearImpl,

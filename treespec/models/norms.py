@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treespec_weights.gguf.blocks import Weights
 from treespec_weights.rules import NormKind
 
 
@@ -73,7 +74,7 @@ STREAMS: dict[NormKind, type[RmsStream] | type[LayerStream]] = {
 }
 
 
-def take_head_norm(weights: dict[str, Tensor], prefix: str, num_heads: int, num_kv_heads: int) -> Tensor | None:
+def take_head_norm(weights: Weights, prefix: str, num_heads: int, num_kv_heads: int) -> Tensor | None:
     """Pop a layer's query and key norms, fp32 [num_heads + num_kv_heads, head_dim], if it has any."""
     q_norm, k_norm = weights.pop(f"{prefix}q_norm", None), weights.pop(f"{prefix}k_norm", None)
     if q_norm is None or k_norm is None:

@@ -43,6 +43,7 @@ from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
 from treespec_weights.block_drafts import BlockForm, load_block
+from treespec_weights.gguf.blocks import Blocks, Weights
 from treespec_weights.gguf.tensors import describe_storage
 from treespec_weights.heads import DraftForm, load_head
 from treespec_weights.quantize import quantize
@@ -157,11 +158,10 @@ class Loader:
             return self.adapt(config, vocab_size, positions, self.attention, min_rows, 1)
         size, stored = config.shape.vocab_size, replace(config.shape, vocab_size=vocab_size)
         library = self._library(config, quantization)
-        # Drafts' heads are quantised per row where passes are compiled.
-        head_blocks = draft is None and _is_quantized(config) and (self.linear == "compiled" or library is not None)
+        blocks = self.linear == "compiled" and quantization is None
         if config.folder.is_file() and quantization is None:
-            logger.info("%s", describe_storage(config.folder, self.dtype, head_blocks))
-        weights = load_weights(config.folder, stored, config.rules, self.dtype, self.device, quantization, head_blocks)
+            logger.info("%s", describe_storage(config.folder, self.dtype, blocks))
+        weights = load_weights(config.folder, stored, config.rules, self.dtype, self.device, quantization, blocks)
         tokens, target_ids = None, None if draft is None else draft.target_ids
         if vocab_size != size or target_ids is not None:
             tokens = fit_weights(weights, size, target_ids)
@@ -274,7 +274,7 @@ class Loader:
     def _make_decoder(
         self,
         config: ModelConfig,
-        weights: dict[str, Tensor],
+        weights: Weights,
         tokens: np.ndarray | None,  # of the rows of a reduced head; None for a whole one
         positions: int | None,  # longest context of a decoder that captured rounds may use; None for an eager one
         is_draft: bool = True,
@@ -324,10 +324,14 @@ class Loader:
         return AdapterDecoder(config, module, op, positions, min_rows, multiple, vocab_size, self.exact)
 
 
-def quantize_matrices(weights: dict[str, Tensor]) -> None:
+def quantize_matrices(weights: Weights) -> None:
     """Quantise a draft's matrices, the head's too, to int8 with a scale per row, in place; quantised ones stay."""
-    weights.setdefault("lm_head", weights["embed"])
+    if not isinstance(weights["embed"], Blocks):
+        weights.setdefault("lm_head", weights["embed"])
     names = [name for name in weights if name == "lm_head" or name.startswith("layers.")]
     for name in names:
-        if (weight := weights[name]).dim() == 2 and weight.is_floating_point() and not name.endswith(_FACTORS):
+        weight = weights[name]
+        if isinstance(weight, Blocks) or name.endswith(_FACTORS):
+            continue
+        if weight.dim() == 2 and weight.is_floating_point():
             weights[name], weights[f"{name}_scale"], _ = quantize(weight, 8)

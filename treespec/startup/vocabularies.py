@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
+import torch.nn.functional as F
 
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache.kv_cache import KVCache
@@ -24,6 +24,7 @@ from treespec.models.model_config import ModelConfig
 from treespec.planning.planner import Planner
 from treespec.request import Request
 from treespec_weights.draft_vocabulary import expand_embedding, read_draft_vocabulary
+from treespec_weights.gguf.blocks import Blocks, Weights
 from treespec_weights.vocabularies import REDUCED, Connection, connect
 
 logger = logging.getLogger("treespec")
@@ -85,22 +86,32 @@ def _connect(target: ModelConfig | AdapterConfig, draft: ModelConfig | AdapterCo
         return connect(folders[0], target.shape.vocab_size, folders[1], draft.shape.vocab_size)
 
 
-def fit_weights(weights: dict[str, Tensor], size: int, target_ids: np.ndarray | None) -> np.ndarray | None:
+def fit_weights(weights: Weights, size: int, target_ids: np.ndarray | None) -> np.ndarray | None:
     """Resize a draft's embedding and head to the target's vocabulary of `size`, in place.
 
     The embedding gets a row for every token, so that the draft can process any text; the head keeps the rows of tokens
     that the draft has. Returns those, int64, ascending; None if they are all.
     """
     embed = weights["embed"]
-    if target_ids is None and len(embed) >= size:
+    rows = embed.rows if isinstance(embed, Blocks) else embed
+    if target_ids is None and len(rows) >= size:
         for name in weights.keys() & {"embed", "lm_head"}:
-            weights[name] = weights[name][:size]
+            weights[name] = _first_rows(weights[name], size)
         return None
-    ids = np.arange(len(embed)) if target_ids is None else target_ids
+    ids = np.arange(len(rows)) if target_ids is None else target_ids
     tokens: np.ndarray = ids[ids >= 0]
-    weights["lm_head"] = weights.get("lm_head", embed)[: len(tokens)].clone()
-    weights["embed"] = expand_embedding(embed, ids, size)
+    head = _first_rows(weights.setdefault("lm_head", embed), len(tokens))
+    weights["lm_head"] = head if isinstance(head, Blocks) else head.clone()
+    if isinstance(embed, Blocks):  # a GGUF file's vocabulary is never a reduced one; other tokens get zeros
+        weights["embed"] = embed._replace(rows=F.pad(rows, (0, 0, 0, size - len(rows))))
+    else:
+        weights["embed"] = expand_embedding(embed, ids, size)
     return tokens
+
+
+def _first_rows(matrix: Any, count: int) -> Any:
+    """Return the first rows of a Tensor or Blocks."""
+    return matrix._replace(rows=matrix.rows[:count]) if isinstance(matrix, Blocks) else matrix[:count]
 
 
 def foreign_drafters(

@@ -16,6 +16,7 @@ from torch import Tensor
 from treespec_weights.dtypes import LOADABLE, TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.files import file_inside, is_plain_name, read_json, resolve_folder
+from treespec_weights.gguf.blocks import FORMS, Blocks
 from treespec_weights.gguf.reader import read_gguf
 from treespec_weights.gguf.tensors import GgufTensors
 
@@ -145,6 +146,14 @@ class Checkpoint:
         """Read one tensor in the layout of the file: the result of `tensor`, or the blocks of a GGUF file as bytes."""
         in_blocks = self.info(name).dtype in self.block_types
         return self._handle(name).stored(name) if in_blocks else self.tensor(name)
+
+    def blocks(self, name: str) -> Blocks | None:
+        """Return a matrix of a GGUF file in its blocks, or None if there is none of a type of `FORMS`."""
+        info = self.tensors.get(name)
+        if info is None or info.dtype not in FORMS or len(info.shape) != 2:
+            return None
+        blocks: Blocks = self._handle(name).blocks(name)
+        return blocks
 
     def missing(self, name: str, reason: str) -> Problem:
         """Return the problem of a needed tensor that no file holds."""

@@ -13,7 +13,7 @@ from treespec_weights.documents import CONFIG, has_document, read_document
 from treespec_weights.dtypes import LOADABLE, TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.families import LLAMA
-from treespec_weights.gguf.blocks import FORMS, read_blocks
+from treespec_weights.gguf.blocks import Weights
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.quant_schemes import QuantScheme, StoredTensor
 from treespec_weights.quantize import BITS, Quantized, dequantize, group_of, quantize
@@ -69,8 +69,8 @@ def load_weights(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     quantization: str | None = None,
-    head_blocks: bool = False,
-) -> dict[str, Tensor]:
+    blocks: bool = False,
+) -> Weights:
     """Load a checkpoint into decoder parameters, `shape.parameters()`, contiguous and in that order.
 
     Names, shapes and dtypes are checked from the headers before any tensor is read. Tensors are then cast one by one,
@@ -79,8 +79,8 @@ def load_weights(
 
     With `quantization`, "int8" or "int4", the layers' matrices are quantised one by one from the stored values. A
     quantised parameter is int8, or uint8 with two 4-bit weights per byte. Together with `<name>_scale` and, if there
-    are zero points, `<name>_zero`, it forms a `Quantized`. With `head_blocks`, so does the head of a GGUF file whose
-    blocks fit the kernels' layouts; if it is tied, it is a parameter beside the embedding.
+    are zero points, `<name>_zero`, it forms a `Quantized`. With `blocks`, the matrices of a GGUF file that have a block
+    type of `FORMS`, embedding and head included, are `Blocks` instead, views of the mapped file that are not read yet.
 
     Raises CheckpointError with all problems, ValueError for an invalid `dtype` or `quantization`, and the errors of
     `Checkpoint.open`.
@@ -89,7 +89,7 @@ def load_weights(
         raise ValueError(f"weights cannot be loaded as {dtype}; valid: {', '.join(map(str, DTYPES))}")
     if not isinstance(folder, Checkpoint):
         with Checkpoint.open(folder) as checkpoint:
-            return load_weights(checkpoint, shape, rules, dtype, device, quantization, head_blocks)
+            return load_weights(checkpoint, shape, rules, dtype, device, quantization, blocks)
     if quantization is not None and quantization not in BITS:
         raise ValueError(f"quantization={quantization!r}; valid: None, {', '.join(map(repr, BITS))}")
     checkpoint = folder
@@ -101,22 +101,22 @@ def load_weights(
     group = None if quantization is None else quantized_group(shape, quantization)
     placements = checked_placements(checkpoint, shape, rules)
     checkpoint.log_absent()
-    head = _head_blocks(checkpoint, shape, rules) if head_blocks else None
-    head_params = {} if head is None else _params_of("lm_head", head)
-    loaded = {name: value.to(device) for name, value in head_params.items()}
+    loaded: Weights = {}
     overflows = []
     order = {name: i for i, name in enumerate(checkpoint.tensors)}  # tensors renamed by the scheme come last
     for placement in sorted(placements, key=lambda placement: order.get(placement.name, len(order))):
-        if head is not None and "lm_head" in placement.params:
+        if blocks and (matrix := checkpoint.blocks(placement.name)) is not None:
+            parts = placement.unpack(matrix.rows)
+            loaded |= {param: matrix._replace(rows=rows) for param, rows in parts.items()}
             continue
         if scheme is not None and covered(scheme, placement, rules):
             loaded |= _read_quantized(checkpoint, scheme, placement, dtype, device)
             continue
         stored = checkpoint.tensor(placement.name)
         if bits is not None and any(param in matrices for param in placement.params):
-            for param, matrix in placement.unpack(stored.to(device)).items():
+            for param, values in placement.unpack(stored.to(device)).items():
                 try:
-                    loaded |= _params_of(param, quantize(matrix, bits, group))
+                    loaded |= _params_of(param, quantize(values, bits, group))
                 except ValueError as error:
                     raise CheckpointError.of(checkpoint.folder, "value", placement.name, str(error)) from error
             continue
@@ -126,8 +126,7 @@ def load_weights(
         loaded |= placement.unpack(tensor)
     if overflows:
         raise CheckpointError(checkpoint.folder, overflows)
-    names = dict.fromkeys((*shape.parameters(), "lm_head"))
-    ordered = (name + suffix for name in names for suffix in ("", "_scale", "_zero"))
+    ordered = (name + suffix for name in shape.parameters() for suffix in ("", "_scale", "_zero"))
     return {name: loaded[name] for name in ordered if name in loaded}
 
 
@@ -153,15 +152,6 @@ def covered(scheme: QuantScheme, placement: Placement, rules: FamilyRules) -> bo
     """Return whether the scheme quantises the tensor of a placement."""
     is_matrix = len(placement.shape) == 2 and (scheme.embeddings or "embed" not in placement.params)
     return is_matrix and scheme.covers(placement.name, rules.tied_copy)
-
-
-def _head_blocks(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> Quantized | None:
-    """Read the head of a GGUF file, or the embedding that it is tied to, in its blocks; None for other heads."""
-    name = rules.tied_copy
-    if name not in checkpoint.tensors:
-        name = _embedding(_rules_of(checkpoint, shape, rules)).name
-    kind = checkpoint.info(name).dtype
-    return read_blocks(kind, checkpoint.stored(name)) if kind in FORMS else None
 
 
 def _params_of(param: str, quantized: Quantized) -> dict[str, Tensor]:

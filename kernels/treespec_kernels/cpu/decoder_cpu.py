@@ -6,7 +6,7 @@ model is bound by call overhead: 25 torch calls per layer at 1 to 15 us each.
 
 import copy
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -145,10 +145,11 @@ class CompiledModel:
     def __init__(
         self,
         library: ctypes.CDLL,  # from `build`, for this head size and dtype
+        dtype: torch.dtype,  # of hidden states
         architecture: Architecture,
         embed: Tensor | BlockWeight,  # embeddings [vocab, hidden]
         positions: Tensor | None,  # learned positions [positions, hidden], or None
-        layers: Sequence[CompiledLayerWeights],  # weights of the layers in order
+        layers: Iterable[CompiledLayerWeights],  # weights of the layers in order, packed one by one
         final_norm: tuple[Tensor, Tensor | None],  # weight of the final norm, [hidden], and its bias or None
         head: Weight | Sequence[Weight],  # weight of the LM head, [vocab, hidden]
         num_threads: int,  # number of threads of a pass; bits do not depend on it
@@ -162,8 +163,9 @@ class CompiledModel:
         rows = embed.rows if isinstance(embed, BlockWeight) else embed
         self._held: list[Tensor] = [rows] if positions is None else [rows, positions]
         self._linears: list[PanelLinear] = []
-        self.dtype, self.hidden_size = final_norm[0].dtype, embed.shape[1]
-        self._layers = (_LayerStruct * len(layers))(*map(self._layer, layers))
+        self.dtype, self.hidden_size = dtype, embed.shape[1]
+        structs = [self._layer(layer) for layer in layers]
+        self._layers = (_LayerStruct * len(structs))(*structs)
         numbers = architecture._asdict() | {"activation": ACTIVATIONS.index(architecture.activation)}
         self._model = STRUCTS["Model"](
             layers=ctypes.addressof(self._layers),

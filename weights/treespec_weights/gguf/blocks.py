@@ -1,14 +1,16 @@
-"""Read blocks of GGUF tensors as quantised weights.
+"""Matrices in the blocks of a GGUF file: their bytes for kernels that read blocks, and quantised weights for others.
 
 Integers and scales are those of the file, and minima become zero points. Integers of up to 4 bits stay so, unless a
 table gives their values (IQ4, MXFP4); all others become int8. IQ1 to IQ3, TQ and NVFP4 are not supported.
 """
 
 import functools
+import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +19,39 @@ from treespec_weights.quantize import Quantized, packed, unpacked
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
+_CHUNK = 1 << 22  # bytes of blocks dequantised at a time
+
+
+class Blocks(NamedTuple):
+    """Matrix in the blocks of a GGUF file. Blocks of zero bytes hold zeros."""
+
+    kind: str  # block type, a key of `FORMS`
+    rows: Tensor  # uint8 [out_features, bytes], usually a view of the mapped file
+    file: mmap.mmap  # the private mapping of the file
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the values, [out_features, in_features]."""
+        import gguf
+
+        kind, (outputs, row_bytes) = gguf.GGMLQuantizationType[self.kind], self.rows.shape
+        block_values, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        result = torch.empty(outputs, row_bytes // block_bytes * block_values, dtype=dtype, device="cpu")
+        size = max(1, _CHUNK // row_bytes)
+        for rows, values in zip(self.rows.split(size), result.split(size), strict=True):
+            values.copy_(torch.from_numpy(gguf.quants.dequantize(rows.numpy(), kind)))
+        return result
+
+    def release(self) -> None:
+        """Drop the rows' pages from memory if they belong to the file, which is read again on access."""
+        first, ends = np.frombuffer(self.file, np.uint8).ctypes.data, self.rows.data_ptr() + self.rows.nbytes
+        start = -(-(self.rows.data_ptr() - first) // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = (ends - first - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        if start >= 0 and ends <= first + len(self.file) and size > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self.file.madvise(mmap.MADV_DONTNEED, start, size)
+
+
+Weights = dict[str, Any]
+"""Decoder parameters by name: tensors, and `Blocks` of matrices that were loaded as such."""
 
 
 def common_form(forms: Iterable[Form]) -> Form:

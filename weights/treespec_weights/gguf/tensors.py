@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treespec_weights.dtypes import TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
-from treespec_weights.gguf.blocks import FORMS, common_form
+from treespec_weights.gguf.blocks import FORMS, Blocks, common_form
 from treespec_weights.gguf.config import FACTORS, rules_of
 from treespec_weights.gguf.reader import GgufFile, gguf_package, read_gguf
 from treespec_weights.quant_schemes import Form
@@ -92,28 +92,24 @@ def block_types(file: GgufFile) -> dict[str, tuple[str, Form]]:
     return matrix_types
 
 
-def describe_storage(path: Path, dtype: torch.dtype, head_blocks: bool = False) -> str:
-    """Return a log line with the number of matrices by type and by the form in memory of a model in `dtype`."""
+def describe_storage(path: Path, dtype: torch.dtype, in_blocks: bool = False) -> str:
+    """Return a log line with the number of matrices by type and by the form in memory of a model in `dtype`.
+
+    `in_blocks` says whether matrices were loaded with `blocks`.
+    """
     file = read_gguf(path)
-    blocks, untied = block_types(file), "output.weight" in file.tensors
-    head_kind = file.tensors["output.weight" if untied else "token_embd.weight"].type
-    head_blocks = head_blocks and head_kind in FORMS
+    forms = block_types(file)
     counts: Counter[tuple[str, str]] = Counter()
     for hf_name, name in hf_names(file).items():
         kind, shape = file.tensors[name].type, file.tensors[name].shape
         if len(shape) == 2:
-            held = FORMS[kind] if head_blocks and name == "output.weight" else blocks.get(hf_name, (kind, None))[1]
-            counts[kind, str(dtype)[len("torch.") :] if held is None else _describe(held)] += 1
+            _, form = forms.get(hf_name, (kind, None))
+            held = str(dtype)[len("torch.") :] if form is None else f"int{form.bits} in groups of {form.group}"
+            counts[kind, "in the file's blocks" if in_blocks and kind in FORMS else f"as {held}"] += 1
     descriptions = [
-        f"{count} {kind} {'matrix' if count == 1 else 'matrices'} as {form}" for (kind, form), count in counts.items()
+        f"{count} {kind} {'matrix' if count == 1 else 'matrices'} {held}" for (kind, held), count in counts.items()
     ]
-    if head_blocks and not untied:
-        descriptions.append(f"the tied head beside its embedding as {_describe(FORMS[head_kind])}")
     return f"{path.name}: holding {', '.join(descriptions)}"
-
-
-def _describe(form: Form) -> str:
-    return f"int{form.bits} in groups of {form.group}"
 
 
 class GgufTensors:
@@ -150,6 +146,11 @@ class GgufTensors:
             # The converter moved rows [2, head_dim / 2] of a head to [head_dim / 2, 2]. A row's blocks stay together.
             data = data.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         return data
+
+    def blocks(self, name: str) -> Blocks:
+        """Return a matrix of a block type in `FORMS`. Only rows that have to be permuted are read."""
+        entry = self.entries[name]
+        return Blocks(entry.type, self.stored(name), self._bytes[entry.file].base)
 
     def get_tensor(self, name: str) -> Tensor:
         """Return a tensor's values. Blocks are dequantised to float32."""

@@ -244,7 +244,7 @@ def test_an_unquantised_file_can_be_quantised_while_loading() -> None:
     llm = open_llm(llama_file("F16"), quantization="int8", dtype="float32")
     assert llm.stats()["frozen"]["quantization"] == "int8"
     assert open_llm(llama_file("F16"), quantization="gguf").stats()["frozen"]["quantization"] is None
-    assert open_llm(llama_file("Q4_0"), quantization="gguf").stats()["frozen"]["quantization"] == "int4 groups of 32"
+    assert open_llm(llama_file("Q4_0"), quantization="gguf").stats()["frozen"]["quantization"] == "gguf Q4_0"
     with pytest.raises(ValueError, match=r"is quantised already \(gguf Q4_0\)"):
         open_llm(llama_file("Q4_0"), quantization="int8")
 

@@ -1,9 +1,15 @@
 """Drafts with a reduced vocabulary: the file, the head, and trees with the tokens of plain decoding."""
 
+import json
+import mmap
+import shutil
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.helpers.exactness import assert_exact, run
@@ -17,10 +23,18 @@ from tests.helpers.models import (
     quick,
     random_prompts,
     reduce_vocabulary,
+    tiny,
 )
+from tests.helpers.speech import speaking_folder
+from tests.helpers.tokenizers_made import TEXT, byte_level, permuted, save_tokenizer, sentencepiece_like
 from treespec import SpecConfig
-from treespec.errors import CheckpointError
-from treespec_weights.draft_vocabulary import FILE, read_draft_vocabulary, write_draft_vocabulary
+from treespec.drawing.recording import watch
+from treespec.errors import CheckpointError, ConfigError, DraftError
+from treespec.startup import vocabularies
+from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
+from treespec_weights.draft_vocabulary import FILE, rank_tokens, read_draft_vocabulary, write_draft_vocabulary
+from treespec_weights.gguf.blocks import Blocks
+from treespec_weights.quantize import quantize
 
 KNOWN = 256
 
@@ -75,3 +89,91 @@ def test_a_damaged_map_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="not a draft vocabulary"):
         read_draft_vocabulary(tmp_path, 3, VOCAB)
+
+
+# --- heads that are cut while loading
+
+
+@pytest.fixture(scope="module", params=["the target's ids", "translated"])
+def cut(request: pytest.FixtureRequest) -> Path:
+    """A draft of the speaking target with the same tokens, by the same or by other ids."""
+    draft = new_folder("cut") / "same"
+    shutil.copytree(tiny()[1][0], draft)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(speaking_folder() / name, draft)
+    return draft if request.param == "the target's ids" else permuted(draft, draft.parent / "shuffled", 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("compile", quick((False, True), (True,)))
+def test_a_cut_head_proposes_its_tokens_only(cut: Path, compile: bool, options: dict[str, Any]) -> None:
+    """Distributions that children are drawn from are normalised over these tokens."""
+    llm = open_llm(speaking_folder(), [cut], compile=compile, draft_vocabulary=352)
+    (connection,) = llm.stats()["draft_vocabularies"].values()
+    assert connection.endswith(", 352 of 512 tokens")
+    known = rank_tokens(speaking_folder())[:352]
+    prompts, params = random_prompts((5, 40), vocab=VOCAB), greedy(32, **options)
+    plain = run(llm, prompts, params, "off")
+    with watch(llm.engine) as rounds:
+        assert assert_exact(llm, plain, SpecConfig(nodes=12, sources=("ssm",)), params).acceptance_length > 1.2
+        llm.generate(prompts, params, spec=SpecConfig(nodes=12, verification="rejection", sources=("ssm",)))
+    for each in rounds:
+        assert np.isin(each.tree.tokens[1:], known).all()
+        for probs in each.tree.draft_probs:
+            assert not np.delete(probs, known).any() and abs(probs.sum() - 1) < 1e-5
+    assert not options or any(len(each.tree.draft_probs) for each in rounds)
+
+
+def test_tokens_rank_by_counts_then_by_script_and_merges(tmp_path: Path) -> None:
+    lines = [*TEXT.splitlines(), *["\u043f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440"] * 400]
+    source = save_tokenizer(tmp_path / "bpe", byte_level(700, lines))
+    raw = json.loads((source / "tokenizer.json").read_text())
+    tokens = {id: token for token, id in raw["model"]["vocab"].items()}
+    ranked = rank_tokens(source)
+    assert sorted(ranked) == sorted(tokens) and ranked[0] == 0  # the special token
+    assert all(len(tokens[id]) == 1 for id in ranked[1:257])
+    made = ["".join(merge) for merge in raw["model"]["merges"]]
+    cyrillic = [token for token in made if "\u00d0" in token or "\u00d1" in token]
+    half = {tokens[id] for id in ranked[257 : 257 + len(made) // 2]}
+    assert abs(len(half & set(cyrillic)) - len(cyrillic) / 2) <= 2 < len(cyrillic)
+    latin = [token for token in made if token.isascii()]
+    assert half >= set(latin[: len(latin) // 3]) and not half & set(latin[-len(latin) // 3 :])
+    rare = raw["model"]["vocab"][latin[-1]]
+    assert rank_tokens(source, texts=[f"{latin[-1]} {latin[-1]}"])[257:].tolist().index(rare) < 3
+    unigram = save_tokenizer(tmp_path / "unigram", sentencepiece_like(150))
+    pieces = json.loads((unigram / "tokenizer.json").read_text())["model"]["vocab"]
+    words = [pieces[id][1] for id in rank_tokens(unigram) if len(pieces[id][0]) > 1 and pieces[id][1] < 0]
+    assert words[257:] == sorted(words[257:], reverse=True)
+
+
+def test_rows_of_a_quantised_head_are_gathered() -> None:
+    head, kept = torch.randn(16, 32), np.array([1, 4, 11])
+    whole = QuantizedWeight(*quantize(head, 4, 16))
+    names = ("lm_head", "lm_head_scale", "lm_head_zero")
+    weights = {name: part for name, part in zip(names, whole, strict=True) if part is not None} | {"embed": head}
+    tokens = vocabularies.fit_weights(weights, 14, None, kept)
+    cut = QuantizedWeight(*(weights.get(name) for name in names))  # type: ignore[arg-type]
+    assert tokens is not None and tokens.tolist() == [1, 4, 11] and torch.equal(weights["embed"], head[:14])
+    assert torch.equal(dequantized(cut), dequantized(whole)[kept])
+    blocks = Blocks("Q8_0", torch.randint(256, (16, 34), dtype=torch.uint8), mmap.mmap(-1, 1))
+    tied = {"embed": blocks}
+    assert vocabularies.fit_weights(tied, 16, None, kept) is not None
+    assert torch.equal(tied["lm_head"].rows, blocks.rows[kept]) and torch.equal(tied["embed"].rows, blocks.rows)
+
+
+def test_the_option(tmp_path: Path) -> None:
+    target, drafts = tiny()
+    for value in (0, True, 1.5, str(tmp_path / "absent.txt")):
+        with pytest.raises(ConfigError, match=r"draft_vocabulary=.* valid: \"auto\", None, the number of tokens"):
+            open_llm(target, drafts, draft_vocabulary=value)
+    with pytest.raises(DraftError, match=r"ranks the tokens of draft ssm-1 by its tokenizer, and .* has none"):
+        open_llm(target, drafts, draft_vocabulary="100")
+    (tmp_path / "own.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "zebra"}]}))
+    rows = {"auto": "", "none": "", str(tmp_path / "own.jsonl"): ", 256 of 512 tokens"}
+    for value, cut in rows.items():
+        llm = open_llm(speaking_folder(), drafts[:1], draft_vocabulary=value)
+        assert llm.stats()["draft_vocabularies"] == {"ssm-1": f"same vocabulary{cut}"}
+    with mock.patch.object(vocabularies, "LEAST_VOCABULARY", 512):
+        llm = open_llm(speaking_folder(), drafts[:1])
+    assert llm.stats()["draft_vocabularies"] == {"ssm-1": "same vocabulary, 256 of 512 tokens"}
+    assert 256 in llm.engine.sources.ssms.models[0].cost_key  # its passes cost less than those of a whole head

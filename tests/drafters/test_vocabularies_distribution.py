@@ -3,6 +3,7 @@
 import functools
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -46,9 +47,10 @@ def folders() -> tuple[Path, Path, Path]:
     return root / "target", root / "other", root / "same"
 
 
-def sampling_llm(*drafts: Path, text: bool = False) -> LLM:
+def sampling_llm(*drafts: Path, text: bool = False, **options: Any) -> LLM:
+    options |= {"max_num_seqs": 32, "max_model_len": 64, "draft_quantization": "auto"}
     with mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 1.1 if text else 0.0):
-        llm = timeless(open_llm(folders()[0], drafts, max_num_seqs=32, max_model_len=64, draft_quantization="auto"))
+        llm = timeless(open_llm(folders()[0], drafts, **options))
     for drafter in llm.engine.sources.others:
         assert isinstance(drafter, ForeignDrafter)
         drafter.pass_value.pays = lambda expected: expected > 0.01  # type: ignore[method-assign]
@@ -59,6 +61,7 @@ CASES = {
     "rejection 3-2": (SpecConfig(branching=(3, 2), verification="rejection", **SSM), "other"),
     "traversal 8 with lookup": (SpecConfig(nodes=8, verification="traversal"), "other"),
     "rejection beside an SSM": (SpecConfig(nodes=10, verification="rejection", **SSM), "both"),
+    "rejection with cut heads": (SpecConfig(nodes=10, verification="rejection", **SSM), "both"),
     "traversal by text": (SpecConfig(nodes=4, verification="traversal", **SSM), "text"),
 }
 
@@ -67,7 +70,7 @@ CASES = {
 def test_the_joint_distribution(name: str) -> None:
     spec, kind = CASES[name]
     drafts = folders()[1:] if kind == "both" else folders()[1:2]
-    llm = sampling_llm(*drafts, text=kind == "text")
+    llm = sampling_llm(*drafts, text=kind == "text", draft_vocabulary=5 if "cut" in name else None)
     assert [type(each).__name__ for each in llm.engine.sources.others] == [
         "TextDrafter" if kind == "text" else "TranslatedDrafter"
     ]

@@ -3,6 +3,7 @@
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,9 @@ from tests.helpers.tokenizers_made import letters, permuted, resized, save_token
 from tests.interpreted.engines import SMALL, TRITON
 from treespec import SpecConfig
 from treespec.drafters.foreign.translated import TranslatedDrafter
+from treespec.drawing.recording import watch
 from treespec.graphs.batch_round import BatchRound
+from treespec_weights.draft_vocabulary import rank_tokens
 
 OWN, PADDED = 64, 72
 SPEC = SpecConfig(nodes=8, max_depth=2, sources=("ssm",))
@@ -52,6 +55,22 @@ def test_padded_drafts_in_captured_rounds(folders: dict[str, Path]) -> None:
     largest = torch.stack(guesses).amax(0)
     assert largest[0] < OWN and OWN < largest[1] < PADDED
     llm.engine.check_integrity()
+
+
+def test_cut_heads_in_captured_rounds(folders: dict[str, Path]) -> None:
+    """Two drafts, in one stack, score 40 tokens each; they share the target's tokenizer."""
+    drafts = [folders["small"], make_draft(new_folder("second"), folders["target"], 3, 0.05)]
+    llm = open_llm(folders["target"], drafts, spec=SPEC, draft_vocabulary=40, **TRITON)
+    assert set(llm.stats()["draft_vocabularies"].values()) == {"same vocabulary, 40 of 64 tokens"}
+    assert llm.engine.captured is not None
+    known = rank_tokens(folders["target"])[:40]
+    prompts = random_prompts([9], vocab=OWN)
+    for params in ([greedy(4)], [greedy(4, temperature=0.9, seed=3)]):
+        with watch(llm.engine) as rounds:
+            trees = llm.generate(prompts, params, spec=SPEC)
+        assert tokens_of(trees) == tokens_of(llm.generate(prompts, params, spec="off"))
+        assert all(np.isin(each.tree.tokens[1:], known).all() for each in rounds)
+        assert any(len(each.tree) > 1 for each in rounds)
 
 
 def test_a_translated_draft_goes_step_by_step(folders: dict[str, Path]) -> None:

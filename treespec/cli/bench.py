@@ -42,7 +42,7 @@ def repeat_flags(args: Sequence[str]) -> list[str]:
     return result
 
 
-@flags(EngineOptions, "device", "dtype", "compile", "quantization")
+@flags(EngineOptions, "device", "dtype", "compile", "quantization", "draft_vocabulary")
 @flags(Options, *_FLAGS)
 def bench(
     model: Model = None,

@@ -31,7 +31,7 @@ SPECULATION = "verification nodes max_depth branching no_spec"
 HELP = "/new starts another conversation, Ctrl-C stops an answer, Ctrl-D or /exit ends."
 
 
-@flags(EngineOptions, "device", "dtype", "compile", "quantization", "max_model_len")
+@flags(EngineOptions, "device", "dtype", "compile", "quantization", "max_model_len", "draft_vocabulary")
 @flags(GenerationFlags, *f"{SAMPLING} {SPECULATION} chat_template".split())
 def chat(
     model: ChatModel = None,

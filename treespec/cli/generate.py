@@ -38,7 +38,7 @@ MEASURED_SECONDS = 3.0  # seconds of these runs, at least
 DRAWING_RULES = ("rejection", "traversal")  # copy of RANDOM_DRAWS, whose module imports torch
 
 
-@flags(EngineOptions, "device", "dtype", "compile", "quantization")
+@flags(EngineOptions, "device", "dtype", "compile", "quantization", "draft_vocabulary")
 @flags(GenerationFlags)
 def generate(
     prompt: Prompt = None,

@@ -170,7 +170,8 @@ def _flag(field: Field[Any], text: str) -> inspect.Parameter:
     text = f"{text[0].upper()}{text[1:]}".partition(". ")[0].rstrip(".") + "."
     named = field.type.__name__ if isinstance(field.type, type) else str(field.type)
     words, default = named.split(" | "), field.default
-    kind: Any = next((kind for word in words for kind in (bool, int, float) if kind.__name__ == word), str)
+    numbers = () if "str" in words else (int, float)  # such as "auto" or a number
+    kind: Any = next((kind for word in words for kind in (bool, *numbers) if kind.__name__ == word), str)
     if "Sequence[" in words[0]:
         kind = list[str]
     required = default is MISSING and kind is str

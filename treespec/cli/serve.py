@@ -28,7 +28,8 @@ logger = logging.getLogger("treespec")
 
 
 _ENGINE = """tokenizer device dtype max_num_seqs max_num_batched_tokens max_model_len kv_cache_memory_bytes
-    scheduling_policy compile generation_config quantization suffix_tokens""".split()  # options of `LLM`
+    scheduling_policy compile generation_config quantization draft_vocabulary
+    suffix_tokens""".split()  # options of `LLM`
 
 
 def read_config(ctx: typer.Context, file: str | None) -> None:

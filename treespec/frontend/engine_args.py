@@ -69,7 +69,7 @@ def _flag_options(annotation: str) -> dict[str, Any]:
     if "Sequence[Any]" in kinds:
         return {"nargs": "*"}
     for number in (float, int):
-        if number.__name__ in kinds:
+        if number.__name__ in kinds and "str" not in kinds:
             return {"type": number}
     return {"type": str if "str" in kinds and not kinds & {"bool", "dict[str, Any]"} else _value}
 

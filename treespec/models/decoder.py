@@ -216,7 +216,8 @@ class Decoder:
     def cost_key(self) -> list[object]:
         """The parameters that determine the cost of the model's passes, as JSON-serialisable values."""
         s = self.config.shape
-        sizes = s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size
+        rows = s.vocab_size if self.head_vocabulary is None else len(self.head_vocabulary.tokens)
+        sizes = s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, rows
         return [*sizes, *([] if self.backend == "native" else [self.config.folder.name, self.linear, self.min_rows])]
 
     @property

@@ -272,7 +272,7 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
             "suffix": 0 if lookup is None else lookup.nbytes,
         },
         kernels=loader.configs,
-        connections={draft.name: str(draft.connection) for draft in resolved.drafts}
+        connections={draft.name: str(draft) for draft in resolved.drafts}
         | {name: str(head) for name, head in resolved.heads},
     )
 

@@ -162,9 +162,9 @@ class Loader:
         if config.folder.is_file() and quantization is None:
             logger.info("%s", describe_storage(config.folder, self.dtype, blocks))
         weights = load_weights(config.folder, stored, config.rules, self.dtype, self.device, quantization, blocks)
-        tokens, target_ids = None, None if draft is None else draft.target_ids
-        if vocab_size != size or target_ids is not None:
-            tokens = fit_weights(weights, size, target_ids)
+        tokens = None
+        if draft is not None and (vocab_size != size or draft.target_ids is not None or draft.kept is not None):
+            tokens = fit_weights(weights, size, draft.target_ids, draft.kept)
         decoder = self._make_decoder(config, weights, tokens, positions, draft is not None, min_rows, library)
         if draft is None and self.integer:
             decoder.quantization = f"{decoder.quantization}, int8 activations"

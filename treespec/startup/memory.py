@@ -174,7 +174,9 @@ def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quanti
     total = config.shape.num_parameters() * dtype.itemsize
     if isinstance(config, AdapterConfig):
         return total
-    total += (config.head_rows or 0) * config.shape.hidden_size * dtype.itemsize
+    if config.head_rows is not None:
+        whole = 0 if config.shape.tied else config.shape.vocab_size  # rows counted above
+        total += (config.head_rows - whole) * config.shape.hidden_size * dtype.itemsize
     scheme = config.quantization
     forms: list[tuple[tuple[int, ...], Form]] = []  # shape and form of every quantised matrix
     if quantization is not None:

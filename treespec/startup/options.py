@@ -22,7 +22,7 @@ from treespec.models.compiled import check_compiled
 from treespec.models.model_config import ModelConfig
 from treespec.startup import smollm2
 from treespec.startup.load import HeadConfig, Loader, libraries_folder
-from treespec.startup.vocabularies import Draft, connect_drafts
+from treespec.startup.vocabularies import Draft, HeadLimit, connect_drafts
 from treespec_kernels.cpu.decoder_library import DTYPES as COMPILED_DTYPES
 from treespec_kernels.linear.linear import LinearImpl, onednn_available
 from treespec_kernels.tuning.tuned import KernelConfigs
@@ -269,7 +269,7 @@ class Resolved:
 
 def resolve(options: EngineOptions) -> Resolved:
     """Resolve the options of an engine. Raises the errors of `LLM`."""
-    device = resolve_device(options.device)
+    device, limit = resolve_device(options.device), HeadLimit.resolve(options.draft_vocabulary)
     spec = SpecConfig.resolve(options.spec, SpecConfig())
     target, drafts, forms, drafters = _read_models(options, spec)
     heads, length = list[tuple[str, HeadConfig]](), options.max_model_len
@@ -298,7 +298,7 @@ def resolve(options: EngineOptions) -> Resolved:
     int8_target = _quantises_activations(options.activations, compiles, target, quantization)
     loader = Loader(device, dtype, attention, linear, options.exact, configs, int8_drafts, int8_target)
     config = loader.open(target)
-    connected = connect_drafts(config, [(name, loader.open(model)) for name, model in drafts])
+    connected = connect_drafts(config, [(name, loader.open(model)) for name, model in drafts], limit)
     if isinstance(config, AdapterConfig):
         heads = [
             (name, loader.open_mtp(form, config) if isinstance(form, MtpForm) else HeadConfig.of(form, config, length))

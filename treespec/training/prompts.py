@@ -57,7 +57,7 @@ def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPro
         logger.warning("left out %d of the files, such as %s: %s", len(files), files[0], reason)
     if not prompts:
         names = ", ".join(map(str, paths))
-        raise ConfigError(f"--data {names}: {skipped} files, none with text; give UTF-8 texts, or JSON lines; {VALID}")
+        raise ConfigError(f"{names}: {skipped} files, none with text; give UTF-8 texts, or JSON lines; {VALID}")
     return prompts
 
 

@@ -46,7 +46,7 @@ class Codec:
         """
         from tokenizers import Tokenizer
 
-        raw = read_document(folder, TOKENIZER) if has_document(folder, TOKENIZER) else _converted(folder)
+        raw = read_tokenizer(folder)
         try:
             raw = raw | {"truncation": None, "padding": None}
             whole = Tokenizer.from_str(json.dumps(raw))
@@ -59,15 +59,14 @@ class Codec:
             raise CheckpointError.of(folder, "tokenizer", TOKENIZER, message) from error
         by_id = {id: token for token, id in whole.get_vocab(with_added_tokens=True).items()}
         added = whole.get_added_tokens_decoder()
-        byte_level = any(_mentions(raw.get(key), "ByteLevel") for key in ("pre_tokenizer", "decoder"))
-        table = byte_characters() if byte_level else None
+        table = byte_table(raw)
         if (last := max(by_id, default=-1)) > MAX_ID:
             message = f"{by_id[last]!r} has the id {last}; valid: up to {MAX_ID:,}"
             raise CheckpointError.of(folder, "tokenizer", TOKENIZER, message)
         tokens: list[bytes | None] = [None] * (last + 1)
         for id, token in by_id.items():
             if id not in added:
-                tokens[id] = _bytes_of(token, table)
+                tokens[id] = bytes_of(token, table)
             elif not added[id].special:
                 tokens[id] = token.encode()
         controls = {token.content: id for id, token in added.items() if token.special}
@@ -108,6 +107,11 @@ class Codec:
             if data:
                 ids.setdefault(data, id)
         return ids | {bytes([byte]): id for byte, id in self.byte_ids.items()}
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Return a folder's parsed tokenizer.json, converted from older files if it has none. Raises as `Codec.read`."""
+    return read_document(folder, TOKENIZER) if has_document(folder, TOKENIZER) else _converted(folder)
 
 
 def _converted(folder: Path) -> dict[str, Any]:
@@ -163,10 +167,19 @@ def byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-def _bytes_of(token: str, table: dict[str, int] | None) -> bytes | None:
-    """Return the bytes that a token of the model's vocabulary adds to a text."""
+def byte_table(raw: dict[str, Any]) -> dict[str, int] | None:
+    """Return `byte_characters` for the tokenizer.json of a byte-level tokenizer, None for others."""
+    byte_level = any(_mentions(raw.get(key), "ByteLevel") for key in ("pre_tokenizer", "decoder"))
+    return byte_characters() if byte_level else None
+
+
+def bytes_of(token: str, table: dict[str, int] | None) -> bytes:
+    """Return the bytes that a token of the model's vocabulary adds to a text; `table` as `byte_table` returns it."""
     if table is not None:
-        return bytes(table[char] for char in token) if all(char in table for char in token) else token.encode()
+        try:
+            return bytes([table[char] for char in token])
+        except KeyError:
+            return token.encode()
     if match := _BYTE_TOKEN.fullmatch(token):
         return bytes([int(match[1], 16)])
     return token.replace(_SPACE, " ").encode()

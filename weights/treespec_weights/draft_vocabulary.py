@@ -1,11 +1,19 @@
-"""Reduced draft vocabularies: a draft whose embedding and head cover only some of the target's tokens.
+"""Reduced draft vocabularies: drafts that cover only some of the target's tokens, and which tokens are worth a row.
 
 A folder with `draft_vocab.safetensors` holds a model whose row i stands for the target's token `target_ids[i]`. The
 ids are ascending, so that ties between equal logits break as over the full vocabulary. A last row with the id -1 is
 the embedding of all other tokens; it is never proposed.
+
+Any other draft's head can be cut to the rows of its most used tokens (FR-Spec, arXiv 2502.14856; VocabTrim, arXiv
+2506.22694), by the counts of a text or by the order in which the tokenizer's training made the tokens.
 """
 
+import functools
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from treespec_weights.codec import Codec, byte_table, bytes_of, read_tokenizer
 from treespec_weights.errors import CheckpointError
+from treespec_weights.tokenizer import token_ids
 
 FILE = "draft_vocab.safetensors"
 
@@ -57,3 +67,63 @@ def expand_embedding(rows: Tensor, target_ids: np.ndarray, target_size: int) -> 
     result = other.expand(target_size, -1).clone()
     result[torch.from_numpy(token_ids).to(rows.device)] = rows[: len(token_ids)]
     return result
+
+
+def rank_tokens(folder: Path, first: Iterable[int] = (), texts: Sequence[str] = ()) -> np.ndarray:
+    """Return the ids of a tokenizer's tokens, int64, by how much use is expected of them, the most first.
+
+    The ids `first`, added tokens such as the ends of turns, and single bytes precede the tokens of `texts`, which are
+    ordered by their counts. All others follow in the order in which training made them: of BPE's merges, or of
+    Unigram's scores. Training sees most of one language, so each script contributes in proportion to its tokens: among
+    the first half are half of the Latin ones and half of the Chinese ones. Raises CheckpointError for a folder without
+    a usable tokenizer.
+    """
+    raw = read_tokenizer(folder)
+    ids = token_ids(folder, raw)
+    added = [token["id"] for token in raw.get("added_tokens") or []]
+    try:
+        made = _training_order(raw["model"], ids)
+    except (AttributeError, TypeError, ValueError) as error:
+        message = f"malformed: expected model.merges as the tokenizers library writes them ({error})"
+        raise CheckpointError.of(folder, "tokenizer", "tokenizer.json", message) from None
+    table, singles, shares = byte_table(raw), list[int](), dict[int, float]()
+    classes = defaultdict[tuple[str, bool], list[int]](list)
+    for token, id in sorted(ids.items(), key=lambda item: (made.get(item[1], -1), item[1])):
+        data = bytes_of(token, table)
+        if len(data) == 1:
+            singles.append(id)
+        # SentencePiece's merges make no single characters, which have the last ids: they are a class of their own.
+        classes[_script(data), id in made].append(id)
+    for members in classes.values():
+        shares |= zip(members, np.linspace(0, 1, len(members), endpoint=False).tolist(), strict=True)
+    counts = Counter[int]()
+    if texts:
+        encode = Codec.read(folder).encode
+        counts.update(id for text in texts for id in encode(text))
+    order = [*first, *added, *singles, *(id for id, _ in counts.most_common()), *sorted(shares, key=shares.__getitem__)]
+    return np.array(list(dict.fromkeys(order)), dtype=np.int64)
+
+
+def _training_order(model: dict[str, Any], ids: dict[str, int]) -> dict[int, float]:
+    """Return the place in the training of each token that a merge made, or that has a score."""
+    if isinstance(vocab := model["vocab"], list):
+        return {id: -float(score) for id, (_, score) in enumerate(vocab)}
+    made: dict[int, float] = {}
+    for place, merge in enumerate(model.get("merges") or ()):
+        token = merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
+        if (id := ids.get(token)) is not None:
+            made.setdefault(id, place)
+    return made
+
+
+def _script(data: bytes) -> str:
+    """Return the script of a token's first letter that is not Latin, such as CJK; "" if it has none."""
+    if data.isascii():
+        return ""
+    scripts = map(_script_of, data.decode(errors="ignore"))
+    return next((script for script in scripts if script not in ("", "LATIN")), "")
+
+
+@functools.cache
+def _script_of(char: str) -> str:
+    return unicodedata.name(char, "").partition(" ")[0] if char.isalpha() else ""

@@ -26,7 +26,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     Raises CheckpointError for a malformed tokenizer.json.
     """
     if has_document(folder, TOKENIZER):
-        tokens = _tokens(folder, read_document(folder, TOKENIZER))
+        tokens = token_ids(folder, read_document(folder, TOKENIZER))
         canonical = json.dumps(sorted((id, token) for token, id in tokens.items()))
         return Vocabulary(
             hashlib.sha256(canonical.encode()).hexdigest(), len(tokens), max(tokens.values(), default=None)
@@ -36,7 +36,8 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     return None
 
 
-def _tokens(folder: Path, tokenizer: Any) -> dict[str, int]:
+def token_ids(folder: Path, tokenizer: Any) -> dict[str, int]:
+    """Return the id of each token of a parsed tokenizer.json. Raises CheckpointError for a malformed one."""
     try:
         vocab = tokenizer["model"]["vocab"]
         # Unigram models list [token, score] in id order, others map token to id.

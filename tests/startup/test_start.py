@@ -1,11 +1,12 @@
 """What an engine's start does not wait for, and what it computes once for good."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from tests.helpers.scripts import run_script
 from treespec.models.layer_kinds import Rope, RotaryEmbedding
@@ -25,6 +26,21 @@ def test_the_embedded_tokenizer_brings_no_models_along() -> None:
         "print(json.dumps([name for name in sys.modules if name.startswith('transformers.model')]))"
     )
     assert not {"transformers.modeling_utils", "transformers.models.llama"} & set(json.loads(run_script(code)))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_plain_configs_are_read_without_transformers(kind: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 32, "use_sliding_window": False}
+    config = AutoConfig.for_model(kind, **sizes, **heads)
+    config.save_pretrained(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from treespec.models.model_config import ModelConfig\n"
+        f"read = ModelConfig.from_hf(Path({str(tmp_path)!r}))\n"
+        "print([layer.window for layer in read.layers], 'transformers' in sys.modules)"
+    )
+    assert run_script(code).strip() == "[None, None] False"
+    assert config.layer_types == ["full_attention"] * 2, "transformers reads no windows either"
 
 
 @embedded

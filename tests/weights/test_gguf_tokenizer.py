@@ -21,7 +21,8 @@ from treespec.errors import ConfigError, RequestError
 from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec_weights import CheckpointError, convert_checkpoint, read_vocabulary
 from treespec_weights.codec import Codec
-from treespec_weights.documents import read_document
+from treespec_weights.documents import read_document, write_documents
+from treespec_weights.vocabularies import connect
 
 LINES = [line for module in (argparse, ast, tarfile) for line in Path(module.__file__).read_text().split("\n")] + [
     "  hi   there",
@@ -106,6 +107,16 @@ def differing(one: Tokenizer, other: Tokenizer, lines: Sequence[str] = LINES) ->
     return [line for ours, theirs, line in pairs if ours.ids != theirs.ids]
 
 
+def test_files_with_one_tokenizer_are_connected_without_building_it(tmp_path: Path) -> None:
+    metadata = metadata_of(json.loads(byte_level("qwen2").to_str()))
+    stored = metadata["tokenizer.ggml.tokens"]
+    target, draft = (write(tmp_path / f"{name}.gguf", metadata | {"tokenizer.ggml.pre": "new"}) for name in "td")
+    assert str(connect(target, len(stored), draft, len(stored))) == "same vocabulary"
+    other = write(tmp_path / "o.gguf", metadata | {"tokenizer.ggml.pre": "new", "tokenizer.ggml.tokens": stored[:-1]})
+    with pytest.raises(CheckpointError, match="'new' is not supported"):
+        connect(target, len(stored), other, len(stored))
+
+
 PRE = ("gpt-2", "default", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o", "dbrx")
 
 
@@ -125,6 +136,12 @@ def test_byte_level(pre: str, tmp_path: Path) -> None:
     assert (one.tokens, one.controls, one.start) == (other.tokens, other.controls, other.start)
     for line in LINES[-20:]:
         assert made.decode(made.encode(line).ids) == original.decode(original.encode(line).ids)
+    read, built = folder / "read", load_tokenizer(None, path)
+    read.mkdir()
+    write_documents(path, read)
+    written = load_tokenizer(None, read)
+    assert built.backend_tokenizer.to_str() == written.backend_tokenizer.to_str()
+    assert str(built).replace(str(path), str(read)) == str(written)
     if pre == "smollm":  # GPT-2's rule, which transformers takes for unknown names, keeps a space with the digit
         assert made.encode("    5").tokens == ["ĠĠĠĠ", "5"] and made.encode("12345").tokens == list("12345")
 

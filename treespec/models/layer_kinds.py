@@ -92,7 +92,12 @@ def read_layers(
     if rules.rotary and not isinstance(kind, str):
         raise ModelError(f"{folder}: rope_type={kind!r}; expected a name such as 'default'")
     plain = kind == "default" and not any("partial" in key or key == "rotary_pct" for key in {*raw, *parameters})
-    if not rules.windows and (plain or not rules.rotary) and rules.parallel is None:
+    windows_off = (  # as in Qwen2Config and Qwen3Config
+        rules.model_type in ("qwen2", "qwen3")
+        and not raw.get("use_sliding_window")
+        and raw.get("layer_types") in (None, [FULL] * shape.num_layers)
+    )
+    if (not rules.windows or windows_off) and (plain or not rules.rotary) and rules.parallel is None:
         layers = (LayerKind(0, None),) * shape.num_layers
         if not rules.rotary:
             return (), layers  # avoid importing transformers, which takes two seconds

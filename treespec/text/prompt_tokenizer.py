@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from treespec.errors import ConfigError, RequestError, describe_error, reject_unknown, short_repr
 from treespec.utils.scalars import as_int, to_python
 from treespec_weights.codec import byte_characters
-from treespec_weights.documents import write_documents
+from treespec_weights.documents import write_tokenizer
 from treespec_weights.files import is_gguf, resolve_folder
 from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
 
@@ -36,13 +37,25 @@ def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
     source = os.fspath(tokenizer if tokenizer is not None else folder)
     if is_gguf(source):
         with TemporaryDirectory(prefix="treespec-gguf-") as written:
-            write_documents(resolve_folder(source), Path(written))
-            return _load_folder(tokenizer, written, source)
+            built = write_tokenizer(resolve_folder(source), Path(written))
+            return _load_folder(
+                tokenizer, written, source, {} if built is None else {"tokenizer_object": _Built(built)}
+            )
     return _load_folder(tokenizer, source, source)
 
 
-def _load_folder(tokenizer: Any, source: str, shown: str) -> Any:
-    """Load a tokenizer from the folder `source`, which error messages call `shown`."""
+class _Built:
+    """A tokenizers.Tokenizer for transformers to keep, which would copy it: that takes as long as reading its file."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.tokenizer
+
+
+def _load_folder(tokenizer: Any, source: str, shown: str, options: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Load a tokenizer from the folder `source`, which error messages call `shown`, with options of transformers."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     if not any(os.path.isfile(os.path.join(source, name)) for name in names):
         if tokenizer is not None:
@@ -50,12 +63,12 @@ def _load_folder(tokenizer: Any, source: str, shown: str) -> Any:
         logger.info("%s has no tokenizer: prompts and outputs are token ids", shown)
         return None
     check_sentencepiece(source)
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    import transformers
 
     # AutoTokenizer imports the model's config first, which takes 3 s.
-    kind = PreTrainedTokenizerFast if _is_fast_only(source) else AutoTokenizer
+    kind = transformers.PreTrainedTokenizerFast if _is_fast_only(source) else transformers.AutoTokenizer
     try:
-        loaded = kind.from_pretrained(source, local_files_only=True)
+        loaded = kind.from_pretrained(source, local_files_only=True, **options)
     except Exception as error:  # parsers may raise anything for damaged files: KeyError, TypeError, a plain Exception
         reason = f"the tokenizer files of {shown} cannot be read ({describe_error(error)})"
         raise ConfigError(f"{reason}; repair or remove them, or give LLM(tokenizer=...)") from error

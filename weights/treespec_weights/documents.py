@@ -9,7 +9,14 @@ from treespec_weights.files import read_json
 from treespec_weights.gguf.config import generation_config, hf_config
 from treespec_weights.gguf.reader import GgufFile, read_gguf
 from treespec_weights.gguf.tensors import block_types
-from treespec_weights.gguf.tokenizer import has_tokenizer, tokenizer_config, tokenizer_json, tokenizer_text
+from treespec_weights.gguf.tokenizer import (
+    has_tokenizer,
+    is_stored,
+    stored_tokenizer,
+    tokenizer_config,
+    tokenizer_json,
+    tokenizer_text,
+)
 from treespec_weights.quant_config import KEY
 from treespec_weights.writer import write_json, write_text
 
@@ -79,3 +86,22 @@ def write_documents(path: Path, folder: Path) -> None:
             write_text(folder, name, tokenizer_text(read_gguf(path)))
         elif name != CONFIG and has_document(path, name) and (document := read_document(path, name)):
             write_json(folder, name, document)
+
+
+def write_tokenizer(path: Path, folder: Path) -> Any:
+    """Write what transformers reads beside a tokenizer built from a GGUF file, and return this tokenizers.Tokenizer.
+
+    If there is no tokenizer, or if its tokenizer.json is beside the file, write the documents and return None. Raises
+    as `tokenizer_text`.
+    """
+    file = read_gguf(path)
+    if not is_stored(file):
+        write_documents(path, folder)
+        return None
+    tokenizer = stored_tokenizer(file)
+    names = "content", "single_word", "lstrip", "rstrip", "normalized", "special"
+    added = tokenizer.get_added_tokens_decoder().items()
+    described = [{"id": id} | {name: getattr(token, name) for name in names} for id, token in added]
+    write_json(folder, TOKENIZER, {"added_tokens": described})
+    write_json(folder, "tokenizer_config.json", tokenizer_config(file))
+    return tokenizer

@@ -12,6 +12,8 @@ from typing import Literal
 import numpy as np
 
 from treespec_weights.codec import Codec, has_tokenizer
+from treespec_weights.gguf.reader import read_gguf
+from treespec_weights.gguf.tokenizer import have_equal_tokenizers
 from treespec_weights.tokenizer import read_vocabulary
 
 Kind = Literal["same", "padded", "reduced", "translated", "text", "none"]
@@ -82,6 +84,8 @@ def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Con
     present = [folder for folder in (target, draft) if has_tokenizer(folder)]
     if len(present) < 2:
         return _without_files(alike, present, target_size, draft_size)
+    if target.is_file() and draft.is_file() and have_equal_tokenizers(read_gguf(target), read_gguf(draft)):
+        return Connection(alike)
     target_vocabulary, draft_vocabulary = read_vocabulary(target), read_vocabulary(draft)
     if (
         target_vocabulary is not None

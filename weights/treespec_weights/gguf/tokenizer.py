@@ -64,7 +64,12 @@ _REMEDY = "put the original model's tokenizer.json beside the file, or give LLM(
 
 def has_tokenizer(file: GgufFile) -> bool:
     """Return whether a GGUF file has a tokenizer, or a tokenizer.json beside it."""
-    return "tokenizer.ggml.tokens" in file.metadata or (file.path.parent / "tokenizer.json").exists()
+    return "tokenizer.ggml.tokens" in file.metadata or _has_json_beside(file)
+
+
+def is_stored(file: GgufFile) -> bool:
+    """Return whether a GGUF file's tokenizer is the one in its metadata."""
+    return has_tokenizer(file) and not _has_json_beside(file)
 
 
 def tokenizer_json(file: GgufFile) -> dict[str, Any]:
@@ -78,11 +83,26 @@ def tokenizer_text(file: GgufFile) -> str:
 
     Raises CheckpointError if it is unusable.
     """
-    if (file.path.parent / "tokenizer.json").exists():
+    if _has_json_beside(file):
         found = read_json(file.path.parent, "tokenizer.json", unique_keys=False)
         if not isinstance(found, dict):
             raise _refuse(file, "tokenizer.json", f"a JSON {type(found).__name__}, not an object")
         return json.dumps(found)
+    return str(stored_tokenizer(file).to_str())
+
+
+def _has_json_beside(file: GgufFile) -> bool:
+    return (file.path.parent / "tokenizer.json").exists()
+
+
+def have_equal_tokenizers(*files: GgufFile) -> bool:
+    """Return whether all files store the same tokenizer, which takes 10 ms where building two takes a second."""
+    stored = [{key: v for key, v in file.metadata.items() if key.startswith("tokenizer.ggml.")} for file in files]
+    return all(map(is_stored, files)) and all(values == stored[0] for values in stored)
+
+
+def stored_tokenizer(file: GgufFile) -> Any:
+    """Return the tokenizers.Tokenizer of a GGUF file's metadata. Raises CheckpointError if they are unusable."""
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         message = f"{kind!r} is not supported; supported: 'gpt2' (byte-level BPE), 'llama' (SentencePiece); {_REMEDY}"
@@ -94,7 +114,7 @@ def tokenizer_text(file: GgufFile) -> str:
     try:
         tokenizer = make(file, tokens, types)
         _add_special_tokens(tokenizer, file, tokens, types)
-        return str(tokenizer.to_str())
+        return tokenizer
     except CheckpointError:
         raise
     except Exception as error:  # the tokenizers library raises bare Exceptions
@@ -119,7 +139,7 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
     elif templates:  # as transformers stores several
         config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
     parent = file.path.parent
-    if (parent / "tokenizer.json").exists():
+    if _has_json_beside(file):
         if (parent / "tokenizer_config.json").exists():
             beside = read_json(parent, "tokenizer_config.json", unique_keys=False)
             config |= beside if isinstance(beside, dict) else {}

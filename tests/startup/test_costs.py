@@ -28,6 +28,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share_libraries(tmp_path / "treespec")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("treespec.startup.build.differing_rows", _differing_rows_once)
+    monkeypatch.setattr(costs, "_waiting_seconds", lambda: 0.0)
 
 
 def test_a_broken_entry_is_skipped_alone(tmp_path: Path) -> None:
@@ -85,7 +86,9 @@ TILES = 1, 2, 4, 6, 8, 16, 17, 32
 
 
 @pytest.mark.parametrize(
-    ("first", "rows"), [(1e-3, costs.ROWS), (1e-2, (*TILES, 33, 64)), (1e-1, TILES)], ids=["quick", "slow", "slowest"]
+    ("first", "rows"),
+    [(1e-3, costs.ROWS), (1e-2, (*TILES, 33, 64)), (1e-1, costs.SLOWEST_ROWS)],
+    ids=["quick", "slow", "slowest"],
 )
 def test_passes_are_measured_on_both_sides_of_a_tile(first: float, rows: tuple[int, ...]) -> None:
     llm = tiny_llm(ssms=())
@@ -127,7 +130,7 @@ def test_a_long_context_is_measured_where_there_is_room_for_one(long: int, monke
     assert all(not pool[:, :, 1:].any() for pool in llm.engine.cache.pools), "nothing is left behind"
 
 
-CURVE = CostCurve((1, 8), (1e-9, 2e-9), 0.01)  # faster than any machine, so that starts keep it
+CURVE = CostCurve((1, 8), (1e-9, 2e-9), 0.01)
 
 
 def start(max_num_seqs: int = 1) -> list[int]:
@@ -136,6 +139,13 @@ def start(max_num_seqs: int = 1) -> list[int]:
     return rows
 
 
+@pytest.fixture
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No start finds fault with a stored curve."""
+    monkeypatch.setattr(costs, "is_outdated", lambda *_: False)
+
+
+@pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("others", [False, True])
 def test_engines_that_start_together_measure_one_after_another(others: bool, caplog: pytest.LogCaptureFixture) -> None:
     """What is measured beside another measurement would be too slow. Equal engines are measured once."""
@@ -158,6 +168,7 @@ def test_engines_that_start_together_measure_one_after_another(others: bool, cap
     assert measuring == [1, -1] * (2 if others else 1)
 
 
+@pytest.mark.usefixtures("trusted")
 def test_costs_are_measured_once(caplog: pytest.LogCaptureFixture) -> None:
     """A later start needs no lock; one with another cache, in which more may be measured, measures anew."""
     with mock.patch.object(costs, "measure", return_value=CURVE) as measure:
@@ -178,32 +189,57 @@ def test_costs_measured_beside_other_work_are_corrected(
     unit: float, checks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Starts on a machine that slows passes over one row and over several down by different factors."""
-    clock, counted, slowdown = 0.0, 0, (1.0, 1.0)
+    clock, counted, slowdown, waits = 0.0, 0, (1.0, 1.0), False
 
     def star_pass(runner: Any, request: Request, rows: int) -> None:
         nonlocal clock, counted
         clock, counted = clock + unit * (slowdown[0] if rows == 1 else 2 * slowdown[1]), counted + 1
 
     monkeypatch.setattr(costs.time, "perf_counter", lambda: clock)
+    monkeypatch.setattr(costs, "_waiting_seconds", lambda: clock / 2 if waits else 0.0)
     monkeypatch.setattr(costs, "star_pass", star_pass)
-    for slowdown, kept, again in (
-        ((1.5, 1.5), (1.5, 1.5), True),  # busy, and nothing is stored
-        ((1.0, 1.0), (1.0, 1.0), True),  # quiet
-        ((1.5, 1.6), (1.0, 1.0), False),  # busy
-        ((1.1, 0.9), (1.0, 1.0), False),  # noise
-        ((1.0, 1.4), (1.0, 1.4), True),  # rows cost more
-        ((1.5, 1.0), (1.5, 1.0), True),  # and less
-        ((1.5, 1.0), (1.5, 1.0), False),
+    for slowdown, waits, kept, again, stored in (  # noqa: B007  (the clock reads `waits`)
+        ((1.5, 1.5), True, (1.5, 1.5), True, 0),  # other work takes the CPUs: not stored
+        ((1.5, 1.5), False, (1.5, 1.5), True, 1),  # memory is busy, which does not show
+        ((1.0, 1.0), True, (1.0, 1.0), True, 1),  # faster than what is stored, though not stored itself
+        ((1.0, 1.0), False, (1.0, 1.0), True, 1),  # quiet
+        ((1.5, 1.6), True, (1.0, 1.0), False, 1),  # busy
+        ((1.1, 0.9), False, (1.0, 1.0), False, 1),  # noise
+        ((1.0, 1.4), True, (1.0, 1.0), False, 1),  # busy
+        ((1.0, 1.4), False, (1.0, 1.4), True, 1),  # rows cost more
+        ((1.5, 1.0), False, (1.5, 1.0), True, 1),  # and less
+        ((1.5, 1.0), False, (1.5, 1.0), False, 1),
+        ((1.9, 1.9), False, (1.9, 1.9), True, 1),  # the machine has become slower
     ):
         counted = 0
         llm = LLM(tiny()[0], [], max_num_seqs=1, max_model_len=64)
         llm.engine.check_integrity()
-        one, _, _, _, eight, *_ = llm.stats()["cost_curve"]["verify_seconds"]
+        curve = llm.stats()["cost_curve"]
+        one, eight = (curve["verify_seconds"][curve["rows"].index(rows)] for rows in (1, 8))
         assert (one, eight) == pytest.approx((kept[0] * unit, 2 * kept[1] * unit)), slowdown
         assert counted > checks if again else counted == checks
-    assert len(costs.load_all("starts")) == 1
+        assert len(costs.load_all("starts")) == stored
 
 
+@pytest.mark.parametrize(("busy", "passes"), [(False, 10), (True, 42)])
+def test_the_passes_of_a_slow_model_are_timed_once_on_a_quiet_machine(
+    busy: bool, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, counted = 0.0, 0
+
+    def star_pass(*_: Any) -> None:
+        nonlocal clock, counted
+        clock, counted = clock + 0.02, counted + 1
+
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: clock)
+    monkeypatch.setattr(costs, "_waiting_seconds", lambda: clock / 2 if busy else 0.0)
+    monkeypatch.setattr(costs, "star_pass", star_pass)
+    runner = open_llm(tiny()[0], [], max_num_seqs=8).engine.runner
+    assert costs.measure(runner, None, costs.START_SECONDS).rows == costs.SLOWEST_ROWS
+    assert counted == passes
+
+
+@pytest.mark.usefixtures("trusted")
 def test_a_start_waits_no_longer_than_it_may_measure() -> None:
     """For a measurement whose end it does not see; then it measures beside that, or takes what that has stored."""
     patiences, found = [], list[dict[str, Any]]()

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -32,13 +32,14 @@ from treespec_kernels.tree.level_rule import LevelRule
 logger = logging.getLogger("treespec")
 
 CONTEXT = 128  # committed positions of each request during the measurement
-LONG_CONTEXT = 2048  # committed positions at which the cost of a position is measured
+LONG_CONTEXT = 1024  # committed positions at which the cost of a position is measured
 # Passes step where products begin another tile: behind 16, 32 and 48 rows in tiles of AMX, behind 6 where AVX-512 keeps
 # the sums in registers (SmolLM2-135M, two threads: 6, 7 and 8 rows take 1.35, 1.79 and 1.80 times as long as one row).
 ROWS = (1, 2, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64)
 # Row counts for slow models. At 0.5B parameters 4 rows take as long as one, and 8 rows 1.3 times as long: including 4,
 # nodes="auto" gains 2.94 instead of 2.86 (modelled seconds).
 FEW_ROWS = (1, 2, 4, 6, 8, 16, 17, 32, 33, 64)
+SLOWEST_ROWS = (1, 4, 8, 16, 17, 32)  # for models of which each pass is timed once
 SCRATCH = 64  # slots behind the rows, for drafting
 DRAFT_LEVELS = 3
 REQUESTS = 4  # batch size that measures the marginal cost of a request in a draft pass
@@ -47,6 +48,7 @@ ROUND_ROWS = 16  # rows of the pass by which numbers of threads are compared
 PATIENCE = 3  # measures for at most this multiple of the intended time, see `least_seconds`
 START_SECONDS = 0.5  # intended duration of measuring costs that are not stored
 THREADS_MARGIN = 0.9  # recommend another number of threads below this fraction of the current round time
+_BUSY = 0.05  # share of the time that threads may wait for a CPU on a machine that counts as quiet
 _AGREEMENT = 1.1  # largest ratio of the two lowest times of each run that counts as undisturbed
 # Factor by which stored times may be off. On a shared machine, short measurements differ by a tenth, and a curve of a
 # start beside other work was off by a half.
@@ -126,7 +128,8 @@ def measure(
         raise ConfigError("a cost curve needs free pages in the cache; measure an idle engine")
     context = min(CONTEXT, slots // 4)
     fitting = tuple(n for n in ROWS if n <= max(slots - context - SCRATCH, 8))
-    requests = [Request([1] * (context + 1), SamplingParams(), SpecConfig()) for _ in range(REQUESTS)]
+    count = REQUESTS if ssms is not None else 1
+    requests = [Request([1] * (context + 1), SamplingParams(), SpecConfig()) for _ in range(count)]
     requests = requests[: cache.num_free // pages_for(slots)]
     long = _long_request(runner, len(requests) * pages_for(slots))
     scratch = requests if long is None else [*requests, long]
@@ -138,10 +141,12 @@ def measure(
         for request in scratch:  # reading zeros as K/V costs the same, and a real prefill would take long
             request.context_len = len(request.tokens) - 1
             cache.scrub(request.pages)  # pages of a CPU that were never written share one page of memory
-        [first] = least_seconds([partial(star_pass, runner, requests[0], 1)], 2)
+        [first] = least_seconds([partial(star_pass, runner, requests[0], 1)], 1)
         quick = first * len(fitting) * 12 < seconds
+        slow = not quick and first * len(FEW_ROWS) * 5 > seconds
         most = ROWS[-1] if first * ROWS[-1] < 2 * seconds else AUTO_NODES  # a pass over n rows takes at most n * first
-        rows = fitting if quick else tuple(n for n in fitting if n in FEW_ROWS and n <= most)
+        measured = fitting if quick else SLOWEST_ROWS if slow else FEW_ROWS
+        rows = tuple(n for n in fitting if n in measured and (quick or n <= most))
         # Keys: n rows; "n far": of the request with the long context.
         runs: dict[Any, Callable[[], None]] = {n: partial(star_pass, runner, requests[0], n) for n in rows}
         if long is not None:
@@ -150,14 +155,24 @@ def measure(
             # "root": one level of one SSM; "one", "every": DRAFT_LEVELS of one SSM, of all SSMs; "batch": for all
             # requests; "read": all SSMs read a prompt.
             runs["root"] = partial(_draft, ssms, requests[:1], 1, levels=1)
-            runs["one"], runs["every"] = (partial(_draft, ssms, requests[:1], count) for count in (1, None))
+            runs["one"] = partial(_draft, ssms, requests[:1], 1)
+            if len(ssms.models) > 1:
+                runs["every"] = partial(_draft, ssms, requests[:1], None)
             runs["batch"], runs["read"] = partial(_draft, ssms, requests, None), partial(_read, ssms, requests[:1])
         # First runs compile kernels and allocate. On a CPU they take hardly longer, once a pass has read all weights.
-        cold = () if quick or runner.target.device.type != "cpu" else rows
+        cold = () if quick or runner.target.device.type != "cpu" else runs.keys() - {"root"} if slow else rows
         for name, run in runs.items():
             if name not in cold:
                 run()
-        least = least_seconds(list(runs.values()), 2 if quick else 1, seconds, advance)
+        waited, start = _waiting_seconds(), time.perf_counter()
+        each = list(runs.values())
+        if not slow:
+            least = least_seconds(each, 2 if quick else 1, seconds, advance)
+        else:
+            least = least_seconds(each, 1, 0.0, advance, 1)
+            if _is_busy(waited, start):  # again, and for longer
+                again = least_seconds(each, 1, seconds, advance)
+                least = [min(times) for times in zip(least, again, strict=True)]
     finally:
         for request in scratch:
             if len(request.pages):
@@ -165,6 +180,8 @@ def measure(
             if ssms is not None:
                 ssms.release(request)
     times = dict(zip(runs, least, strict=True))
+    if ssms is not None and len(ssms.models) == 1:
+        times["every"] = times["one"]
     curve = CostCurve(rows, tuple(times[n] for n in rows), 0.0, context=context)
     if long is not None:
         curve = with_positions(curve, times, long.context_len)
@@ -175,8 +192,8 @@ def measure(
 def is_outdated(runner: Runner, curve: CostCurve) -> bool:
     """Return whether passes over one and 8 rows show, at their minimum of two or four, that a curve is wrong.
 
-    It is if a pass is clearly faster, since other work slows passes down and never speeds them up, or if only one of
-    the two is clearly slower. If both are, the machine is busy now, and the curve stays.
+    It is if a pass is clearly faster, since other work slows passes down and never speeds them up. It also is if one is
+    clearly slower while no other work takes the CPUs; on a busy machine, the curve stays.
     """
     one, rows = float(curve.verify(1)), float(curve.verify(LONG_ROWS))
     if curve.context + LONG_ROWS > runner.cache.num_free * PAGE_SIZE:
@@ -186,13 +203,28 @@ def is_outdated(runner: Runner, curve: CostCurve) -> bool:
     request.context_len = curve.context
     runner.cache.scrub(request.pages)
     turns = 2 if 4 * (one + rows) < START_SECONDS / 2 else 1
+    waited, start = _waiting_seconds(), time.perf_counter()
     try:
         now = least_seconds([partial(star_pass, runner, request, n) for n in (1, LONG_ROWS)], turns)
     finally:
         runner.cache.release(request.request_id, scrub=True)
     slowdowns = now[0] / one, now[1] / rows
-    least, most = min(slowdowns), max(slowdowns)
-    return least < 1 / _STORED_MARGIN or least < _STORED_MARGIN < most
+    faster, slower = min(slowdowns) < 1 / _STORED_MARGIN, max(slowdowns) > _STORED_MARGIN
+    return faster or (slower and not _is_busy(waited, start))
+
+
+def _waiting_seconds() -> float:
+    """Return for how long threads of this process were ready and had no CPU, summed; 0.0 where Linux does not tell."""
+    waited = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, IndexError, ValueError):  # of a thread that has ended, or a kernel without statistics
+            waited += int(file.read_text().split()[1])
+    return waited / 1e9
+
+
+def _is_busy(waited: float, start: float) -> bool:
+    """Return whether other work took CPUs from this process since `start`, when it had `waited` so many seconds."""
+    return _waiting_seconds() - waited > _BUSY * (time.perf_counter() - start)
 
 
 def _long_request(runner: Runner, pages_taken: int) -> Request | None:
@@ -267,6 +299,7 @@ def least_seconds(
     seconds: float = 0.0,
     # Progress callback, called with the completed fraction after each turn
     advance: Callable[[float], None] = lambda fraction: None,
+    repeats: int = 2,  # runs in a turn: the first one finds caches and clock rate as another callable left them
 ) -> list[float]:
     """Return the minimum seconds of each callable over interleaved runs, over which interference spreads."""
     best, start, count, share = [(float("inf"), float("inf"))] * len(runs), time.perf_counter(), 0, 0.0
@@ -277,7 +310,7 @@ def least_seconds(
         if not turn:
             break
         for i in turn if count % 2 else reversed(turn):
-            for _ in range(2):  # twice, because the first run finds caches and clock rate as another callable left them
+            for _ in range(repeats):
                 before = time.perf_counter()
                 runs[i]()
                 least, second, _ = sorted((*best[i], time.perf_counter() - before))
@@ -391,7 +424,11 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
             curve = load(key) or load(key_of_start, _STARTS)
             if curve is not None and curve != stored:
                 return curve
+            waited, start = _waiting_seconds(), time.perf_counter()
             curve = measure(runner, ssms, START_SECONDS)
+            if _is_busy(waited, start):
+                logger.info("pass costs were measured beside other work, and the next start measures them again")
+                return curve
             try:
                 save(curve, key_of_start, _STARTS)
             except OSError as error:

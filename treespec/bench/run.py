@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,11 @@ _FROZEN = ("device", "dtype", "threads", "attention", "linear", "quantization", 
 WHY_BATCH_ONE = "transformers' assisted decoding supports batch 1 only"
 
 
-def bench(options: Options, grown: GrownTarget | None = None) -> dict[str, Any]:
+def bench(
+    options: Options,
+    grown: GrownTarget | None = None,
+    loading: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (open while the models are loaded)
+) -> dict[str, Any]:
     """Run the benchmark and return the `--json` document. The source of a grown target also decodes the prompts."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -53,16 +58,17 @@ def bench(options: Options, grown: GrownTarget | None = None) -> dict[str, Any]:
     ours, peers = _modes(options, list(folders))
     specs = {mode.name: mode.spec for mode in ours}  # validates before anything is loaded
     largest = max([AUTO_NODES, *(spec.max_nodes for spec in specs.values() if isinstance(spec, SpecConfig))])
-    llm = LLM(
-        target,
-        [*folders.values()],
-        SpecConfig(nodes=largest),  # the engine reserves slots for it
-        device=options.device,
-        dtype=options.dtype,
-        max_num_seqs=max(options.batch),
-        compile=options.compile,
-        quantization=options.quantization,
-    )
+    with loading:
+        llm = LLM(
+            target,
+            [*folders.values()],
+            SpecConfig(nodes=largest),  # the engine reserves slots for it
+            device=options.device,
+            dtype=options.dtype,
+            max_num_seqs=max(options.batch),
+            compile=options.compile,
+            quantization=options.quantization,
+        )
     prompts, ids, left_out = _prompts(options, llm)
     memory = {"peak_with_ours": _peak_mib()}
     by_name: dict[str, Run] = {mode.name: _ours(llm, specs[mode.name], options) for mode in ours}

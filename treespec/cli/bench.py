@@ -10,7 +10,7 @@ import typer
 
 from treespec.bench.options import Options
 from treespec.cli.group import Command, UsageError, print_json
-from treespec.cli.options import Drafts, Json, Model, flags, parse_branching
+from treespec.cli.options import Drafts, Json, Model, flags, parse_branching, status
 from treespec.config.engine_options import EngineOptions
 from treespec.utils.interrupts import raise_on_interrupt
 
@@ -98,7 +98,7 @@ def _measure(options: Options) -> dict[str, Any]:
 
     growing = grown(options, options.grow, options.grow_vocab, options.keep) if options.grow else None
     with growing or nullcontext((options, None)) as (models, target):
-        return measure(models, target)
+        return measure(models, target, status("loading"))
 
 
 def _measure_server(options: Options) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Load decoder parameters strictly: the names, shapes and dtypes of all tensors must match the model's shape."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from treespec_weights.dtypes import LOADABLE, TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.families import LLAMA
 from treespec_weights.gguf.blocks import Weights
+from treespec_weights.progress import tracked
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.quant_schemes import QuantScheme, StoredTensor
 from treespec_weights.quantize import BITS, Quantized, dequantize, group_of, quantize
@@ -104,7 +106,8 @@ def load_weights(
     loaded: Weights = {}
     overflows = []
     order = {name: i for i, name in enumerate(checkpoint.tensors)}  # tensors renamed by the scheme come last
-    for placement in sorted(placements, key=lambda placement: order.get(placement.name, len(order))):
+    placements.sort(key=lambda placement: order.get(placement.name, len(order)))
+    for placement in tracked(f"reading {checkpoint.folder.name}", placements, lambda read: math.prod(read.shape)):
         if blocks and (matrix := checkpoint.blocks(placement.name)) is not None:
             parts = placement.unpack(matrix.rows)
             loaded |= {param: matrix._replace(rows=rows) for param, rows in parts.items()}

@@ -1,0 +1,36 @@
+"""Tell how far loading a model has come to whoever shows it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
+
+Show = Callable[[str, float], None]
+"""Receives what is being done and the fraction of it that is done."""
+
+_Item = TypeVar("_Item")
+_show: ContextVar[Show | None] = ContextVar("show", default=None)
+
+
+@contextmanager
+def shown_by(show: Show) -> Iterator[None]:
+    """Let `show` receive the progress of what this thread loads while the context is open."""
+    token = _show.set(show)
+    try:
+        yield
+    finally:
+        _show.reset(token)
+
+
+def tracked(doing: str, items: Sequence[_Item], size: Callable[[_Item], int] = lambda item: 1) -> Iterator[_Item]:
+    """Yield the items and tell how much of their total size is done before each."""
+    show, done = _show.get(), 0
+    if show is None:
+        yield from items
+        return
+    total = max(sum(map(size, items)), 1)
+    for item in items:
+        show(doing, done / total)
+        yield item
+        done += size(item)
+    show(doing, 1.0)

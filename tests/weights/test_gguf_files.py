@@ -63,6 +63,8 @@ def test_a_folder_of_one_file(tmp_path: Path) -> None:
     assert ModelConfig.from_hf(tmp_path).folder == tmp_path, "safetensors are read, whatever lies beside them"
     with pytest.raises(FileNotFoundError, match=r"no such GGUF file: 'models/none.gguf'"):
         open_llm(Path("models/none.gguf"))
+    with pytest.raises(FileNotFoundError, match=r"no such file: 'none.safetensors'$"):
+        open_llm(Path("none.safetensors"))
     with pytest.raises(NotADirectoryError, match="pass the folder that holds it, or a GGUF file"):
         open_llm(tmp_path / "config.json")
 

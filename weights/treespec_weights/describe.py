@@ -23,6 +23,14 @@ def describe(report: dict[str, Any]) -> str:
     ]
     if report["quantization"]:
         facts.append(("quantised", report["quantization"]))
+    for in_blocks, name, form in ((True, "in blocks", ""), (False, "as values", " in memory")):
+        rows = [row for row in report["matrices"] or () if row["in_blocks"] == in_blocks]
+        kinds = " + ".join(f"{row['count']} {row['type']} {_size(row['bytes'])}{form}" for row in rows)
+        if report["matrices"] is not None:
+            facts.append((name, kinds or "no matrices"))
+    if report["pass_bytes"]:
+        head = f"the layers and the {'tied' if shape['tied'] else 'untied'} head"
+        facts.append(("pass reads", f"{_size(report['pass_bytes'])}: {head}"))
     if shape:
         heads = f"{shape['num_heads']} heads, {shape['num_kv_heads']} KV heads, head dim {shape['head_dim']}"
         biases = [name for name in ("attention_bias", "o_bias", "mlp_bias") if shape[name]]

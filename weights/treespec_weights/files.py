@@ -28,7 +28,9 @@ def resolve_folder(folder: Path | str) -> Path:
             raise ValueError("empty path")
         real = Path(os.path.realpath(folder, strict=True))
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        kind, hint = ("GGUF file", "") if named_gguf else ("checkpoint folder", _hub_hint(str(folder)))
+        named_file = str(folder).lower().endswith((".safetensors", ".bin", ".json"))
+        kind = "GGUF file" if named_gguf else "file" if named_file else "checkpoint folder"
+        hint = "" if named_gguf or named_file else _hub_hint(str(folder))
         raise FileNotFoundError(f"no such {kind}: {str(folder)!r}{hint}") from error
     if real.is_dir():
         return _gguf_in(real) or real

@@ -6,11 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.checkpoint import Checkpoint, TensorInfo
 from treespec_weights.documents import read_config
+from treespec_weights.dtypes import TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import resolve_folder
+from treespec_weights.gguf.blocks import FORMS
 from treespec_weights.load import ignored_names, match
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.rules import FamilyRules, ModelShape
@@ -25,7 +27,9 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
 
     `shape`, `made_of` and `unsupported_because` depend on whether its family is supported; `tensors` has one row per
     group of tensors that differ only in the layer `{i}`; `parameters` counts a tied head once, and no ignored buffers;
-    `problems` is the number found by `match`; `unused_ids` are rows of the embedding after the tokenizer's last id.
+    `matrices` counts those of a GGUF file by type, and says which of them compiled passes keep in blocks; `pass_bytes`
+    is what such a pass reads of the weights; `problems` is the number found by `match`; `unused_ids` are rows of the
+    embedding after the tokenizer's last id.
 
     Raises the errors of `Checkpoint.open`, and CheckpointConfigError for an unusable config.json.
     """
@@ -114,6 +118,8 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
         "ignored": ignored,
         "problems": problems,
         "quantization": scheme.name if scheme else None,
+        "matrices": _matrices(checkpoint),
+        "pass_bytes": _pass_bytes(checkpoint, shape, rules) if shape and rules else None,
         "memory": {
             dtype: {"weights_bytes": parameters * size, "kv_bytes_per_token": kv_values and kv_values * size}
             for dtype, size in MEMORY_DTYPES.items()
@@ -154,3 +160,30 @@ def _rows(checkpoint: Checkpoint) -> list[dict[str, Any]]:
         {"name": name, "count": count, "dtype": info.dtype, "shape": list(info.shape), "bytes": info.nbytes}
         for (name, info), count in counts.items()
     ]
+
+
+def _matrices(checkpoint: Checkpoint) -> list[dict[str, Any]] | None:
+    """Return the number and the bytes in memory of a GGUF file's matrices by type; None for safetensors."""
+    if not checkpoint.folder.is_file():
+        return None
+    rows: dict[str, dict[str, Any]] = {}
+    for info in checkpoint.tensors.values():
+        if len(info.shape) == 2:
+            new = {"type": info.dtype, "in_blocks": info.dtype in FORMS, "count": 0, "bytes": 0}
+            row = rows.setdefault(info.dtype, new)
+            row["count"] += 1
+            row["bytes"] += _held_bytes(info)
+    return [*rows.values()]
+
+
+def _held_bytes(info: TensorInfo) -> int:
+    """Return the bytes in memory of a tensor: as stored, or in 16 bits if compiled passes do not know its blocks."""
+    return info.nbytes if info.dtype in FORMS or info.dtype in TORCH_DTYPES else 2 * info.size
+
+
+def _pass_bytes(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> int:
+    """Return the bytes that a pass reads of the weights: of the layers and the head, which may be the embedding."""
+    rules = rules.for_names(checkpoint.names())
+    [embed] = [rule.name for rule in rules.tensors if rule.params == ("embed",)]
+    unread = {*ignored_names(shape, rules), rules.tied_copy if shape.tied and embed in checkpoint.tensors else embed}
+    return sum(_held_bytes(info) for name, info in checkpoint.tensors.items() if name not in unread)

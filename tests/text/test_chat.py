@@ -252,11 +252,17 @@ def test_a_conversation_in_the_terminal(
     first = answered(USER)
     second, fresh = answered(USER, first, again), answered(again)
     command = ["chat", "--system", "Be brief.", "--max-tokens", 6]
-    lines = [USER["content"], long, again["content"], "/new", "", again["content"], "/exit", "never asked"]
+    lines = [USER["content"], long, again["content"], "/new", "/halp", "", again["content"], "/exit", "never asked"]
     ran = run(*command, stdin="\n".join(lines))
     assert ran.stdout == "".join(f"{answer['content']}\n" for answer in (first, second, fresh))
     told = ran.stderr.splitlines()
-    assert [line.split(":")[0].split(",")[0] for line in told] == ["[6 tokens", "error", "[6 tokens", "[6 tokens"]
+    assert [line.split(":")[0].split(",")[0] for line in told] == [
+        "[6 tokens",
+        "error",
+        "[6 tokens",
+        "no command /halp",
+        "[6 tokens",
+    ]
     assert told[1].endswith("/new starts another conversation") and told[2].endswith("tokens/s, cut off]")
 
     stream = LLM.stream

@@ -1,5 +1,6 @@
 """`treespec chat`: a conversation in the terminal, streamed."""
 
+import re
 import sys
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 MAX_TOKENS = 512
 SAMPLING = "temperature top_p top_k min_p seed"
 SPECULATION = "verification nodes max_depth branching no_spec"
-HELP = "/new starts another conversation, Ctrl-C stops an answer, Ctrl-D or /exit ends."
+HELP = "/new starts another conversation, /help repeats this, Ctrl-C stops an answer, Ctrl-D or /exit ends."
 
 
 @flags(EngineOptions, "device", "dtype", "compile", "quantization", "max_model_len", "draft_vocabulary")
@@ -66,16 +67,24 @@ def chat(
     while (text := _next_message()) is not None:
         if text == "/new":
             messages = list(opening)
+        elif re.fullmatch(r"/[a-z?]+", text):  # a mistyped command is no question
+            typer.echo(HELP if text == "/help" else f"no command {text}: {HELP}", err=True)
         elif text:
             _answer(llm, messages, text, params, template)
 
 
 def _next_message() -> str | None:
-    """Return the next line of stdin, or None at its end or /exit."""
+    """Return the next line of stdin, or None at its end or /exit. Ctrl-C drops a line that is being typed."""
+    typed = sys.stdin.isatty()
     try:
-        text = input("> " if sys.stdin.isatty() else "").strip()
+        text = input("> " if typed else "").strip()
     except EOFError:
         return None
+    except KeyboardInterrupt:  # perhaps meant for an answer that has just ended, so the conversation goes on
+        if not typed:
+            raise
+        typer.echo(f"\n{HELP}", err=True)
+        return ""
     return None if text == "/exit" else text
 
 

@@ -97,6 +97,19 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, form: Any) -
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(70,), (128, 32, 32), (100, 200, 3), (10, 54), (16, 16)])
+def test_dense_matrices_of_one_product(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """Matrices that share a panel are packed as their concatenation."""
+    generator = torch.Generator().manual_seed(len(sizes))
+    parts = [torch.randn(size, 32, generator=generator).to(dtype) for size in sizes]
+    x = torch.randn(3, 32, generator=generator).to(dtype)
+    joined = CompiledLinear(library(dtype), parts, None, dtype, 1)(x)
+    assert torch.equal(joined, CompiledLinear(library(dtype), torch.cat(parts), None, dtype, 1)(x))
+    assert_close(joined, row_linear_ref(x, torch.cat(parts)), max_error=BOUNDS[dtype][0], rms_error=BOUNDS[dtype][1])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_blocks_of_gguf_files(dtype: torch.dtype, kind: str) -> None:
     """Blocks are multiplied as their reading, in panels that are not whole, alone and joined with other matrices."""

@@ -30,6 +30,7 @@ from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.cpu.lookup_cpu import lookup_library
 from treespec_kernels.linear.quantized import BlockWeight
 from treespec_weights.gguf.blocks import Blocks, Weights
+from treespec_weights.progress import tracked
 
 
 def check_compiled(configs: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device, folder: Path) -> None:
@@ -112,15 +113,18 @@ class CompiledDecoder(Decoder):
 
     def _take_layers(self, weights: Weights) -> Iterator[CompiledLayerWeights]:
         """Yield the layers' weights, and drop those of one layer from memory when the next one is asked for."""
-        for i, kind in enumerate(self.config.layers):
+        for i, kind in tracked(f"packing {self.config.folder.name}", [*enumerate(self.config.layers)]):
             prefix = f"layers.{i}."
             head_norm = take_head_norm(weights, prefix, self.heads, self.kv_heads)
             blocks = [value for name, value in weights.items() if name.startswith(prefix) and isinstance(value, Blocks)]
-            parts = take_layer(weights, i)
+            parts = take_layer(weights, i, joins=False)
             yield CompiledLayerWeights(head_norm=head_norm, rope=kind.rope, window=kind.window, **parts)
             del parts
             for matrix in blocks:
                 matrix.release()
+
+    def weight_forms(self) -> Sequence[object]:
+        return self.model.weight_forms
 
     def _select_layers(self, layers: Sequence[int]) -> None:
         kinds = [self.config.layers[i] for i in layers]

@@ -53,10 +53,11 @@ def make_linear(
     return Linear(weight, bias, impl)
 
 
-def take_projection(weights: Weights, prefix: str, names: tuple[str, ...]) -> Any:
+def take_projection(weights: Weights, prefix: str, names: tuple[str, ...], joins: bool = True) -> Any:
     """Pop the matrices `prefix + name`, with their scales and zero points, and return the weight of their product.
 
-    It is a Tensor or a QuantizedWeight of all outputs, or, if any of the matrices is in blocks, a list of weights.
+    It is a Tensor or a QuantizedWeight of all outputs, or a list of weights if any of the matrices is in blocks. A list
+    also takes the place of several Tensors without `joins`, which saves a copy.
     """
     parts = [_take_matrix(weights, prefix + name) for name in names]
     if len(parts) == 1:
@@ -65,7 +66,7 @@ def take_projection(weights: Weights, prefix: str, names: tuple[str, ...]) -> An
         return parts
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     if not quantized:
-        return torch.cat(parts)
+        return torch.cat(parts) if joins else parts
     if len(quantized) < len(names) or len({(part.bits, part.group) for part in quantized}) > 1:
         raise ModelError(
             f"{', '.join(prefix + name for name in names)} are fused into one product, but not all quantised alike; "
@@ -86,11 +87,11 @@ def _take_matrix(weights: Weights, name: str) -> Any:
     return weight
 
 
-def take_layer(weights: Weights, i: int, fuses_gate: bool = True) -> dict[str, Any]:
+def take_layer(weights: Weights, i: int, fuses_gate: bool = True, joins: bool = True) -> dict[str, Any]:
     """Pop layer i: the fused projections `qkv`, `o`, `gate_up` and `down`, their biases, and the norms of its inputs.
 
-    Without `fuses_gate`, `gate` and `up` are two projections. Parts that the family lacks are None. The first layer of
-    a draft head has no `qkv`: the head computes these projections.
+    Without `fuses_gate`, `gate` and `up` are two projections; `joins` is that of `take_projection`. Parts that the
+    family lacks are None. The first layer of a draft head has no `qkv`: the head computes these projections.
     """
     prefix = f"layers.{i}."
     projections: dict[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "o": ("o",), "down": ("down",)}
@@ -100,7 +101,7 @@ def take_layer(weights: Weights, i: int, fuses_gate: bool = True) -> dict[str, A
         projections |= {"gate": ("gate",), "up": ("up",)}
     layer: dict[str, Any] = {}
     for name, fused in projections.items():
-        layer[name] = take_projection(weights, prefix, fused) if prefix + fused[0] in weights else None
+        layer[name] = take_projection(weights, prefix, fused, joins) if prefix + fused[0] in weights else None
         biases = [weights.pop(f"{prefix}{matrix}_bias", None) for matrix in fused]
         present = [bias for bias in biases if bias is not None]
         layer[f"{name}_bias"] = torch.cat(present) if present else None

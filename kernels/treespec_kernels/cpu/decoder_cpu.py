@@ -6,7 +6,7 @@ model is bound by call overhead: 25 torch calls per layer at 1 to 15 us each.
 
 import copy
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -192,6 +192,11 @@ class CompiledModel:
         return model
 
     @property
+    def weight_forms(self) -> list[tuple[object, ...]]:
+        """The forms of each layer's matrices, which are equal if the same kernels compute them."""
+        return [tuple(part for name in _LINEARS for part in _forms(getattr(layer, name))) for layer in self._layers]
+
+    @property
     def nbytes(self) -> int:
         """Size of all weights in memory, in bytes."""
         return sum(tensor.nbytes for tensor in self._held)
@@ -329,6 +334,13 @@ class CompiledModel:
         assert hidden.dtype == self.dtype and hidden.shape[1] == self.hidden_size
         hidden = hidden.contiguous()
         entry(ctypes.byref(self._head), hidden.data_ptr(), len(hidden), out.data_ptr(), self._threads)
+
+
+def _forms(linear: ctypes.Structure | None) -> Iterator[tuple[int, ...]]:
+    """Yield the sizes and the form of each matrix of a product."""
+    while linear is not None:
+        yield linear.inputs, linear.outputs, linear.code, linear.group, linear.has_min, linear.integer
+        linear = _LinearStruct.from_address(linear.rest) if linear.rest else None
 
 
 def _address_of(function: Any) -> int:

@@ -38,17 +38,31 @@ def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: 
     return compile_library(compiler, (SOURCE, *PARTS), defines, folder)
 
 
-def pack(weight: Tensor) -> Tensor:
-    """Reorder a weight [outputs, inputs] to [panels, inputs, 64], or in bf16 to [panels, inputs / 2, 64, 2].
+def pack(weights: Sequence[Tensor], memory: HugePages) -> Tensor:
+    """Reorder weights [outputs, inputs], one below the other, to [panels, inputs, 64] in `memory`.
 
-    bf16 has pairs of inputs next to each other.
+    bf16 has pairs of inputs next to each other: [panels, inputs / 2, 64, 2]. The weights are read once.
     """
-    outputs, inputs = weight.shape
+    inputs, dtype, pair = weights[0].shape[1], weights[0].dtype, 2 if weights[0].dtype == torch.bfloat16 else 1
+    outputs = sum(len(weight) for weight in weights)
     panels = -(-outputs // _PANEL)
-    whole = torch.nn.functional.pad(weight, (0, 0, 0, panels * _PANEL - outputs)).view(panels, _PANEL, inputs)
-    if weight.dtype == torch.bfloat16:
-        return whole.view(panels, _PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
-    return whole.transpose(1, 2).contiguous()
+    packed = memory.allocate(panels * _PANEL * inputs * dtype.itemsize).view(dtype)
+    packed = packed.view(panels, inputs // pair, _PANEL, pair)
+    packed[-1].zero_()  # the last panel may be padded
+    end = 0
+    for weight in weights:
+        start, end = end, end + len(weight)
+        blocks = weight.reshape(len(weight), inputs // pair, pair)
+        # Whole panels at once, between parts of panels that are shared with other weights.
+        first = min(-(-start // _PANEL) * _PANEL, end)
+        last = max(end // _PANEL * _PANEL, first)
+        for begin, stop in ((start, first), (last, end)):
+            if begin < stop:
+                rows = blocks[begin - start : stop - start].transpose(0, 1)
+                packed[begin // _PANEL, :, begin % _PANEL : begin % _PANEL + stop - begin] = rows
+        whole = blocks[first - start : last - start].view(-1, _PANEL, inputs // pair, pair)
+        packed[first // _PANEL : last // _PANEL] = whole.transpose(1, 2)
+    return packed
 
 
 def in_panels(tensor: Tensor) -> Tensor:
@@ -99,7 +113,7 @@ class PanelLinear:
         struct.rest = ctypes.addressof(self._parts[-1]) if self._parts else None
         struct.bias = None if bias is None else self._hold(in_panels(bias[:, None]).clone())
         if isinstance(weights[0], Tensor):
-            struct.weight = self._hold(self._memory.place(pack(torch.cat(list(weights)))))
+            struct.weight = self._hold(pack(weights, self._memory))
             return struct
         sources = (STRUCTS["Source"] * len(weights))()
         tensors: list[Tensor] = []  # that the sources point to

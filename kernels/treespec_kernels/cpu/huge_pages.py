@@ -38,12 +38,6 @@ class HugePages:
         self._used = start + nbytes
         return self._chunk[start : self._used]
 
-    def place(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy on huge pages; the tensor itself if it stays on ordinary ones."""
-        if self._smallest is None or tensor.nbytes < self._smallest:
-            return tensor
-        return self.allocate(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
 
 def _map(size: int) -> Tensor:
     """Return zeros, uint8 [>= size], that begin at a page and are on huge pages once they are written."""

@@ -1,5 +1,6 @@
 """GGUF files: what they hold, against the folders they are made of and transformers' reading."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,11 @@ from treespec import LLM, SpecConfig
 from treespec.models.model_config import ModelConfig
 from treespec.startup.memory import weight_bytes
 from treespec.startup.vocabularies import fit_weights
-from treespec_weights import read_config
+from treespec_weights import inspect_checkpoint, read_config
+from treespec_weights.describe import describe
 from treespec_weights.gguf.blocks import FORMS, Blocks, read_blocks
+from treespec_weights.gguf.reader import read_gguf
+from treespec_weights.progress import shown_by
 from treespec_weights.quantize import Quantized, dequantize
 
 LENGTHS, TOKENS = (1, 20, 70), 12
@@ -209,6 +213,32 @@ def test_blocks_are_loaded_as_stored(name: str, tmp_path: Path) -> None:
             found.release()  # from memory: its values stay
             found = found.dequantize(torch.float32)
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-7 * float(expected.abs().max()))
+
+
+@needs_compiler
+def test_the_selftest_computes_layers_of_every_form() -> None:
+    """Behind `tracked`, which tells how far loading has come."""
+    told: list[tuple[str, float]] = []
+    with shown_by(lambda *progress: told.append(progress)):
+        models = [open_llm(llama_file(name)).engine.runner.target for name in ("Q4_K", "Q4_K_M")]
+    assert [model.layer_subset(90)[1] for model in models] == [1, 2]
+    parts = dict.fromkeys(part for part, _ in told)
+    assert [*parts] == [f"{doing} {name}.gguf" for name in ("Q4_K", "Q4_K_M") for doing in ("reading", "packing")]
+    for part in parts:
+        fractions = [fraction for told_part, fraction in told if told_part == part]
+        assert fractions == sorted(set(fractions)) and (fractions[0], fractions[-1]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("name", "read"), [("Q4_K_M", "output.weight"), ("tied", "token_embd.weight")])
+def test_inspect_tells_what_a_pass_reads(name: str, read: str) -> None:
+    report, tensors = inspect_checkpoint(llama_file(name)), read_gguf(llama_file(name)).tensors
+    assert all(row["in_blocks"] for row in report["matrices"])
+    assert sum(row["bytes"] for row in report["matrices"]) == sum(
+        t.nbytes for t in tensors.values() if len(t.shape) == 2
+    )
+    expected = [t.nbytes for key, t in tensors.items() if key.startswith(("blk.", "output_norm")) or key == read]
+    assert report["pass_bytes"] == sum(expected)
+    assert re.search(rf"pass reads +{sum(expected) / 1024:.1f} KiB: the layers and the", describe(report))
 
 
 @pytest.mark.parametrize("name", ["Q4_K_M", "tied"])

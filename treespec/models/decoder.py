@@ -229,15 +229,21 @@ class Decoder:
     def layer_subset(self, max_window: int) -> tuple["Decoder", int]:
         """Return a decoder whose first layers, of this number, include every kind, for the self-test.
 
-        Windows are clipped so that short contexts suffice.
+        Layers whose weights are stored in different forms are of different kinds. Windows are clipped so that short
+        contexts suffice.
         """
-        kinds = {kind: i for i, kind in reversed([*enumerate(self.config.layers)])}
+        forms = zip(self.config.layers, self.weight_forms(), strict=True)
+        kinds = {kind: i for i, kind in reversed([*enumerate(forms)])}
         if len(kinds) == 1 and self.windows == (None,):
             return self, 1
         model = copy.copy(self)
         model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
         model._select_layers(sorted(kinds.values()))
         return model, len(kinds)
+
+    def weight_forms(self) -> Sequence[object]:
+        """Return for each layer a value that is equal for layers of one form, such as int4 in groups of 32."""
+        return [None] * len(self.config.layers)
 
     def _select_layers(self, layers: Sequence[int]) -> None:
         self.layers = [self.layers[i] for i in layers]

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import re
+from contextlib import nullcontext
 from ctypes import CDLL
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ from treespec.startup.memory import MemoryPlan, plan_memory
 from treespec.startup.options import Resolved, resolve
 from treespec.startup.selftest import differing_rows, proven_rounds
 from treespec.startup.vocabularies import Draft, foreign_drafters
+from treespec.utils.torch_state import one_thread
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.lookup_cpu import lookup_library
@@ -129,7 +131,9 @@ def load_target(resolved: Resolved, plan: MemoryPlan) -> tuple[Decoder, KVCache,
 def check_exact(decoder: Decoder, cache: KVCache, attention: str, largest_pass: int) -> None:
     """Run the self-test on a native decoder. attention="auto" falls back from packed to gathered attention."""
     try:
-        differences = differing_rows(decoder, cache.pools[0], largest_pass)
+        # torch's share of compiled passes is small: its threads would wake up for it, and take CPUs from the passes.
+        with nullcontext() if decoder.compiled is None else one_thread():
+            differences = differing_rows(decoder, cache.pools[0], largest_pass)
     except Exception as error:
         if not is_triton_error(error):
             raise

@@ -40,9 +40,13 @@ _PREFIXES = (1, PAGE_SIZE - 4, 2 * PAGE_SIZE - 1, 5 * PAGE_SIZE + 30)
 _PARENTS = np.array([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7, 8, 9, 11])  # 13 nodes of up to 7 levels, to cross tile boundaries
 _WIDE = np.maximum(np.arange(2 * PAGE_SIZE) - 9, 0)  # parents of a tree too large for packed attention
 _WIDE[0] = -1
+_ALONE = (10, 5)  # nodes that are also decoded alone with their ancestors, besides the last
 _PAGES = 8  # pages per request
 _FEW = 24  # rows of a small matrix product; AMX kernels block the sum of more than 32 rows differently
-_ALONE = 16  # last tokens of a prompt that are also computed one by one
+# Rows of the passes into which a prompt's last tokens are split. Kernels differ by the number of rows.
+_SPLITS = ((1, 2, 3, 4, 5, 6, 7, 8), (9, 16, 17, 28))
+_LAST = max(map(sum, _SPLITS))
+_HEAD_ROWS = 40  # rows of a compiled head's largest product, which has the same tiles for more rows
 _WINDOW = 90  # maximum window in the test; sums within a tile do not depend on the number of tiles
 # Of captured rounds:
 _PROMPTS = (60, 3)  # lengths in tokens; the first repeats, so that lookup proposes; outputs cross a page boundary
@@ -54,7 +58,7 @@ _TEMPERATURES = (0.0, 0.8)
 def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512) -> list[str]:
     """Compare passes on one layer of each kind; returns a line for each difference. Zeroes the pages that it uses."""
     rng = np.random.default_rng(0)
-    whole, (model, num_layers) = pool, model.layer_subset(_WINDOW)
+    model, num_layers = model.layer_subset(_WINDOW)
     pool = pool[:num_layers]
     available = pool.shape[2] - 1
     pages = 1 + np.arange(min(_PAGES, available))
@@ -63,20 +67,21 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512) -> lis
     differences = []
     ends = [end for window in model.windows if window is not None for end in (window, window + PAGE_SIZE)]
     borders = {end - 4 for end in ends if end > 4}  # so that the first position leaves the window of deeper nodes
-    for prefix in (p for p in sorted({*_PREFIXES, *borders}) if p + len(_PARENTS) <= room):
-        differences += _compare_after_prompt(
-            model, pool, rng.integers(model.vocab_size, size=prefix), _PARENTS, pages, twin
-        )
-    if model.min_rows <= 2:  # with fixed rows, no pass is larger
-        if 30 + len(_WIDE) <= room:
-            differences += _compare_after_prompt(
-                model, pool, rng.integers(model.vocab_size, size=30), _WIDE, pages, None
-            )
+    prefixes = [p for p in sorted({*_PREFIXES, *borders}) if p + len(_PARENTS) <= room]
+    for prefix in prefixes:  # the head does not read the context, so that one prompt suffices
+        prompt, head_rows = rng.integers(model.vocab_size, size=prefix), len(_PARENTS) * (prefix == prefixes[0])
+        differences += _compare_after_prompt(model, pool, prompt, _PARENTS, pages, twin, head_rows)
+    if model.min_rows <= 2 and 30 + len(_WIDE) <= room:  # with fixed rows, no pass is larger
+        prompt = rng.integers(model.vocab_size, size=30)
+        head_rows = len(_WIDE) if model.compiled is None else _HEAD_ROWS
+        differences += _compare_after_prompt(model, pool, prompt, _WIDE, pages, None, head_rows)
+    if model.min_rows <= 2 and model.compiled is None:  # compiled products have the same tiles for more than `_WIDE`
         prompt = rng.integers(model.vocab_size, size=min(largest_pass, room))
-        if not torch.equal(_prefill(model, pool, prompt, _FEW, pages), _prefill(model, pool, prompt, room, pages)):
+        few = [_FEW] * (len(prompt) // _FEW)
+        if not torch.equal(_prefill(model, pool, prompt, few, pages), _prefill(model, pool, prompt, (), pages)):
             differences.append(f"a pass of {len(prompt)} rows")
     touched = pages if twin is None else np.union1d(pages, twin)
-    whole[:, :, torch.from_numpy(touched).to(pool.device)] = 0
+    pool[:, :, torch.from_numpy(touched).to(pool.device)] = 0
     return differences
 
 
@@ -86,42 +91,84 @@ def _hidden(model: Decoder, pool: Tensor, rows: list[RequestRows], tokens: np.nd
     return model.forward(ids, model.plan(rows, pool), pool, len(pool))[: len(tokens)].nan_to_num()
 
 
-def _prefill(model: Decoder, pool: Tensor, prompt: np.ndarray, chunk: int, pages: np.ndarray, begin: int = 0) -> Tensor:
-    """Return the hidden states of a prompt's tokens from `begin` on; those before are in the cache."""
-    starts = range(begin, len(prompt), chunk)
-    chunks = [RequestRows.chain(start, min(chunk, len(prompt) - start), pages) for start in starts]
-    return torch.cat([_hidden(model, pool, [rows], prompt[rows.positions]) for rows in chunks])
+def _prefill(
+    model: Decoder, pool: Tensor, prompt: np.ndarray, split: Sequence[int], pages: np.ndarray, begin: int = 0
+) -> Tensor:
+    """Return the hidden states of a prompt's tokens from `begin` on; those before are in the cache.
+
+    The last tokens are computed in passes of `split` rows, and those before, if there are any, in one pass; with fixed
+    rows, no pass is larger.
+    """
+    largest = model.min_rows if model.min_rows > 2 else len(prompt)
+    ends, end = [len(prompt)], len(prompt)
+    for size in [*reversed(split), *[largest] * len(prompt)]:
+        if end > begin:
+            end = max(end - min(size, largest), begin)
+            ends.append(end)
+    passes = [RequestRows.chain(start, stop - start, pages) for stop, start in itertools.pairwise(ends)]
+    return torch.cat([_hidden(model, pool, [rows], prompt[rows.positions]) for rows in reversed(passes)])
+
+
+def _fill(model: Decoder, pool: Tensor, prompt: np.ndarray, pages: np.ndarray) -> int:
+    """Fill the cache in front of a prompt's last tokens, and return how many positions it filled.
+
+    K and V of the first page are copied to the others, which takes less time: sums over them depend on their order too.
+    """
+    filled = max(len(prompt) - _LAST, 0)
+    if filled:
+        _prefill(model, pool, prompt[: min(filled, PAGE_SIZE)], (), pages)
+    for page in pages[1 : -(-filled // PAGE_SIZE)]:
+        pool[:, :, page] = pool[:, :, pages[0]]
+    return filled
 
 
 def _compare_after_prompt(
-    model: Decoder, pool: Tensor, prompt: np.ndarray, parents: np.ndarray, pages: np.ndarray, twin: np.ndarray | None
+    model: Decoder,
+    pool: Tensor,
+    prompt: np.ndarray,
+    parents: np.ndarray,
+    pages: np.ndarray,
+    twin: np.ndarray | None,  # pages of a second request in the batch
+    head_rows: int,  # number of last nodes whose logits are compared as well
 ) -> list[str]:
-    """Compare a prompt and a tree after it. `twin` holds the pages of a second request in the batch."""
+    """Compare a prompt and a tree after it."""
     prefix, differences = len(prompt), []
     tree = (np.arange(len(parents)) * 7919 + prefix) % model.vocab_size
     rows = RequestRows.tree(prefix, parents, pages)
     assert rows.visible is not None
-    largest = model.min_rows if model.min_rows > 2 else prefix
-    whole = _prefill(model, pool, prompt, largest, pages)
-    for chunk, count in ((1, _ALONE), (7, 2 * PAGE_SIZE), (64, prefix)):  # the last `count` tokens in chunks
-        if chunk > largest:  # with fixed rows, no pass is larger
-            continue
-        begin = max(prefix - count, 0)
-        if not torch.equal(_prefill(model, pool, prompt, chunk, pages, begin), whole[begin:]):
-            differences.append(f"a prompt of {prefix} tokens in chunks of {chunk}")
+    begin = _fill(model, pool, prompt, pages)
+    whole = _prefill(model, pool, prompt, (), pages, begin)
+    for split in _SPLITS:
+        first = max(prefix - sum(split), 0)
+        if not torch.equal(_prefill(model, pool, prompt, split, pages, first), whole[first - begin :]):
+            differences.append(f"a prompt of {prefix} tokens in passes of {', '.join(map(str, split))}")
     hidden = _hidden(model, pool, [rows], tree)
-    logits = model.logits(hidden)
-    _check_head(model, logits[hidden.isfinite().all(1)])
+    shown = slice(len(tree) - head_rows, len(tree))
+    logits = model.logits(hidden[shown]) if head_rows else None
+    if logits is not None:
+        _check_head(model, logits[hidden[shown].isfinite().all(1)])
     if twin is not None:
-        _prefill(model, pool, prompt, largest, twin)
+        for source, copied in zip(pages, twin, strict=True):
+            pool[:, :, copied] = pool[:, :, source]
         both = _hidden(model, pool, [replace(rows, pages=twin), rows], np.concatenate([tree, tree]))
-        if not torch.equal(both[len(tree) :], hidden) or not torch.equal(model.logits(both)[len(tree) :], logits):
+        same = torch.equal(both[len(tree) :], hidden)
+        if logits is not None:
+            same = same and torch.equal(model.logits(both)[len(tree) :][shown], logits)
+        if not same:
             differences.append(f"a tree of {len(tree)} nodes after {prefix} tokens, in a batch")
-    for node in (0, 5, 10, len(tree) - 1):
-        for depth, step in enumerate(np.flatnonzero(rows.visible[node])):
-            alone = _hidden(model, pool, [RequestRows.chain(prefix + depth, 1, pages)], tree[step : step + 1])
-        if not torch.equal(alone[0], hidden[node]) or not torch.equal(model.logits(alone)[0], logits[node]):
-            differences.append(f"node {node} of a tree of {len(tree)} nodes after {prefix} tokens")
+    computed: list[int] = []  # nodes whose K/V are in the slots behind the prompt
+    for leaf in (len(tree) - 1, *_ALONE):
+        path = np.flatnonzero(rows.visible[leaf]).tolist()
+        pairs = zip(computed, path, strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        for depth, node in enumerate(path[shared:], shared):
+            alone = _hidden(model, pool, [RequestRows.chain(prefix + depth, 1, pages)], tree[node : node + 1])
+            same = torch.equal(alone[0], hidden[node])
+            if logits is not None and node == leaf >= shown.start:
+                same = same and torch.equal(model.logits(alone)[0], logits[node - shown.start])
+            if not same:
+                differences.append(f"node {node} of a tree of {len(tree)} nodes after {prefix} tokens")
+        computed = path
     return differences
 
 

@@ -180,14 +180,15 @@ class TokenTree:
         tree = TokenTree(self.tokens[rows], parents, self.depths[rows], self.probs[rows], *draws, self.source_names)
         return tree.with_values(self.values[rows])
 
-    def best(self, count: int) -> "TokenTree":
-        """Return the subtree of the `count` nodes with the largest values.
+    def best(self, count: int, calibration: float = 1.0) -> "TokenTree":
+        """Return the subtree of the `count` nodes with the largest values, times `calibration` for each level.
 
         It is connected, because values never increase along a path.
         """
         if len(self) <= count:
             return self
-        order = np.argsort(-self.values, kind="stable")  # stable: a parent stays ahead of a child of equal value
+        values = self.values * calibration**self.depths
+        order = np.argsort(-values, kind="stable")  # stable: a parent stays ahead of a child of equal value
         return self.keep(np.sort(order[:count]))
 
     def as_deterministic(self) -> "TokenTree":

@@ -18,10 +18,10 @@ from treespec.planning.round_costs import CostCurve, RoundSeconds
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
-from treespec_kernels.tree.level_rule import COVERAGE
 
 COST = CostCurve((1, 16, 64), (1e-3, 1.3e-3, 3e-3), draft_seconds=2e-4, ssm_seconds=1e-4)
 STARTING = dataclasses.replace(COST, draft_start_seconds=3e-4)
+DEAR_LEVELS = CostCurve((1, 8, 16, 32), (22e-3, 36e-3, 66e-3, 126e-3), draft_seconds=9e-3)
 AUTO = SpecConfig()
 
 
@@ -46,10 +46,6 @@ def planner_at(gain: float, requests: list[Request]) -> Planner:
     return planner
 
 
-def cut(planner: Planner, requests: list[Request], trees: list[TokenTree]) -> list[TokenTree]:
-    return [tree.best(size) for tree, size in zip(trees, planner.sizes(requests, trees), strict=True)]
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 def test_cut_keeps_what_is_worth_its_rows(batch: int) -> None:
     """Against every possible number of rows: the best by tokens promised less the price of their time."""
@@ -58,14 +54,15 @@ def test_cut_keeps_what_is_worth_its_rows(batch: int) -> None:
         requests = [request_of() for _ in range(batch)]
         trees = [random_tree(rng, int(rng.integers(1, 24))) for _ in requests]
         planner = planner_at(gain, requests)
-        kept = cut(planner, requests, trees)
+        kept = planner.cut(requests, trees)
         for tree in kept:
             tree.check_integrity()
-        values = np.sort(np.concatenate([tree.values[1:] for tree in trees]))[::-1]
+        calibrated = [tree.values * planner.calibration**tree.depths for tree in (*trees, *kept)]
+        values = np.sort(np.concatenate([values[1:] for values in calibrated[:batch]]))[::-1]
         price = planner.rate
         worth = [values[:n].sum() - price * float(COST.verify(batch + n)) for n in range(len(values) + 1)]
         assert sum(map(len, kept)) - batch == int(np.argmax(worth))
-        assert np.concatenate([tree.values[1:] for tree in kept]).sum() == pytest.approx(
+        assert np.concatenate([values[1:] for values in calibrated[batch:]]).sum() == pytest.approx(
             values[: np.argmax(worth)].sum()
         )
 
@@ -74,7 +71,7 @@ def test_an_int_is_obeyed() -> None:
     requests = [request_of(SpecConfig(nodes=7)), request_of()]
     trees = [random_tree(np.random.default_rng(i), 20) for i in range(2)]
     planner = planner_at(50.0, requests)  # time is too dear for any node
-    assert [len(tree) for tree in cut(planner, requests, trees)] == [7, 1]
+    assert [len(tree) for tree in planner.cut(requests, trees)] == [7, 1]
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -89,20 +86,22 @@ def test_ssms_are_expected_where_a_first_level_pays(batch: int) -> None:
 
 
 def test_a_level_is_drafted_where_it_promises_more_than_its_time() -> None:
-    """The first one pays for the start of drafting too."""
+    """Its time includes that of a row of the target pass; the first one pays for the start of drafting too."""
     request, only = request_of(), np.array([0])
+    row = float(COST.verify(17) - COST.verify(1)) / 16
     for gain, opened in itertools.product((1.0, 1.5, 3.0), (0.4, 0.7, 1.0)):
         planner = Planner(STARTING)
         planner.draft_plans([request], 256)
         planner._state.gain = gain
-        rule, start, level = planner.level_rule(), gain / 1e-3 * 3e-4, gain / 1e-3 * 2e-4
-        pays = opened * COVERAGE > start + level
+        rule, start, level = planner.level_rule(), gain / 1e-3 * 3e-4, gain / 1e-3 * (2e-4 + row)
+        pays = opened * rule.first_gain > start + level
         assert rule.worth_a_level(only, np.array([opened]), None).tolist() == [pays]
         if opened == 1:
             assert pays == (planner.draft_plans([request], 256)[0].levels > 0)
-        for reached in (0.2, 0.5, 0.9):
-            decision = rule.worth_a_level(only, np.array([opened]), np.array([reached]))
-            assert decision.tolist() == [opened * reached > level], "the start is paid already"
+        for depth, reached in itertools.product((1, 4), (0.2, 0.5, 0.9)):
+            decision = rule.worth_a_level(only, np.array([opened]), np.array([reached]), depth)
+            expected = rule.calibration ** (depth + 1) * opened * reached
+            assert decision.tolist() == [expected > level], "the start is paid already"
 
 
 def test_only_trees_that_pay_grow_on() -> None:
@@ -140,7 +139,7 @@ def test_measured_seconds_correct_the_curve() -> None:
         planner, request = Planner(COST), request_of()
         for _ in range(100):
             planner.draft_plans([request], 256)
-            tree = cut(planner, [request], [tree_of(3, {(5,): 0.9})])[0]
+            tree = planner.cut([request], [tree_of(3, {(5,): 0.9})])[0]
             seconds = np.array([3 * COST.draft(1, 1, 1), 0.0, float(COST.verify(len(tree))), 1e-4])
             planner.observe([request], [tree], [2], RoundSeconds(*(slowness * seconds)), Drafted(1, 1, 1))
         assert planner.costs.draft_scale == pytest.approx(3, rel=0.01)
@@ -185,13 +184,13 @@ def test_what_loses_rests_for_longer_and_longer(drafts: bool) -> None:
     round_seconds = float(COST.verify(2)) + (COST.draft(1, 1, 1) if drafts else 0.0)
     lost = sum(asked) * (round_seconds / float(COST.verify(1)) - 1)
     assert lost < CREDIT + len(rests) * RETRY_CREDIT, "in rounds of plain decoding"
-    assert lost < 0.025 * len(asked)
+    assert lost < 0.03 * len(asked)
 
 
 def test_a_request_that_failed_does_not_count() -> None:
     planner, requests = Planner(COST), [request_of() for _ in range(3)]
     planner.draft_plans(requests, 256)
-    trees = cut(planner, requests, [tree_of(3, {(5,): 0.9})] * 3)
+    trees = planner.cut(requests, [tree_of(3, {(5,): 0.9})] * 3)
     planner.observe(requests[1:], trees[1:], [4, 4], RoundSeconds(1e-3, 0.0, 1e-3, 1e-4), Drafted(1, 1, 3))
     assert planner._state.gain > 1.2
 
@@ -200,8 +199,8 @@ def test_a_long_prompt_is_not_read_for_a_few_tokens() -> None:
     planner = Planner(dataclasses.replace(COST, read_seconds=1e-5))
     few, many = request_of(), Request([1, 2, 3], SamplingParams(max_tokens=5000), AUTO)
     few.max_tokens = 8
-    assert [plan.levels > 0 for plan in planner.draft_plans([few, many], 9000, lambda _: 3000)] == [False, True]
-    assert [plan.levels > 0 for plan in planner.draft_plans([few, many], 9000, lambda _: 0)] == [True, True]
+    assert [plan.levels > 0 for plan in planner.draft_plans([few, many], 9000, lambda _: 3000, True)] == [False, True]
+    assert [plan.levels > 0 for plan in planner.draft_plans([few, many], 9000, lambda _: 0, True)] == [True, True]
 
 
 def test_dear_ssms_need_trust() -> None:
@@ -211,6 +210,37 @@ def test_dear_ssms_need_trust() -> None:
     )
     assert 0.01 < cheap < 0.02 and dear > 1
     assert Planner(COST).draft_plans([request_of(SpecConfig(nodes=16))], 256)[0].min_trust == 0, "an int is obeyed"
+
+
+def answer_seconds(trust: float, sure: float, seed: int) -> float:
+    """Modelled seconds of a new planner's first answer, of 96 tokens and more.
+
+    The draft has a probability of `sure` or 0.5 for each next token, which is right `trust` times as often.
+    """
+    planner, request, rng = Planner(DEAR_LEVELS), request_of(), np.random.default_rng(seed)
+    chances, only, place, seconds = rng.choice([sure, 0.5], 200), np.array([0]), 0, 0.0
+    holds = rng.random(200) < trust * chances
+    while place < 96:
+        most, levels = planner.draft_plans([request], 256)[0].levels, 0
+        rule, mass, reached = planner.level_rule(), np.ones(1), None
+        while levels < most and rule.worth_a_level(only, mass, reached, levels)[0]:
+            reached = chances[place + levels : place + levels + 1]
+            mass, levels = mass * reached, levels + 1
+        paths = {(5,) * (i + 1): float(chances[place + i]) for i in range(levels)}
+        [tree] = planner.cut([request], [tree_of(3, paths)])
+        accepted = int(np.argmin([*holds[place : place + len(tree) - 1], False]))
+        planner.observe([request], [tree], [accepted + 1], None, Drafted(levels, levels, levels))
+        seconds += float(DEAR_LEVELS.verify(len(tree))) + DEAR_LEVELS.draft(levels, levels, levels)
+        place += accepted + 1
+    return seconds * 96 / place
+
+
+@pytest.mark.parametrize(("trust", "sure", "most"), [(1.0, 0.97, 1.0), (0.7, 0.97, 1.04), (0.45, 0.9, 1.05)])
+def test_a_first_answer_takes_hardly_longer_than_with_the_best_depth(trust: float, sure: float, most: float) -> None:
+    """Even if the draft is too sure. A level costs 0.4 of a pass, so the best fixed depths are 1 and 0 (plain)."""
+    one_level = float(DEAR_LEVELS.verify(2)) + DEAR_LEVELS.draft(1, 1, 1)
+    best = 96 * min(one_level / (1 + trust * (sure + 0.5) / 2), float(DEAR_LEVELS.verify(1)))
+    assert np.mean([answer_seconds(trust, sure, seed) for seed in range(10)]) < most * best
 
 
 def modelled_speedup(llm: LLM, spec: SpecConfig, tokens: int) -> tuple[float, float]:

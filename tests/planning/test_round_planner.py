@@ -99,7 +99,7 @@ def test_how_deep_to_draft_is_learned_within_some_rounds() -> None:
     deep = simulate(planner_of(shapes=RoundShapes(12, NODES)), 0.97, 60)
     assert min(levels for levels, _ in deep[-20:]) >= 10
     shallow = simulate(planner_of(shapes=RoundShapes(12, NODES)), 0.3, 60)
-    assert max(levels for levels, _ in shallow[-20:]) <= 2
+    assert sum(levels <= 2 for levels, _ in shallow[-20:]) >= 18, "deeper trees are tried now and then"
 
 
 def test_drafting_begins_again_when_the_text_changes() -> None:

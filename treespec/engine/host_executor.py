@@ -80,7 +80,7 @@ class HostExecutor(Executor[HostExecution]):
             execution.drafted = ssms.drafted
             if execution.drafted.levels:
                 execution.proposals.append((ssms, dict(zip(ids, merged, strict=True))))
-        cut = [tree.best(size) for tree, size in zip(merged, planner.sizes(requests, merged), strict=True)]
+        cut = planner.cut(requests, merged)
         # Fixed trees may be filled up with nodes of probability 0, which a restriction may forbid.
         execution.trees = [_pruned(request, tree) for request, tree in zip(requests, cut, strict=True)]
         if ssms is not None:

@@ -5,6 +5,7 @@ Percentages beside mechanisms: see round_costs.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,7 +19,8 @@ PAUSE, MAX_PAUSE = 64, 1024  # of the first pause, and of the longest one (alway
 # to 1.15 instead of 1.52 to 1.61. A batch of n requests gets an n-th, because the bursts of its requests average out.
 CREDIT, RETRY_CREDIT, MAX_CREDIT = 10.0, 5.0, 20.0
 MARGIN = 0.04  # gain over plain decoding that counts as none, about the error of modelled seconds
-CALIBRATION_EMA = 0.05
+# Calibration of node values: its prior, the weight of the prior and the memory of observations, both in levels.
+INITIAL_CALIBRATION, PRIOR_LEVELS, MEMORY = 0.85, 8.0, 60.0
 # Decay towards the priors per round in which nothing is drafted (without: +15 %, when the text becomes predictable).
 RECOVERY = 0.0015
 EXPLORATION = 0.0008  # by which the promise of a tree's shape recovers in every round
@@ -49,28 +51,32 @@ class SpeculationBackoff:
 
 
 class Calibration:
-    """Ratio of accepted tokens to the tokens that node values predicted (1 throughout: +16 %).
+    """Ratio of accepted to predicted levels, by which a node's value is multiplied once per level of its depth.
 
-    It is a ratio of running means, which start at one token. A mean of the per-round ratios or differences would follow
-    the outcome of the last long draft.
+    A draft that is too sure of its next token is so again of the one after it, so the error of a value grows with its
+    depth. Levels count as far as the accepted path led, and the one that it did not reach.
     """
 
     def __init__(self) -> None:
-        self._accepted = self._predicted = 1.0
+        self._accepted, self._predicted = INITIAL_CALIBRATION * PRIOR_LEVELS, PRIOR_LEVELS
 
     @property
     def value(self) -> float:
-        """Accepted over predicted tokens, clipped to [0.1, 1.2]."""
-        return min(max(self._accepted / self._predicted, 0.1), 1.2)
+        """Accepted over predicted levels, clipped to [0.1, 1]: values never increase along a path."""
+        return min(max(self._accepted / self._predicted, 0.1), 1.0)
 
-    def add(self, accepted: float, predicted: float) -> None:
-        """Update with the accepted and predicted tokens of a round, both per request."""
-        self._accepted += CALIBRATION_EMA * (accepted - self._accepted)
-        self._predicted += CALIBRATION_EMA * (predicted - self._predicted)
+    def add(self, tree: TokenTree, accepted: int) -> None:
+        """Update with a verified tree and its number of accepted nodes."""
+        reached = np.bincount(tree.depths, tree.values).tolist()  # probability to reach each depth, as predicted
+        tried = min(accepted + 1, len(reached) - 1)
+        kept = 1 - tried / MEMORY
+        self._accepted = kept * self._accepted + min(accepted, tried)
+        self._predicted = kept * self._predicted + sum(min(b / a, 1.0) for a, b in pairwise(reached[: tried + 1]))
 
-    def miss(self) -> None:
-        """Decay towards a ratio of 1 after a round without drafted levels."""
-        self._accepted += RECOVERY * (self._predicted - self._accepted)
+    def recover(self, share: float) -> None:
+        """Move towards the initial value."""
+        self._accepted += share * (INITIAL_CALIBRATION * PRIOR_LEVELS - self._accepted)
+        self._predicted += share * (PRIOR_LEVELS - self._predicted)
 
 
 @dataclass(frozen=True)
@@ -98,13 +104,13 @@ class TreeYield:
         self.shapes = shapes
         self._rows, self._levels = np.array(shapes.nodes), np.arange(1, shapes.max_depth + 1)
         self._most = np.minimum(self._levels[:, None], self._rows - 1.0)  # [levels, nodes]: all accepted
-        self.promised = self._most.copy()  # [levels, nodes]: expected accepted tokens before calibration
+        self.promised = self._most.copy()  # [levels, nodes]: expected accepted tokens
         self._seen = np.zeros_like(self.promised)  # number of rounds that each shape was estimated from
 
-    def observe(self, levels: int, nodes: int, trees: Sequence[TokenTree]) -> None:
+    def observe(self, levels: int, nodes: int, trees: Sequence[TokenTree], calibration: float = 1.0) -> None:
         """Update from a round's verified adaptive trees, which have at most the round's `levels` and `nodes`."""
         columns = self.shapes.nodes.index(nodes) + 1
-        observed = np.mean([self._value_sums(tree, levels, columns) for tree in trees], axis=0)
+        observed = np.mean([self._value_sums(tree, levels, columns, calibration) for tree in trees], axis=0)
         region = np.s_[:levels, :columns]
         self._seen[region] += 1
         self.promised[region] += np.maximum(EMA, 1 / self._seen[region]) * (observed - self.promised[region])
@@ -115,10 +121,11 @@ class TreeYield:
         """Move every shape towards its maximum, so that shapes that promised little are tried again."""
         self.promised += EXPLORATION * (self._most - self.promised)
 
-    def _value_sums(self, tree: TokenTree, levels: int, columns: int) -> np.ndarray:
+    def _value_sums(self, tree: TokenTree, levels: int, columns: int, calibration: float) -> np.ndarray:
         """Return the sums of one tree's best values within each smaller shape, float64 [levels, columns]."""
         order = 1 + np.argsort(-tree.values[1:], kind="stable")
-        value, depth = tree.values[order], tree.depths[order]
+        depth = tree.depths[order]
+        value = tree.values[order] * calibration**depth
         allowed = depth <= self._levels[:levels, None]  # [levels, nodes of the tree], best first
         rank = allowed.cumsum(1)
         return ((allowed & (rank < self._rows[:columns, None, None])) * value).sum(2).T

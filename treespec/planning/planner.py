@@ -3,26 +3,30 @@
 Objective. The value p(v) of a drafted node v is the product of the edge probabilities on its path, the estimated
 probability that it is accepted. A round over a batch of B requests with the drafted nodes T emits an expected
 
-    tokens(T) = B + c * sum of p(v) over v in T
+    tokens(T) = B + sum of c ** depth(v) * p(v) over v in T
 
-tokens, where the calibration c is the observed ratio of accepted tokens to summed values. (If no requests are queued,
-the tokens of requests that end early weigh less, see `_weights_of_tokens`.) Throughput is total tokens over total
-seconds of many rounds. This is a fractional program (Dinkelbach 1967): at the optimum, every round maximises
+tokens, where the calibration c is the observed ratio of accepted to predicted levels: a draft that is too sure is so at
+every level. (If no requests are queued, the tokens of requests that end early weigh less, see `_weights_of_tokens`.)
+Throughput is total tokens over total seconds of many rounds. This is a fractional program (Dinkelbach 1967): at the
+optimum, every round maximises
 
     tokens(T) - rate * seconds(T),
 
 where `rate` is the throughput that the rounds achieve. `rate` is estimated by a running mean and is at least that of
 plain decoding. It puts a price on time, which turns every decision into a comparison of marginal gain and cost:
 
-- Draft a level if c * (open mass of the frontier) * (coverage) > rate * (seconds of the level). Open mass is the
-  probability that the frontier is reached and no other source covers the next token; coverage is the share of it that
-  a level's nodes hold, predicted by that of the level before. The first level must also repay the start of drafting.
-- Verify the N nodes with the largest values over all requests, where N maximises
-  c * (sum of the N values) - rate * (seconds of the target pass with N more rows). Values never increase along a path,
-  so these nodes form subtrees. A larger batch makes rows more expensive and trees smaller, down to plain decoding.
+- Draft a level of depth d if c ** d * (open mass of the frontier) * (coverage) > rate * (seconds of the level and of a
+  row). Open mass is the probability that the frontier is reached and no other source covers the next token; coverage is
+  the share of it that a level's nodes hold, predicted by that of the level before.
+- Draft a first level if rounds that draft, from a prior on, are faster than plain decoding: their mean of accepted
+  tokens against the seconds of drafting and of rows. The text decides how many rounds there are in which nothing else
+  proposes, so they are compared with plain decoding, not with the rate.
+- Verify the N nodes with the largest c ** depth(v) * p(v) over all requests, where N maximises their sum less
+  rate * (seconds of the target pass with N more rows). Values never increase along a path, so these nodes form
+  subtrees. A larger batch makes rows more expensive and trees smaller, down to plain decoding.
 
 The host executor reads trees back while they grow, so it asks before each level (`LevelRule`) and cuts afterwards
-(`sizes`). A captured round reads nothing back: the planner chooses its levels and nodes in advance, by the largest
+(`cut`). A captured round reads nothing back: the planner chooses its levels and nodes in advance, by the largest
 tokens(T) / seconds(T) predicted from earlier trees (`TreeYield`).
 
 Measured once per machine and set of models: the `CostCurve` (target passes by rows, draft levels, their start).
@@ -41,9 +45,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treespec.planning.draft_plan import MAX_STALL, NOTHING_DRAFTED, Drafted, DraftPlan, PlainReason
-from treespec.planning.learning import MARGIN, Calibration, RoundShapes, SpeculationBackoff, TreeYield
+from treespec.planning.learning import MARGIN, RECOVERY, Calibration, RoundShapes, SpeculationBackoff, TreeYield
 from treespec.planning.round_costs import CostCurve, CostedBatch, RoundCosts, RoundSeconds
-from treespec_kernels.tree.level_rule import COVERAGE, LevelRule
+from treespec_kernels.tree.level_rule import LevelRule
 
 if TYPE_CHECKING:
     from treespec.request import Request
@@ -66,6 +70,9 @@ UNIQUE_SHARE = 0.12
 # Rows over which the marginal cost of a row is averaged, because two neighbouring row counts may measure the same time
 # by chance (1 row: +7 %).
 ROW_WINDOW = 16
+# Accepted tokens of rounds in which SSMs draft: prior for a first level, its weight in rounds, and the least weight of
+# the newest round.
+FIRST_ACCEPTED, PRIOR_ROUNDS, ACCEPTED_EMA = 0.8, 8, 0.03
 SPEED_PRIOR = 4  # pseudo-count, in rounds of plain decoding, for a request's tokens per round
 # Rounds for which a batch that does not pay is decoded plainly before it is reconsidered; deciding in every round costs
 # 3 % of a short one.
@@ -77,6 +84,8 @@ class _BatchSizeState:
 
     def __init__(self, requests: int) -> None:
         self.gain = INITIAL_GAIN  # mean of tokens per second over plain decoding's, of rounds that speculate (1: +59 %)
+        # Of rounds in which SSMs draft: accepted tokens per request, and seconds of all that follows the first level.
+        self.accepted, self.later_seconds, self.drafted_rounds = FIRST_ACCEPTED, 0.0, PRIOR_ROUNDS
         self.ssms = SpeculationBackoff(requests)  # of rounds in which SSMs draft
         self.model_free = SpeculationBackoff(requests)  # of rounds in which only sources without a model draft
 
@@ -112,7 +121,7 @@ class Planner:
         self.costs = RoundCosts(cost)
         self._yield = None if shapes is None else TreeYield(shapes)
         self._states: dict[int, _BatchSizeState] = {}
-        self._calibration = Calibration()
+        self._calibrations = {samples: Calibration() for samples in (False, True)}  # by whether requests sample
         self._best_shapes: dict[int, tuple[int, int]] = {}  # by depth, chosen since the last observation
         # The round that was planned last, or that is observed; of one request, until a batch is planned.
         self.round = PlannedRound((), self.costs.batch, [1.0])
@@ -198,8 +207,8 @@ class Planner:
         The whole mass is still open: proposals of other sources only reduce it, so a level that does not pay now never
         will.
         """
-        expected = self._calibration.value * COVERAGE
-        return self.level_rule().pays([expected * weight for weight in self.round.token_weights], begins=True)
+        rule = self.level_rule()
+        return rule.pays([rule.first_gain * weight for weight in rule.token_weights], begins=True)
 
     def _shaped_plans(self, requests: Sequence[Request], max_model_len: int, tree_yield: TreeYield) -> list[DraftPlan]:
         """Return the plans of a captured round.
@@ -245,12 +254,27 @@ class Planner:
         verify = costs.verify_each(np.array(shapes.nodes))
         draft = costs.draft_scale * (costs.curve.draft_start_seconds + count * costs.curve.draft_seconds)
         seconds = draft[:, None] + verify + costs.host("drafted")
-        tokens = 1 + self._calibration.value * tree_yield.promised[:depth]
+        tokens = 1 + tree_yield.promised[:depth]
         rates = np.where(count[:, None] < np.array(shapes.nodes), tokens / seconds, 0.0)
         level, column = divmod(int(rates.argmax()), len(shapes.nodes))
         pays = rates[level, column] * costs.plain > 1 + MARGIN
         best = self._best_shapes[depth] = (level + 1, shapes.nodes[column]) if pays else (0, 1)
         return best
+
+    @property
+    def calibration(self) -> float:
+        """The factor of node values per level, of this batch's requests."""
+        factors = [self._calibrations[request.is_sampled].value for request in self.round.batch]
+        return sum(factors) / len(factors)
+
+    def _observe_draft(self, accepted: float, rows: int, drafted: Drafted) -> None:
+        """Update the means of a round in which SSMs drafted; `accepted` tokens per request."""
+        state, count, costs = self._state, self.round.size, self.costs
+        later = costs.speculative(rows, drafted) - costs.speculative(2 * count, Drafted(1, 1, count))
+        state.drafted_rounds += 1
+        weight = max(ACCEPTED_EMA, 1 / state.drafted_rounds)
+        state.accepted += weight * (accepted - state.accepted)
+        state.later_seconds += weight * (max(later, 0.0) - state.later_seconds)
 
     @property
     def rate(self) -> float:
@@ -276,9 +300,13 @@ class Planner:
     @property
     def least_value(self) -> float:
         """Minimum value at which a node pays for its row of the target pass."""
+        return self._row_price / max(self.round.token_weights)
+
+    @property
+    def _row_price(self) -> float:
+        """Weighted tokens that the time of a further row of the target pass is worth."""
         count = self.round.size
-        row = (self.costs.verify(count + ROW_WINDOW) - self.costs.verify(count)) / ROW_WINDOW
-        return self.rate * row / max(self.round.token_weights)
+        return self.rate * (self.costs.verify(count + ROW_WINDOW) - self.costs.verify(count)) / ROW_WINDOW
 
     @property
     def _state(self) -> _BatchSizeState:
@@ -293,29 +321,40 @@ class Planner:
         Dropping an SSM loses `UNIQUE_SHARE` of the tokens in proportion to its weight; other sources propose the rest.
         """
         count = self.round.size
-        lost = UNIQUE_SHARE * self._calibration.value * COVERAGE * count
+        lost = UNIQUE_SHARE * FIRST_ACCEPTED * self.calibration * count
         curve = self.costs.curve
         level = self.costs.draft_scale * (curve.ssm_seconds + (count - 1) * curve.draft_request_seconds)
         return self.rate * level / lost
 
     def level_rule(self) -> LevelRule:
-        """Return the rule by which the levels of this round are drafted, at the cost of one SSM's passes."""
-        curve, price = self.costs.curve, self.rate * self.costs.draft_scale
+        """Return the rule by which the levels of this round are drafted, at the cost of one SSM's passes.
+
+        A level also costs a row of the target pass, for at least one of its nodes.
+        """
+        curve, price, row = self.costs.curve, self.rate * self.costs.draft_scale, self._row_price
+        state = self._state
         return LevelRule(
-            self._calibration.value,
+            self.calibration,
+            max(state.gain, 1.0) * (state.accepted - state.later_seconds / self.costs.plain),
             self.round.token_weights,
             price * curve.draft_start_seconds,
-            price * curve.draft_seconds,
-            price * curve.draft_request_seconds,
+            price * curve.draft_seconds + row,
+            price * curve.draft_request_seconds + row,
             self.least_value,
         )
 
-    def sizes(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[int]:
-        """Return how many nodes of each tree to verify: its configured size or, with nodes="auto", those that pay.
+    def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """Return the nodes of each tree to verify: as many as configured or, with nodes="auto", those that pay.
 
-        These are the nodes with the largest values (`TokenTree.best`). Trees with random draws stay whole: removing a
-        draw because of its token would change the distribution of the others.
+        These are the nodes with the largest values, calibrated with nodes="auto". Trees with random draws stay whole:
+        removing a draw because of its token would change the distribution of the others.
         """
+        factors = [self.calibration if request.spec.is_adaptive else 1.0 for request in requests]
+        sizes = self._sizes(requests, trees)
+        return [tree.best(size, factor) for tree, size, factor in zip(trees, sizes, factors, strict=True)]
+
+    def _sizes(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[int]:
+        """Return how many nodes of each tree to verify."""
         draws = [tree.draw_rows is not None for tree in trees]
         sizes = [
             len(tree) if drawn else min(len(tree), request.spec.max_nodes)
@@ -325,12 +364,13 @@ class Planner:
         if not adaptive:
             return sizes
         rows = len(adaptive) + sum(size for i, size in enumerate(sizes) if i not in adaptive)
-        best_values = [-np.sort(-trees[i].values[1:])[: sizes[i] - 1] for i in adaptive]
+        calibrated = [trees[i].values[1:] * self.calibration ** trees[i].depths[1:] for i in adaptive]
+        best_values = [-np.sort(-values)[: sizes[i] - 1] for i, values in zip(adaptive, calibrated, strict=True)]
         weights = [self.round.token_weights[i] for i in adaptive]
         value = np.concatenate([values * weight for values, weight in zip(best_values, weights, strict=True)])
         order = np.argsort(-value, kind="stable")
         seconds = self.costs.verify_each(np.arange(rows, rows + len(order) + 1))
-        gain = self._calibration.value * np.cumsum(value[order]) - self.rate * (seconds[1:] - seconds[0])
+        gain = np.cumsum(value[order]) - self.rate * (seconds[1:] - seconds[0])
         best = int(np.argmax(gain))
         count = best + 1 if gain[best] > 0 else 0
         owner = np.repeat(np.arange(len(adaptive)), [sizes[i] - 1 for i in adaptive])
@@ -362,22 +402,27 @@ class Planner:
         if self._yield is not None:
             self._yield.recover()
         if not drafted.levels:  # so that SSMs that stopped drafting are eventually retried
-            self._calibration.miss()
+            for calibration in self._calibrations.values():
+                calibration.recover(RECOVERY)
+            self._state.accepted += RECOVERY * (FIRST_ACCEPTED - self._state.accepted)
+            self._state.later_seconds *= 1 - RECOVERY
         if speculates and any(request.spec.is_adaptive for request in requests):
-            state, count = self._state, len(requests)
+            state = self._state
             rounds = self.costs.speculative(rows, drafted) / self.costs.plain
             weight_of = dict(zip(self.round.batch, self.round.token_weights, strict=True))
             weights = [weight_of[request] for request in requests]  # without failed requests of the batch
             gain = sum(w * tokens for w, tokens in zip(weights, emitted, strict=True)) / sum(weights) / rounds
             state.gain += GAIN_EMA * (gain - state.gain)
+            if drafted.levels:
+                self._observe_draft(sum(emitted) / len(requests) - 1, rows, drafted)
             if grows:
-                promised = sum(float(tree.values[1:].sum()) for tree in trees)
-                self._calibration.add((sum(emitted) - count) / count, promised / count)
+                for request, tree, tokens in zip(requests, trees, emitted, strict=True):
+                    self._calibrations[request.is_sampled].add(tree, tokens - 1)
             (state.ssms if drafted.levels else state.model_free).observe(gain, rounds)
             if drafted.levels and self._yield is not None:
                 tried = [t for t, r in zip(trees, requests, strict=True) if r.spec.is_adaptive and len(t.values) > 1]
                 if tried:
-                    self._yield.observe(drafted.levels, self._yield.shapes.fitting(rows), tried)
+                    self._yield.observe(drafted.levels, self._yield.shapes.fitting(rows), tried, self.calibration)
         self._best_shapes.clear()
         if self._yield is not None and (depth := self.round.adaptive_depth):
             self._best_shape(self._yield, depth)  # now, when the device may be busy, rather than before the next launch

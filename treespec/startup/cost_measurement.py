@@ -277,7 +277,7 @@ def _synchronize(device: torch.device) -> None:
 def _draft(ssms: SsmDrafter, requests: Sequence[Request], max_ssms: int | None, levels: int = DRAFT_LEVELS) -> None:
     """Draft trees of `levels` levels with up to `max_ssms` SSMs, then reset their state to the committed context."""
     plans = [DraftPlan(levels, levels, 16, max_ssms=max_ssms)] * len(requests)
-    ssms.propose(requests, plans, LevelRule(1.0, [1.0] * len(requests), 0.0, 0.0, 0.0, 0.0))
+    ssms.propose(requests, plans, LevelRule(1.0, 1.0, [1.0] * len(requests), 0.0, 0.0, 0.0, 0.0))
     for request in requests:
         ssms.release(request)
         ssms.assume_context(request)

@@ -333,11 +333,12 @@ void stop_unprofitable(Growth& g, Rule& rule, std::vector<double>& last_open_mas
         if (rule.adaptive[g.row_owners[i]] && (trees.empty() || trees.back() != g.row_owners[i]))
             trees.push_back(g.row_owners[i]);
     std::vector<double> expected;
-    double all = 0.0;
+    double all = 0.0, factor = rule.calibration;
+    for (int64_t level = 0; level <= g.depth; level++) factor *= rule.calibration;
     int64_t growing = 0;
     for (int64_t tree : trees) {
         const double share = std::min(reached[tree] / std::max(last_open_mass[tree], 1e-9), 1.0);
-        expected.push_back(rule.calibration * current[tree] * share * rule.token_weights[tree]);
+        expected.push_back(factor * current[tree] * share * rule.token_weights[tree]);
         if (expected.back() > rule.marginal_cost) all += expected.back(), growing++;
     }
     last_open_mass = current;

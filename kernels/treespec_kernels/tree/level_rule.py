@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-COVERAGE = 0.7  # share of its open mass that a draft level is expected to hold
-
 
 @dataclass(frozen=True)
 class LevelRule:
@@ -16,7 +14,10 @@ class LevelRule:
     in the order of the trees. Expected tokens and costs have the same unit; the price of time converts the latter.
     """
 
-    calibration: float  # accepted tokens per token that node values predict
+    calibration: float  # factor of a node's value per level of its depth, see `Calibration` of the planner
+    # Accepted tokens expected of a drafted tree if no other source covers the next token, less the cost of its further
+    # levels
+    first_gain: float
     token_weights: Sequence[float]  # weight of a token, by tree of the batch
     start_cost: float  # cost of starting to draft
     level_cost: float  # cost of a level of one tree
@@ -27,11 +28,13 @@ class LevelRule:
         """Return the rule for a batch of some of the trees."""
         return replace(self, token_weights=[self.token_weights[tree] for tree in trees])
 
-    def worth_a_level(self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None) -> np.ndarray:
+    def worth_a_level(
+        self, trees: np.ndarray, open_mass: np.ndarray, reached: np.ndarray | None, depth: int = 0
+    ) -> np.ndarray:
         """Return which of these adaptive trees grow by another level, bool [num trees]. Called before each level.
 
         The next level is expected to hold the same share of its open mass as the last one, and the first level
-        `COVERAGE` of it.
+        to gain `first_gain` times it.
 
         Args:
             trees: int64 [num trees], their indices in the batch.
@@ -39,10 +42,14 @@ class LevelRule:
                 the next token.
             reached: float64 [num trees], the share of the last level's open mass that its nodes hold; None before the
                 first level.
+            depth: of the frontier.
         """
-        shares = [COVERAGE] * len(trees) if reached is None else np.minimum(reached, 1.0).tolist()
+        factor = 1.0 if reached is None else self.calibration
+        for _ in range(depth):
+            factor *= self.calibration
+        shares = [self.first_gain] * len(trees) if reached is None else np.minimum(reached, 1.0).tolist()
         rows = zip(open_mass.tolist(), shares, trees.tolist(), strict=True)
-        expected = [self.calibration * mass * share * self.token_weights[tree] for mass, share, tree in rows]
+        expected = [factor * mass * share * self.token_weights[tree] for mass, share, tree in rows]
         return np.array(self.pays(expected, begins=reached is None), dtype=bool)
 
     def pays(self, expected: Sequence[float], begins: bool) -> list[bool]:

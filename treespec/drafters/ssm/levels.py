@@ -105,6 +105,6 @@ def stop_unprofitable(
     reached = forest.level_mass(rule.least_value)[growing] / np.maximum(last_open_mass[growing], 1e-9)
     if len(growing):
         stops = np.zeros(len(adaptive), dtype=bool)
-        stops[growing] = ~rule.worth_a_level(growing, current[growing], reached)
+        stops[growing] = ~rule.worth_a_level(growing, current[growing], reached, forest.depth)
         forest.stop(stops)
     return current

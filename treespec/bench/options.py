@@ -41,7 +41,7 @@ class Options:
         request_rate: mean arrivals per second at the server, in a Poisson process. None sends all at once.
         max_concurrency: most requests in flight at the server.
         threads: CPU threads. None leaves torch's.
-        device, dtype, compile, quantization: as in `LLM`; not applied to transformers.
+        device, dtype, compile, quantization, draft_vocabulary: as in `LLM`; not applied to transformers.
         seed: seed of the choice of prompts, of sampling, of grown weights and of arrivals.
     """
 
@@ -72,6 +72,7 @@ class Options:
     dtype: str = "auto"
     compile: bool | str = "auto"
     quantization: str | None = None
+    draft_vocabulary: int | str | None = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -68,6 +68,7 @@ def bench(
             max_num_seqs=max(options.batch),
             compile=options.compile,
             quantization=options.quantization,
+            draft_vocabulary=options.draft_vocabulary,
         )
     prompts, ids, left_out = _prompts(options, llm)
     memory = {"peak_with_ours": _peak_mib()}

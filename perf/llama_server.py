@@ -57,7 +57,6 @@ GENERAL = (
 )
 QUESTIONS = [question for pair in zip(CODING, GENERAL, strict=True) for question in pair]
 WARMUP = "Which day comes after Monday?"
-TEMPERATURES = (0.0, 0.7)
 # Options of llama-server by mode; DRAFT stands for the draft's path.
 LLAMA = {
     "plain": "",
@@ -75,6 +74,7 @@ class Answer(NamedTuple):
     tokens: list[int]
     seconds: float
     passes: int  # target passes, prefill not included
+    drafted: int  # tokens that they verified
 
     @property
     def rate(self) -> float:
@@ -119,7 +119,7 @@ class Server:
         response = self.complete(tokens, max_tokens, temperature, seed)
         timings, count = response["timings"], response["timings"]["predicted_n"]
         passes = count - timings.get("draft_n_accepted", 0)  # each adds one token to those that it accepts
-        return Answer(response["tokens"], timings["predicted_ms"] / 1000, passes)
+        return Answer(response["tokens"], timings["predicted_ms"] / 1000, passes, timings.get("draft_n", 0))
 
     def start(self) -> dict[str, float]:
         """Return the seconds from the start to the first token, and the peak memory."""
@@ -160,7 +160,11 @@ def answer(llm: LLM, spec: Any, tokens: list[int], max_tokens: int, temperature:
     """Answer with treespec."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     decoded = measuring.decode(llm, [(tokens, params)], spec)
-    return Answer(decoded.tokens[0], decoded.total("seconds") - decoded.total("ttft"), decoded.passes)
+    seconds, drafted = (
+        decoded.total("seconds") - decoded.total("ttft"),
+        decoded.total("nodes_verified") - decoded.passes,
+    )
+    return Answer(decoded.tokens[0], seconds, decoded.passes, drafted)
 
 
 def starts(llama: Mapping[str, list[str]], args: argparse.Namespace) -> dict[str, Any]:
@@ -195,18 +199,19 @@ def rates(answers: Mapping[str, list[Answer]]) -> dict[str, Any]:
     for mode, own in answers.items():
         engine = mode.split()[0]
         count, by_question = sum(len(one.tokens) for one in own), [one.rate for one in own]
+        num_passes = sum(one.passes for one in own)
         pairs = zip(own, answers.get(f"{engine} plain", own), strict=True)
         row = rows[mode] = {
             "tokens": count,
             "tokens_per_second": (count - len(own)) / sum(one.seconds for one in own),
             "by_question": measuring.spread(by_question) | {"all": by_question},
-            "tokens_per_pass": count / sum(one.passes for one in own),
+            "tokens_per_pass": count / num_passes,
+            "drafted_per_pass": sum(one.drafted for one in own) / num_passes,
             "answers_that_differ_from_plain": sum(one.tokens != other.tokens for one, other in pairs),
         }
+        shown = "{tokens_per_second:6.1f} tokens/s, {tokens_per_pass:.2f} a pass of {drafted_per_pass:.2f} drafted"
         print(
-            f"  {mode:20} {row['tokens_per_second']:6.1f} tokens/s, {min(by_question):.1f} to {max(by_question):.1f}, "
-            f"{row['tokens_per_pass']:.2f} a pass, {row['answers_that_differ_from_plain']} of {len(own)} differ",
-            flush=True,
+            f"  {mode:20} {shown.format(**row)}, {row['answers_that_differ_from_plain']} of {len(own)} answers differ"
         )
     return rows
 
@@ -225,12 +230,12 @@ def answers(llm: LLM, servers: Mapping[str, Server], args: argparse.Namespace) -
     for mode in modes.values():
         mode(warmup, 16, 0.0, 0)
     result = {}
-    for temperature in TEMPERATURES:
-        print(f"temperature {temperature}")
+    for temperature in args.temperatures:
         runs: dict[str, list[Answer]] = {name: [] for name in modes}
         for seed, prompt in enumerate(prompts):
             for name, mode in modes.items():
                 runs[name].append(mode(prompt, args.max_tokens, temperature, seed))
+        print(f"temperature {temperature}", flush=True)
         result[str(temperature)] = rates(runs)
     return result
 
@@ -276,6 +281,7 @@ def main() -> None:
     parser.add_argument("--server", type=Path, required=True, help="llama-server")
     parser.add_argument("--llama", nargs="+", metavar="NAME:OPTIONS", help="modes of llama.cpp instead of the usual")
     parser.add_argument("--only", nargs="+", metavar="MODE", help="modes to answer in, such as 'treespec auto'")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
     parser.add_argument("--skip", nargs="+", default=[], choices=("starts", "prompt", "passes"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -1,7 +1,7 @@
 """Compares treespec with llama.cpp on a GGUF file and a smaller model of its family as draft, on a CPU.
 
     python perf/llama_server.py --model A.gguf --draft B.gguf --server bin/llama-server --json out.json
-    python perf/llama_server.py ... --llama plain "ngram-simple: --spec-type ngram-simple" --questions 2   # others
+    python perf/llama_server.py ... --llama plain: "cache:--spec-type ngram-cache" --questions 2    # other modes
 
 Every question is answered by every mode in turn, so that interference affects all of them: greedily, then sampled with
 a seed. Modes of llama.cpp are servers of their own that stay open; treespec's are calls of one engine with the draft.
@@ -60,8 +60,9 @@ WARMUP = "Which day comes after Monday?"
 # Options of llama-server by mode; DRAFT stands for the draft's path.
 LLAMA = {
     "plain": "",
-    "draft": "--spec-type draft-simple -md DRAFT --spec-draft-n-max 4",
-    "n-gram": "--spec-type ngram-map-k --spec-ngram-map-k-size-n 3 --spec-ngram-map-k-size-m 4",
+    "draft": "--spec-type draft-simple -md DRAFT --spec-draft-n-max 8 --spec-draft-p-min 0.6",
+    "ngram-simple": "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 4",
+    "ngram-mod": "--spec-type ngram-mod --spec-ngram-mod-n-match 3 --spec-ngram-mod-n-min 0 --spec-ngram-mod-n-max 4",
 }
 COMMON = "-c 2048 -np 1 --no-ui --cache-ram 0 --offline"
 BENCH = "-npp 128 -ntg 16 -npl 1,8,16 -pps -c 1024 --output-format jsonl"

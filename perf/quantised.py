@@ -9,10 +9,22 @@ decoding (without prefill): median, min and max of the repeats; ratios are per r
 decoding by the same engine. Quality is that of the quantised embedded target on held-out text (teacher-forced): the
 share of positions with the same argmax as in bfloat16, and the mean KL(bfloat16 || quantised) in nats. --activations
 compares SmolLM2 as stored (Q4_1), with activations in bfloat16 and in int8, with the same weights in float32.
+
+    python perf/quantised.py --gguf A.gguf --threads 2 --json out.json
+    python perf/quantised.py --gguf A.gguf --types Q4_0 Q6_K --threads 2    # made from A.gguf
+
+compares compiled bfloat16 passes and llama.cpp (the package llama-cpp-python) with the same file's dequantised weights
+in eager float32, which take 4 bytes per parameter, on documentation of this repository and source of the standard
+library. With --types, llama.cpp first requantises all matrices of the file to each type.
 """
 
 import argparse
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import measuring
@@ -24,7 +36,11 @@ from treespec.bench.options import Options
 from treespec.bench.prompts import held_out_prompts
 from treespec.text.prompt_files import read_prompts
 from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_weights.gguf.reader import read_gguf
 
+Logits = Callable[[list[int]], torch.Tensor]  # of a sequence, fp32 [len(tokens), vocab]
+
+DOCS, SOURCES = ("architecture", "usage", "models", "exactness"), ("heapq", "textwrap", "csv", "fractions")
 FORMS = (None, "int8", "int4")
 NODES = {"plain": "off", "auto": None}
 
@@ -95,7 +111,7 @@ def quality(args: argparse.Namespace) -> list[dict[str, Any]]:
     }
     tokenizer = engines[None].get_tokenizer()
     texts = [tokenizer.encode(text)[:512] for text in measuring.alternating()[: args.texts]]
-    return [agreement(engines[None], engines[form], texts) for form in FORMS[1:]]
+    return [engines_agreement(engines[None], engines[form], texts) for form in FORMS[1:]]
 
 
 def activations() -> list[dict[str, Any]]:
@@ -106,37 +122,113 @@ def activations() -> list[dict[str, Any]]:
     messages = [prompt.content for prompt in read_prompts(held_out_prompts(chat=True))]
     texts = [tokenizer.encode(message)[:1000] for message in messages]
     engines = [LLM("smollm2", dtype="bfloat16", activations=kind, **options) for kind in ("model", "int8")]
-    return [agreement(reference, engine, texts) for engine in engines]
+    return [engines_agreement(reference, engine, texts) for engine in engines]
 
 
-def agreement(reference: LLM, engine: LLM, texts: list[list[int]]) -> dict[str, Any]:
-    """Compare the logits of two engines: share of positions with the same argmax, mean KL(reference || engine)."""
+def agreement(reference: Logits, logits: Logits, texts: Sequence[list[int]]) -> dict[str, Any]:
+    """Compare the logits of two engines: share of positions with the same argmax, mean KL(reference || other)."""
     num_same, divergence, count = 0, 0.0, 0
     for tokens in texts:
-        p, q = logits_of(reference, tokens).log_softmax(-1), logits_of(engine, tokens).log_softmax(-1)
+        p, q = reference(tokens).log_softmax(-1), logits(tokens).log_softmax(-1)
         num_same += int((p.argmax(-1) == q.argmax(-1)).sum())
-        divergence += float((p.exp() * (p - q)).sum())
+        divergence += sum(float((p[i].exp() * (p[i] - q[i])).sum()) for i in range(len(p)))
         count += len(tokens)
+    return {"positions": count, "same_top_1": num_same / count, "kl_nats": divergence / count}
+
+
+def engines_agreement(reference: LLM, engine: LLM, texts: Sequence[list[int]]) -> dict[str, Any]:
+    """Compare two engines of treespec."""
     frozen, base = engine.stats()["frozen"], reference.stats()["frozen"]["dtype"]
-    row = {"weights": frozen["quantization"], "dtype": frozen["dtype"], "positions": count}
-    row |= {"same_top_1": num_same / count, "kl_nats": divergence / count}
-    print(
-        f"{row['weights']}, {row['dtype']}: top-1 as in {base} at {num_same / count:.2%} of {count} "
-        f"positions, KL {divergence / count:.5f} nats",
-        flush=True,
-    )
+    row = {"weights": frozen["quantization"], "dtype": frozen["dtype"]}
+    row |= agreement(partial(logits_of, reference), partial(logits_of, engine), texts)
+    _print_agreement(f"{row['weights']}, {row['dtype']}", base, row)
     return row
+
+
+def _print_agreement(name: str, base: str, row: dict[str, Any]) -> None:
+    shown = f"{row['same_top_1']:.2%} of {row['positions']} positions, KL {row['kl_nats']:.6f} nats"
+    print(f"{name}: top-1 as in {base} at {shown}", flush=True)
+
+
+def files_agreement(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compare compiled bfloat16 passes and llama.cpp with eager float32, on GGUF files or on requantised ones."""
+    rows = []
+    for file in args.gguf:
+        for kind in args.types or [None]:
+            with TemporaryDirectory() as folder:
+                path = file if kind is None else requantized(file, kind, Path(folder) / "model.gguf")
+                rows += file_agreement(path, args)
+    return rows
+
+
+def file_agreement(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compare the readings of one file. One model is in memory at a time."""
+    options: dict[str, Any] = {"drafts": [], "spec": "off", "device": "cpu", "max_num_seqs": 1, "max_model_len": 512}
+    llm = LLM(path, dtype="float32", compile=False, **options)
+    paths = [Path(__file__).parents[1] / "docs" / f"{name}.md" for name in DOCS]
+    contents = [path.read_text() for path in paths]
+    contents += [inspect.getsource(importlib.import_module(name)) for name in SOURCES]
+    texts = [llm.get_tokenizer().encode(text)[: args.positions] for text in contents]
+    stored = {tuple(tokens): logits_of(llm, tokens) for tokens in texts}
+    del llm
+    file = read_gguf(path)
+    types = sorted({tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2})
+    rows = []
+    for name, opened in (("treespec, bfloat16", compiled_logits), ("llama.cpp", llama_cpp_logits)):
+        row = {"model": file.metadata.get("general.name"), "types": types, "engine": name}
+        row |= agreement(lambda tokens: stored[tuple(tokens)], opened(path, options), texts)
+        rows.append(row)
+        _print_agreement(f"{' '.join(types)}, {name}", "float32", row)
+    return rows
+
+
+def compiled_logits(path: Path, options: dict[str, Any]) -> Logits:
+    return partial(logits_of, LLM(path, dtype="bfloat16", compile=True, **options))
+
+
+def llama_cpp_logits(path: Path, options: dict[str, Any]) -> Logits:
+    from llama_cpp import Llama
+
+    length, threads = options["max_model_len"], torch.get_num_threads()
+    llama = Llama(str(path), n_ctx=length, n_threads=threads, n_threads_batch=threads, logits_all=True, verbose=False)
+
+    def logits(tokens: list[int]) -> torch.Tensor:
+        llama.reset()
+        llama.eval(tokens)
+        return torch.from_numpy(llama.scores[: len(tokens)].copy())
+
+    return logits
+
+
+def requantized(file: Path, kind: str, out: Path) -> Path:
+    """Write the file with all matrices in a block type, where its blocks divide their inputs; return `out`."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    names = (f"LLAMA_FTYPE_MOSTLY_{kind}{suffix}" for suffix in ("", "_S", "_MOE"))
+    params.ftype = next(getattr(llama_cpp, name) for name in names if hasattr(llama_cpp, name))
+    params.allow_requantize = params.pure = True
+    if llama_cpp.llama_model_quantize(str(file).encode(), str(out).encode(), params):
+        raise RuntimeError(f"llama.cpp cannot requantise {file} to {kind}")
+    return out
 
 
 def main() -> None:
     parser = measuring.parser(__doc__, grow="0.5B", prompts=2, max_tokens=32, repeats=5, texts=24, threads=1)
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
     parser.add_argument("--activations", action="store_true", help="only measure the quality of int8 activations")
+    parser.add_argument("--gguf", nargs="+", type=Path, help="only measure the quality of these files")
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="requantise them to these types first, such as Q4_K")
+    parser.add_argument("--positions", type=int, default=256, help="of each of the 8 texts of --gguf")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.gguf:
+        setup = measuring.setup(args, "threads", "positions")
+        measuring.write_json(args.json, {"setup": setup, "agreement": files_agreement(args)})
+        return
     if args.activations:
         measuring.write_json(args.json, {"setup": measuring.setup(args), "quality": activations()})
         return
-    torch.set_num_threads(args.threads)
     with grown(Options(device="cpu"), args.grow, None, None) as (target, summary):
         rows = [row for mode in args.modes for row in speed(target, mode == "compiled", args)]
     shape = summary.shape

@@ -1,0 +1,324 @@
+"""Compares treespec with llama.cpp on a GGUF file and a smaller model of its family as draft, on a CPU.
+
+    python perf/llama_server.py --model A.gguf --draft B.gguf --server bin/llama-server --json out.json
+    python perf/llama_server.py ... --llama plain: "cache:--spec-type ngram-cache" --questions 2    # other modes
+
+Every question is answered by every mode in turn, so that interference affects all of them: greedily, then sampled with
+a seed. Modes of llama.cpp are servers of their own that stay open; treespec's are calls of one engine with the draft.
+Both get the same tokens (by treespec's chat template), and end answers at the end token. Reports by mode tokens per
+second without prefill (of all tokens, and median, minimum and maximum of the questions) and tokens per target pass; the
+time from the start of a process to its first token and its peak memory, with the files in the page cache; the speed of
+reading a prompt; and pass times by number of rows, each with logits (`passes.py`; of llama.cpp by llama-batched-bench,
+which must lie beside the server). Fails if treespec's tokens differ between its modes. Nothing else may run on the
+machine.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import measuring
+import torch
+from passes import ROWS, pass_seconds
+
+from treespec import LLM, SamplingParams, SpecConfig
+from treespec_weights.gguf.reader import read_gguf
+
+CODING = (
+    "Write a Python function that merges two sorted lists without using sort, with type hints and a docstring.",
+    "Write a Python class for a bank account with deposit, withdraw and transfer methods that validate their input.",
+    "Explain what this function does and rewrite it with a list comprehension:\n\ndef f(rows):\n    result = []\n"
+    "    for row in rows:\n        if row['active'] and row['score'] > 10:\n            result.append(row['name'])\n"
+    "    return result",
+    "Write a SQL query that returns the three best paid employees of every department, and explain it briefly.",
+    "Find the bug and show the corrected code:\n\ndef average(values):\n    total = 0\n    for value in values:\n"
+    "        total += value\n    return total / len(values)\n\nprint(average([]))",
+    "Write pytest tests for a function slugify(title) that lowercases, trims and joins the words with hyphens.",
+)
+GENERAL = (
+    "Why do leaves change colour in autumn?",
+    "Write a polite email that asks a landlord to repair the heating.",
+    "Suggest a plan for a weekend in Lisbon with two children.",
+    "Tell a short story about a lighthouse keeper who finds a message in a bottle.",
+    "What are the advantages and disadvantages of working from home?",
+    "Explain to a ten-year-old how vaccines work.",
+)
+QUESTIONS = [question for pair in zip(CODING, GENERAL, strict=True) for question in pair]
+WARMUP = "Which day comes after Monday?"
+# Options of llama-server by mode; DRAFT stands for the draft's path.
+LLAMA = {
+    "plain": "",
+    "draft": "--spec-type draft-simple -md DRAFT --spec-draft-n-max 8 --spec-draft-p-min 0.6",
+    "ngram-simple": "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 4",
+    "ngram-mod": "--spec-type ngram-mod --spec-ngram-mod-n-match 3 --spec-ngram-mod-n-min 0 --spec-ngram-mod-n-max 4",
+}
+COMMON = "-c 2048 -np 1 --no-ui --cache-ram 0 --offline"
+BENCH = "-npp 128 -ntg 16 -npl 1,8,16 -pps -c 1024 --output-format jsonl"
+PATIENCE = 120.0  # seconds for a server to be ready
+
+
+class Answer(NamedTuple):
+    """Tokens of an answer and the time of all but the first one."""
+
+    tokens: list[int]
+    seconds: float
+    passes: int  # target passes, prefill not included
+    drafted: int  # tokens that they verified
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second without prefill."""
+        return (len(self.tokens) - 1) / self.seconds
+
+
+class Server:
+    """A running llama-server."""
+
+    def __init__(self, command: Sequence[str]):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._began, self._url = time.perf_counter(), f"http://127.0.0.1:{port}"
+        self.process = subprocess.Popen(
+            [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def wait(self) -> None:
+        """Return when the server is ready. Raises RuntimeError if it ends or is late."""
+        while time.perf_counter() - self._began < PATIENCE:
+            if self.process.poll() is not None:
+                break
+            try:
+                with urllib.request.urlopen(f"{self._url}/health"):
+                    return
+            except OSError:  # refused, or 503 while loading
+                time.sleep(0.005)
+        raise RuntimeError(f"no llama-server with {shlex.join(self.process.args)}")  # type: ignore[arg-type]
+
+    def complete(self, tokens: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Any:
+        """Return the response to a prompt that is read anew."""
+        body = {"prompt": tokens, "n_predict": max_tokens, "temperature": temperature, "seed": seed}
+        body |= {"samplers": ["temperature"], "cache_prompt": False, "return_tokens": True}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._url}/completion", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request) as response:
+            return json.load(response)
+
+    def answer(self, tokens: list[int], max_tokens: int, temperature: float, seed: int) -> Answer:
+        response = self.complete(tokens, max_tokens, temperature, seed)
+        timings, count = response["timings"], response["timings"]["predicted_n"]
+        passes = count - timings.get("draft_n_accepted", 0)  # each adds one token to those that it accepts
+        return Answer(response["tokens"], timings["predicted_ms"] / 1000, passes, timings.get("draft_n", 0))
+
+    def start(self) -> dict[str, float]:
+        """Return the seconds from the start to the first token, and the peak memory."""
+        self.wait()
+        self.complete([1], 1)
+        return {"seconds": time.perf_counter() - self._began, "peak_mib": self.peak_mib}
+
+    @property
+    def peak_mib(self) -> float:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+@contextmanager
+def served(command: Sequence[str]) -> Iterator[Server]:
+    """Run a server while the context is open."""
+    server = Server(command)
+    try:
+        yield server
+    finally:
+        server.process.terminate()
+        server.process.wait()
+
+
+def generated(command: Sequence[str], threads: int) -> dict[str, float]:
+    """Run a command that generates one token; return its seconds and its peak memory."""
+    began = time.perf_counter()
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{shlex.join(command)} ended with {process.returncode}")
+    return {"seconds": time.perf_counter() - began, "peak_mib": usage.ru_maxrss / 1024}
+
+
+def answer(llm: LLM, spec: Any, tokens: list[int], max_tokens: int, temperature: float, seed: int) -> Answer:
+    """Answer with treespec."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    decoded = measuring.decode(llm, [(tokens, params)], spec)
+    seconds, drafted = (
+        decoded.total("seconds") - decoded.total("ttft"),
+        decoded.total("nodes_verified") - decoded.passes,
+    )
+    return Answer(decoded.tokens[0], seconds, decoded.passes, drafted)
+
+
+def starts(llama: Mapping[str, list[str]], args: argparse.Namespace) -> dict[str, Any]:
+    """Measure starts in turn, after one that warms the page cache."""
+    ours = [sys.executable, "-m", "treespec", "generate", WARMUP, "--model", str(args.model), "--max-tokens", "1"]
+    drafts = {"plain": ["--no-spec"], "draft": ["--draft", str(args.draft)]}
+    ways: dict[str, Any] = {
+        f"treespec {name}": partial(generated, [*ours, *options], args.threads) for name, options in drafts.items()
+    }
+
+    def start(command: list[str]) -> dict[str, float]:
+        with served(command) as server:
+            return server.start()
+
+    ways |= {f"llama.cpp {name}": partial(start, command) for name, command in llama.items() if name in drafts}
+    runs = measuring.interleaved(ways, args.starts)
+    rows = {
+        way: {key: measuring.spread([run[key] for run in measured]) for key in measured[0]}
+        for way, (_, *measured) in runs.items()
+    }
+    for way, row in rows.items():
+        print(
+            f"{way:20} first token after {row['seconds']['median']:.2f} s, {row['peak_mib']['median']:.0f} MiB",
+            flush=True,
+        )
+    return rows
+
+
+def rates(answers: Mapping[str, list[Answer]]) -> dict[str, Any]:
+    """Print and return the figures of every mode; tokens are compared with the plain mode of the same engine."""
+    rows = {}
+    for mode, own in answers.items():
+        engine = mode.split()[0]
+        count, by_question = sum(len(one.tokens) for one in own), [one.rate for one in own]
+        num_passes = sum(one.passes for one in own)
+        pairs = zip(own, answers.get(f"{engine} plain", own), strict=True)
+        row = rows[mode] = {
+            "tokens": count,
+            "tokens_per_second": (count - len(own)) / sum(one.seconds for one in own),
+            "by_question": measuring.spread(by_question) | {"all": by_question},
+            "tokens_per_pass": count / num_passes,
+            "drafted_per_pass": sum(one.drafted for one in own) / num_passes,
+            "answers_that_differ_from_plain": sum(one.tokens != other.tokens for one, other in pairs),
+        }
+        shown = "{tokens_per_second:6.1f} tokens/s, {tokens_per_pass:.2f} a pass of {drafted_per_pass:.2f} drafted"
+        print(
+            f"  {mode:20} {shown.format(**row)}, {row['answers_that_differ_from_plain']} of {len(own)} answers differ"
+        )
+    return rows
+
+
+def answers(llm: LLM, servers: Mapping[str, Server], args: argparse.Namespace) -> dict[str, Any]:
+    """Answer all questions in all modes, by temperature."""
+    specs = {"plain": "off", "lookup": SpecConfig(sources=("lookup",)), "auto": None}
+    if llm.draft_names:
+        specs |= {"draft": SpecConfig(sources=llm.draft_names[:1])}
+    modes: dict[str, Callable[..., Answer]] = {f"treespec {name}": partial(answer, llm, s) for name, s in specs.items()}
+    modes |= {f"llama.cpp {name}": server.answer for name, server in servers.items()}
+    modes = {name: mode for name, mode in modes.items() if not args.only or name in args.only}
+    first = SamplingParams(max_tokens=1)
+    conversations = [[{"role": "user", "content": text}] for text in (WARMUP, *QUESTIONS[: args.questions])]
+    warmup, *prompts = (output.prompt_token_ids for output in llm.chat(conversations, first))
+    for mode in modes.values():
+        mode(warmup, 16, 0.0, 0)
+    result = {}
+    for temperature in args.temperatures:
+        runs: dict[str, list[Answer]] = {name: [] for name in modes}
+        for seed, prompt in enumerate(prompts):
+            for name, mode in modes.items():
+                runs[name].append(mode(prompt, args.max_tokens, temperature, seed))
+        print(f"temperature {temperature}", flush=True)
+        result[str(temperature)] = rates(runs)
+    return result
+
+
+def prompts_per_second(llm: LLM, server: Server, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure how fast a prompt of `args.prompt` tokens is read, from its start to the first token."""
+    text = Path(__file__).read_text()
+    tokens = llm.get_tokenizer().encode(text)[: args.prompt]
+    first = SamplingParams(max_tokens=1)
+    ways: dict[str, Callable[[], float]] = {
+        "treespec": lambda: measuring.decode(llm, [(tokens, first)], "off").total("ttft"),
+        "llama.cpp": lambda: server.complete(tokens, 1)["timings"]["prompt_ms"] / 1000,
+    }
+    runs = measuring.interleaved(ways, args.starts)
+    rows = {way: measuring.spread([len(tokens) / seconds for seconds in run[1:]]) for way, run in runs.items()}
+    for way, row in rows.items():
+        print(f"{way:20} reads {len(tokens)} tokens at {row['median']:.0f} tokens/s", flush=True)
+    return rows | {"tokens": len(tokens)}
+
+
+def passes(llm: LLM, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return milliseconds of a pass by number of rows."""
+    ours = dict(zip(ROWS, pass_seconds(llm, args.seconds), strict=True))
+    command = [args.server.with_name("llama-batched-bench"), "-m", args.model, "-t", args.threads, *BENCH.split()]
+    output = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stdout
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    theirs = {line["pl"]: line["t_tg"] / line["tg"] for line in lines}
+    rows = {
+        "treespec": {str(count): 1000 * ours[count] for count in theirs},
+        "llama.cpp": {str(count): 1000 * seconds for count, seconds in theirs.items()},
+    }
+    for way, times in rows.items():
+        print(f"{way:20} pass of", ", ".join(f"{count} rows {ms:.1f} ms" for count, ms in times.items()), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = measuring.parser(
+        __doc__, grows=False, threads=2, questions=12, max_tokens=128, prompt=512, starts=3, seconds=10
+    )
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--server", type=Path, required=True, help="llama-server")
+    parser.add_argument("--llama", nargs="+", metavar="NAME:OPTIONS", help="modes of llama.cpp instead of the usual")
+    parser.add_argument("--only", nargs="+", metavar="MODE", help="modes to answer in, such as 'treespec auto'")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
+    parser.add_argument("--skip", nargs="+", default=[], choices=("starts", "prompt", "passes"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    options = dict(mode.split(":", 1) for mode in args.llama) if args.llama else LLAMA
+    common = [str(args.server), "-m", str(args.model), "-t", str(args.threads), *COMMON.split()]
+    commands = {name: [*common, *shlex.split(text.replace("DRAFT", str(args.draft)))] for name, text in options.items()}
+    document: dict[str, Any] = {"setup": measuring.setup(args, "threads", "questions", "max_tokens", "starts")}
+    document["setup"] |= {"models": [_name(args.model), _name(args.draft)], "llama.cpp": options, "common": COMMON}
+    if "starts" not in args.skip:
+        document["starts"] = starts(commands, args)
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(served(command)) for name, command in commands.items()}
+        for server in servers.values():
+            server.wait()
+        llm = LLM(args.model, [args.draft], device="cpu", max_num_seqs=1, max_model_len=1024)
+        if "prompt" not in args.skip:
+            document["prompt"] = prompts_per_second(llm, next(iter(servers.values())), args)
+        document["answers"] = answers(llm, servers, args)
+        document["peak_mib"] = {f"llama.cpp {name}": server.peak_mib for name, server in servers.items()}
+        document["peak_mib"]["treespec"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if "passes" not in args.skip:
+        document["passes"] = passes(llm, args)
+    measuring.write_json(args.json, document)
+    differing = {
+        mode: row["answers_that_differ_from_plain"]
+        for rows in document["answers"].values()
+        for mode, row in rows.items()
+        if mode.startswith("treespec")
+    }
+    assert not any(differing.values()), f"answers differ from plain decoding: {differing}"
+
+
+def _name(path: Path) -> str:
+    file = read_gguf(path)
+    return f"{file.metadata.get('general.name', 'unnamed')}, {path.stat().st_size / 2**20:.0f} MiB"
+
+
+if __name__ == "__main__":
+    main()

@@ -116,6 +116,7 @@ void multiply_integers(const Linear& layer, int64_t panel, const Activations& x,
             with_all<INPUTS / QUAD>([&](auto p) __attribute__((always_inline)) {
                 uvec now[COLUMNS];
                 for (int64_t j = 0; j < COLUMNS; j++) now[j] = quads<CODE, p>(w, table, (PART * COLUMNS + j) * LANES);
+                for (int64_t j = 0; ROWS > 1 && j < COLUMNS; j++) asm("" : WHOLE(now[j]));  // as in accumulate_steps
                 for (int64_t r = 0; r < ROWS; r++) {
                     const uint32_t quad = load<uint32_t>(values + r * k + i + QUAD * p);
                     for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = add_quads(acc[r][j], now[j], quad);

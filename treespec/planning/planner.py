@@ -72,7 +72,7 @@ UNIQUE_SHARE = 0.12
 ROW_WINDOW = 16
 # Accepted tokens of rounds in which SSMs draft: prior for a first level, its weight in rounds, and the least weight of
 # the newest round.
-FIRST_ACCEPTED, PRIOR_ROUNDS, ACCEPTED_EMA = 0.8, 8, 0.03
+FIRST_ACCEPTED, PRIOR_ROUNDS, ACCEPTED_EMA = 1.0, 8, 0.03
 SPEED_PRIOR = 4  # pseudo-count, in rounds of plain decoding, for a request's tokens per round
 # Rounds for which a batch that does not pay is decoded plainly before it is reconsidered; deciding in every round costs
 # 3 % of a short one.

@@ -46,7 +46,7 @@ import numpy as np
 
 from treespec.planning.draft_plan import MAX_STALL, NOTHING_DRAFTED, Drafted, DraftPlan, PlainReason
 from treespec.planning.learning import MARGIN, RECOVERY, Calibration, RoundShapes, SpeculationBackoff, TreeYield
-from treespec.planning.round_costs import CostCurve, CostedBatch, RoundCosts, RoundSeconds
+from treespec.planning.round_costs import WARMUP, CostCurve, CostedBatch, RoundCosts, RoundSeconds
 from treespec_kernels.tree.level_rule import LevelRule
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ ROW_WINDOW = 16
 # Accepted tokens of rounds in which SSMs draft: prior for a first level, its weight in rounds, and the least weight of
 # the newest round.
 FIRST_ACCEPTED, PRIOR_ROUNDS, ACCEPTED_EMA = 1.0, 8, 0.03
+MOST_TO_LEARN = 3.0  # cost of a first level, in tokens of plain decoding, that is not paid to learn what it takes
 SPEED_PRIOR = 4  # pseudo-count, in rounds of plain decoding, for a request's tokens per round
 # Rounds for which a batch that does not pay is decoded plainly before it is reconsidered; deciding in every round costs
 # 3 % of a short one.
@@ -121,6 +122,7 @@ class Planner:
         self.costs = RoundCosts(cost)
         self._yield = None if shapes is None else TreeYield(shapes)
         self._states: dict[int, _BatchSizeState] = {}
+        self._num_drafted = 0  # rounds
         self._calibrations = {samples: Calibration() for samples in (False, True)}  # by whether requests sample
         self._best_shapes: dict[int, tuple[int, int]] = {}  # by depth, chosen since the last observation
         # The round that was planned last, or that is observed; of one request, until a batch is planned.
@@ -329,16 +331,23 @@ class Planner:
     def level_rule(self) -> LevelRule:
         """Return the rule by which the levels of this round are drafted, at the cost of one SSM's passes.
 
+        The first rounds of all draft, unless that seems very expensive: a machine that was busy when the curve was
+        measured distorts it, and only drafting shows what it costs.
+
         A level also costs a row of the target pass, for at least one of its nodes.
         """
         curve, price, row = self.costs.curve, self.rate * self.costs.draft_scale, self._row_price
         state = self._state
+        start, level = price * curve.draft_start_seconds, price * curve.draft_seconds + row
+        gain = max(state.gain, 1.0) * (state.accepted - state.later_seconds / self.costs.plain)
+        if self._num_drafted < WARMUP and start + level < MOST_TO_LEARN:
+            gain = max(gain, start + level + 1e-6)
         return LevelRule(
             self.calibration,
-            max(state.gain, 1.0) * (state.accepted - state.later_seconds / self.costs.plain),
+            gain,
             self.round.token_weights,
-            price * curve.draft_start_seconds,
-            price * curve.draft_seconds + row,
+            start,
+            level,
             price * curve.draft_request_seconds + row,
             self.least_value,
         )
@@ -414,6 +423,7 @@ class Planner:
             gain = sum(w * tokens for w, tokens in zip(weights, emitted, strict=True)) / sum(weights) / rounds
             state.gain += GAIN_EMA * (gain - state.gain)
             if drafted.levels:
+                self._num_drafted += 1
                 self._observe_draft(sum(emitted) / len(requests) - 1, rows, drafted)
             if grows:
                 for request, tree, tokens in zip(requests, trees, emitted, strict=True):

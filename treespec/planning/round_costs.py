@@ -96,9 +96,14 @@ class RobustMean:
     def __init__(self) -> None:
         self.value, self._first = 0.0, list[float]()
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether the first times are complete."""
+        return len(self._first) == WARMUP
+
     def add(self, seen: float) -> None:
         """Update with the time of a round."""
-        if len(self._first) < WARMUP:
+        if not self.is_warm:
             self._first.append(seen)
             self.value = median(self._first)
         else:
@@ -152,7 +157,7 @@ class RoundCosts:
 
     def __init__(self, curve: CostCurve):
         self.curve, self.batch = curve, CostedBatch(1, 0.0)
-        self.draft_scale = 1.0  # measured over modelled seconds of drafting (1 throughout: +10 %)
+        self._drafting = RobustMean()  # measured over modelled seconds of drafting (1 throughout: +10 %)
         self._rows = _ExtraRowCost()
         self._hosts: dict[HostWork, RobustMean] = {}
         self._by_rows = curve.verify(np.arange(128))  # the curve's seconds by number of rows
@@ -192,6 +197,11 @@ class RoundCosts:
         measured = self._hosts.get(work)
         return measured.value if measured else min((average.value for average in self._hosts.values()), default=0.0)
 
+    @property
+    def draft_scale(self) -> float:
+        """Correction of the curve's seconds of drafting, after some rounds."""
+        return self._drafting.value if self._drafting.is_warm else 1.0
+
     def draft(self, drafted: Drafted) -> float:
         """Return the seconds of a round's drafting, without reading prompts."""
         return self.curve.draft(drafted.levels, drafted.passes, drafted.request_passes) * self.draft_scale
@@ -205,8 +215,7 @@ class RoundCosts:
         work: HostWork = self._work(rows, drafted) if drafting else "plain"
         self._hosts.setdefault(work, RobustMean()).add(seconds.host / slowdown / self.batch.requests)
         if modelled := self.curve.draft(drafted.levels, drafted.passes, drafted.request_passes):
-            error = seconds.draft / slowdown / modelled - self.draft_scale
-            self.draft_scale += EMA * _clipped(error, CLIP * self.draft_scale)
+            self._drafting.add(seconds.draft / slowdown / modelled)
 
     def _work(self, rows: int, drafted: Drafted) -> HostWork:
         """Return the kind of the host's work in a round that asks sources."""

@@ -1,10 +1,10 @@
 // Blocks of GGUF files: reading them, and packing quantised weights for products. Included by linear_cpu.h.
 
-struct Block {  // of 32 or SUPER weights of a row, scale * (q - the format's zero) - minimum
-    uint8_t q[SUPER];                   // integers without sign; int8 of Q8_0
-    int8_t scales[16] = {}, minima[16] = {};  // of CODES, factors of d and m
-    uint16_t d = 0, m = 0;              // as fp16
-    float scale = 0.0f;                 // of FLOATS
+struct Block {  // 32 or SUPER weights of a row, scale * (q - BlockFormat::zero) - minimum
+    uint8_t q[SUPER];                         // without sign; int8 of Q8_0; places in a table of TABLE
+    int8_t scales[16] = {}, minima[16] = {};  // of CODES: factors of d and m, by group
+    uint16_t d = 0, m = 0;                    // fp16 bits
+    float scale = 0.0f;                       // of FLOATS
 
     float scale_of(int factors, int64_t g) const {
         return factors == FLOATS ? scale : half_to_float(d) * (factors == CODES ? float(scales[g]) : 1.0f);
@@ -15,10 +15,10 @@ struct Block {  // of 32 or SUPER weights of a row, scale * (q - the format's ze
 };
 
 struct BlockFormat {
-    int64_t bytes, values, group;
-    int code, zero, factors;
+    int64_t bytes, values, group;  // of a block; inputs that share a scale
+    int code, zero, factors;       // Code; integer that stands for 0; FactorForm
     bool has_min;
-    int table;
+    int table;  // index of the table of TABLE
     void (*read)(const uint8_t* from, Block& to);
 };
 
@@ -183,7 +183,8 @@ inline void pack_values(const Linear& layer, const uint8_t (*q)[SUPER], int64_t 
                     continue;
                 }
                 for (int64_t t = 0; t < QUAD; t++)
-                    to[lane * QUAD + t] = uint8_t(lows[lane][j + t]), to[64 + lane * QUAD + t] = uint8_t(lows[lane][j + t] >> 8);
+                    for (int64_t half = 0; half < 2; half++)
+                        to[64 * half + lane * QUAD + t] = uint8_t(lows[lane][j + t] >> 8 * half);
             }
         for (int64_t lane = 0; high && lane < NIBBLES; lane++) {
             const uint8_t* top = &tops[lane][i];
@@ -277,9 +278,9 @@ void pack_integers(const Linear& layer, const Source* sources, int64_t num_sourc
                     q[o][i] = !source ? 0 : layer.code == INT8 ? source->values[place]
                                                                : source->values[place / 2] >> place % 2 * 4 & 15;
                 }
-                const float scale = source ? source->scale[row * sizes.groups + g] : 0.0f;
-                factors[o] = scale;
-                if (layer.has_min) factors[PANEL + o] = source && source->zero ? source->zero[row * sizes.groups + g] * scale : 0.0f;
+                const int64_t place = row * sizes.groups + g;
+                factors[o] = source ? source->scale[place] : 0.0f;
+                if (layer.has_min) factors[PANEL + o] = source && source->zero ? source->zero[place] * factors[o] : 0.0f;
             }
             pack_values(layer, q, first, count, out + sizes.factor_bytes);
         }

@@ -94,12 +94,13 @@ inline void store_factors(factor* p, vec v) {
 extern "C" {
 
 struct Linear {
-    // [panels of 64 outputs][inputs][64], in bf16 with pairs of inputs next to each other, or quantised (quantized_cpu.h)
-    const void* weight;
+    const void* weight;  // [panels of 64 outputs][inputs][64], in bf16 in pairs of inputs; or as in quantized_cpu.h
     const float* bias;   // padded to whole panels, or null
     const Linear* rest;  // the next matrix of a product of several, or null
     int64_t inputs, outputs, stride;  // stride: outputs of all matrices of the product
-    int64_t code, group, factors, has_min, table;  // of quantised weights: Code, inputs per scale; code 0: not quantised
+    // Of quantised weights (code 0: others): Code, inputs per scale, FactorForm, whether there are minima, the index of
+    // the table, and what all integers have too much.
+    int64_t code, group, factors, has_min, table;
     float base;
     int64_t integer;  // whether activations are quantised too (integer_cpu.h)
 };
@@ -385,8 +386,8 @@ void treespec_best(const scalar* logits, int64_t num_rows, int64_t width, float*
     });
 }
 
-// Fills in a layer's format, that of blocks of a type; -1 and -2: int8 and int4 with fp32 scales. Returns the bytes of a
-// packed panel.
+// Fills in a layer's format, that of blocks of a type; -1 and -2: int8 and int4 with fp32 scales. Returns the bytes of
+// a packed panel.
 int64_t treespec_format(Linear* layer, int64_t type) {
     if (type < 0) {
         layer->code = type == -1 ? INT8 : INT4, layer->factors = FLOATS;

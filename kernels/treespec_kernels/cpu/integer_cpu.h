@@ -2,8 +2,9 @@
 //
 // Activations are quantised per row and group of the weight's inputs: q = x * 127 / max |x|, rounded to the nearest
 // integer, ties to even. A group's sum of integers is exact in int32, so it does not depend on the instruction or the
-// number of rows; groups are scaled and added in order, in fp32. Weights are without sign, as `vpdpbusd` reads them: int8
-// and values of tables plus 128. A panel's stream is that of quantized_cpu.h, with QUAD inputs of an output side by side.
+// number of rows; groups are scaled and added in order, in fp32. Weights are without sign, as `vpdpbusd` reads them:
+// int8 and values of tables plus 128. A panel's stream is that of quantized_cpu.h, but QUAD inputs of an output are side
+// by side.
 
 constexpr int64_t QUAD = 4;  // inputs whose products an instruction adds up in each lane
 
@@ -66,8 +67,8 @@ const Activations& quantize(const scalar* x, int64_t rows, int64_t inputs, int64
     return result;
 }
 
-// Returns the weights of QUAD inputs, those of quad P of an octet (0 without octets), and of LANES outputs, from `output`
-// of a panel on, a byte each.
+// Returns the weights of quad P of an octet (0 without octets) and of LANES outputs, from `output` of a panel on, a byte
+// each.
 template <int CODE, int P> inline uvec quads(const uint8_t* unit, const Table* table, int64_t output) {
     constexpr uint32_t NIBBLE = 0x0f0f0f0fu;
     if constexpr (CODE == INT8) return load<uvec>(unit + QUAD * output);

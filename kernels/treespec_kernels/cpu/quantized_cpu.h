@@ -1,12 +1,12 @@
 // Products with quantised weights, included by linear_cpu.h.
 //
-// A weight is scale * q - min: q is an integer of 4, 5, 6 or 8 bits, or names one of 16 values of a table, and an output
-// has a scale and perhaps a minimum per group of inputs. Integers are converted exactly in registers, and activations
+// A weight is scale * q - min: q is an integer of 4, 5, 6 or 8 bits, or one of 16 values of a table, and an output has a
+// scale and perhaps a minimum per group of inputs. Integers are converted exactly in registers, and activations
 // are not quantised. A group's sum has the order of a dense product over its inputs (products_cpu.h); groups are scaled
 // and added in order, in fp32. So a row's bits do not depend on the number of rows.
 //
 // Integers q of B < 8 bits are multiplied as q + 2^B: floating-point numbers that differ only in the highest B bits of
-// the mantissa, which shifts and ternary operations set. `Linear::base` is what all weights have too much.
+// the mantissa, which shifts and ternary operations set. `Linear::base` is the number that they exceed the weight by.
 //
 // A panel is one stream of groups (`Geometry`): the factors of 64 outputs, then the integers of STEP inputs at a time.
 // Integers of 5 and 6 bits lie in octets, steps of 8 inputs with the low 4 bits of each, then the high bits of all.
@@ -43,8 +43,9 @@ struct Table {  // the 16 values of TABLE, as the products read them
 };
 inline const Table& table_of(const Linear& layer) {
     static const std::vector<Table> tables = [] {
-        constexpr int8_t VALUES[2][16] = {{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},  // IQ4
-                                          {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};  // E2M1, doubled
+        constexpr int8_t VALUES[2][16] = {  // IQ4, and E2M1 doubled
+            {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
+            {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};
         std::vector<Table> all(2);
         for (int t = 0; t < 2; t++)
             for (int i = 0; i < 32; i++) {
@@ -67,8 +68,10 @@ struct Geometry {
           factor_bytes(PANEL * (layer.factors == FLOATS ? 4 : layer.factors == HALVES ? 2 : 1) * (1 + layer.has_min)),
           group_bytes(factor_bytes + value_bytes(int(layer.code), layer.group)), groups(layer.inputs / layer.group) {}
     int64_t panel_bytes() const { return start_of(groups - 1) + group_bytes; }
-    // Offset of a group's factors.
-    int64_t start_of(int64_t g) const { return g * group_bytes + (super_bytes ? (g / super_groups + 1) * super_bytes : 0); }
+    // Offsets of a group's factors, and of the d that it shares.
+    int64_t start_of(int64_t g) const {
+        return g * group_bytes + (super_bytes ? (g / super_groups + 1) * super_bytes : 0);
+    }
     int64_t super_of(int64_t g) const { return start_of(g - g % super_groups) - super_bytes; }
 };
 
@@ -111,14 +114,15 @@ struct Factors { vec scale[VECS], offset[VECS]; };
 
 // Reads the factors of a group at `from`, for integers with `base` too much.
 inline void read_factors(const Linear& layer, const uint8_t* super, const uint8_t* from, float base, Factors& to) {
-    const auto read = [&](const uint8_t* place, int64_t minima, int64_t output) {
-        if (layer.factors == FLOATS) return load<vec>((const float*)place + PANEL * minima + output);
-        if (layer.factors == HALVES) return load_halves((const uint16_t*)place + PANEL * minima + output);
-        return load_halves((const uint16_t*)super + PANEL * minima + output) * load_bytes(place + PANEL * minima + output);
+    const auto read = [&](int64_t i) {
+        if (layer.factors == FLOATS) return load<vec>((const float*)from + i);
+        if (layer.factors == HALVES) return load_halves((const uint16_t*)from + i);
+        return load_halves((const uint16_t*)super + i) * load_bytes(from + i);
     };
     for (int64_t j = 0; j < VECS; j++) {
-        to.scale[j] = read(from, 0, j * LANES);
-        to.offset[j] = layer.has_min ? fma(splat(base), to.scale[j], read(from, 1, j * LANES)) : splat(base) * to.scale[j];
+        to.scale[j] = read(j * LANES);
+        to.offset[j] = splat(base) * to.scale[j];
+        if (layer.has_min) to.offset[j] = fma(splat(base), to.scale[j], read(PANEL + j * LANES));
     }
 }
 
@@ -148,7 +152,7 @@ inline __attribute__((always_inline)) __m512i to_pairs(__m512i low, [[maybe_unus
 
 // The weights of one step of a panel, with the high bits of its octet.
 template <int CODE, int P> struct Step {
-    const uint8_t *low, *high;
+    const uint8_t *low, *high;  // high: unused without octets
     explicit Step(const uint8_t* unit)
         : low(unit + P * PANEL), high(unit + value_bytes(INT4, OCTET) + (CODE == INT6 ? P / 2 * PANEL : 0)) {}
 };
@@ -254,8 +258,8 @@ inline vec add_group(vec total, vec sum, vec scale, bool has_offset, vec offset,
     return has_offset ? fma(-offset, splat(activations), total) : total;
 }
 
-// Adds the scaled products of group g and C vectors of a panel from COLUMN on to `totals`. sums: [ROWS, groups], sums of
-// each group's activations; null without offsets. fetch: whether to prefetch.
+// Adds the scaled products of group g and C vectors of a panel from COLUMN on to `totals`. sums: [ROWS, groups], sums
+// of each group's activations; null without offsets. fetch: whether to prefetch.
 template <int CODE, int ROWS, int COLUMN, int C>
 void multiply_group(const Linear& layer, const uint8_t* w, const Factors& factors, int64_t g, int64_t groups,
                     const factor* x, const float* sums, bool fetch, vec (*totals)[VECS]) {
@@ -347,7 +351,7 @@ template <class Body> inline void with_code(const Linear& layer, Body body) {
 }
 
 #if TILES
-// Widens the weights of SPAN inputs and 16 outputs, those of tile J of a panel, to bf16: [SPAN / 2][16] pairs of inputs.
+// Widens the weights of SPAN inputs and 16 outputs, those of tile J of a panel, to bf16: [SPAN / 2][16] pairs.
 template <int CODE, int SPAN, int J>
 inline __attribute__((always_inline)) void widen_tile(const uint8_t* from, const Table* table, uint32_t* to) {
 #if BF16

@@ -18,17 +18,19 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.helpers.commands import run
+from tests.helpers.gguf_files import metadata_of, write_gguf
 from tests.helpers.models import make_llama, new_folder
 from tests.helpers.tokenizers_made import TEXT, byte_level, save_tokenizer
-from treespec import LLM, SpecConfig
+from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import ConfigError, ModelError
 from treespec.planning.round_costs import CostCurve
 from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
 from treespec.training.files import replacing
 from treespec.training.lessons import TOP, Lessons, LessonWriter, best_batch, prompts_of_shard, shard_path
-from treespec.training.loop import Budget, PauseRequest, optimizers_for, train
+from treespec.training.loop import Budget, Paused, PauseRequest, optimizers_for, train
 from treespec.training.muon import Float32Muon, orthogonalize
 from treespec.training.prompts import TrainingPrompt, read_training_prompts
+from treespec.training.report import measure_drafts
 from treespec.training.run import by_benefit, held_out, train_drafts
 from treespec.training.settings import TrainingSettings
 from treespec.training.sizing import choose_size
@@ -283,6 +285,37 @@ def test_trained_drafts_load_here_and_in_transformers(trained: Path, target: Pat
 
 
 @pytest.mark.slow
+def test_drafts_of_a_gguf_file(target: Path, data: Path, tmp_path: Path) -> None:
+    """The folder of a run stands for its drafts."""
+    tokenizer = metadata_of(json.loads((target / "tokenizer.json").read_text()))
+    tokenizer["tokenizer.ggml.pre"] = "gpt-2"
+    model = write_gguf(tmp_path / "target.gguf", target, "Q8_0", tokenizer=tokenizer)
+    report = train_drafts(model, [data], tmp_path / "out", **OPTIONS)
+    llm = LLM(model, drafts=[tmp_path / "out"], max_model_len=256)
+    assert report.differing == 0 and llm.draft_names == ("ssm-1", "ssm-2")
+    plain, tree = (llm.generate("import os", spec=spec)[0] for spec in ("off", SpecConfig(nodes=8, sources=("ssm",))))
+    assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
+    assert tree.metrics.nodes_verified > plain.metrics.nodes_verified
+
+
+@pytest.mark.slow
+def test_reports_take_as_long_as_they_may(target: Path) -> None:
+    generate, most = LLM.generate, list[int]()
+
+    def counted(llm: LLM, prompt: Any, params: SamplingParams, spec: Any) -> Any:
+        most.append(params.max_tokens or 0)
+        return generate(llm, prompt, params, spec)
+
+    options = {"compile": False, "max_model_len": 256}
+    with mock.patch.object(LLM, "generate", counted):
+        for seconds in (0.0, 1e6):
+            measure_drafts(target, [], [[5, 6]] * 2, {}, 40, options, seconds, lambda: None)
+    assert set(most[: len(most) // 2]) == {16} and set(most[len(most) // 2 :]) == {16, 40}
+    with pytest.raises(Paused):
+        measure_drafts(target, [], [[5, 6]], {}, 40, options, 1.0, mock.Mock(side_effect=Paused))
+
+
+@pytest.mark.slow
 def test_lessons_of_another_run(trained: Path, target: Path, data: Path, tmp_path: Path) -> None:
     train_drafts(target, [], tmp_path / "same", lessons=trained, **OPTIONS)
     assert weights_of(tmp_path / "same") == weights_of(trained)
@@ -306,8 +339,6 @@ def test_texts_and_a_generalist(trained: Path, target: Path, data: Path, tmp_pat
     for other in written[:2]:
         assert any(not torch.equal(tensor, other[name]) for name, tensor in written[2].items())
     LLM(target, drafts=[tmp_path / "generalist"], compile=False, max_model_len=256)
-    llm = LLM(target, drafts=[tmp_path], compile=False, max_model_len=256)
-    assert llm.draft_names == ("ssm-1", "ssm-2"), "a run's folder stands for its drafts"
 
 
 @pytest.mark.slow

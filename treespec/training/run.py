@@ -95,7 +95,7 @@ class TrainingRun:
 
     def first_layers(self, count: int) -> Any:
         """Return the target's embedding, head and at least its first `count` layers, as a model of transformers."""
-        opened = self.__dict__.get("_opened")
+        opened, count = self.__dict__.get("_opened"), min(count, self.num_layers)
         if opened is None or opened.config.num_hidden_layers < count:
             self._opened = opened = open_model(self.target, layers=count)
         return opened

@@ -17,7 +17,7 @@ def quick_runs() -> Iterator[None]:
         threads(1),
         quick_start(),
         mock.patch("treespec.training.report.REPEATS", 1),
-        mock.patch("treespec.training.lessons.PER_SHARD", 40),
+        mock.patch("treespec.training.lessons.PER_SHARD", 10),
         mock.patch.multiple("treespec.training.run", **few),
     ):
         yield

@@ -1,9 +1,12 @@
 """`treespec train`: data, lessons, clusters, and whole runs on a toy target, interrupted and resumed."""
 
+import itertools
 import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,16 +18,19 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.helpers.commands import run
+from tests.helpers.gguf_files import metadata_of, write_gguf
 from tests.helpers.models import make_llama, new_folder
 from tests.helpers.tokenizers_made import TEXT, byte_level, save_tokenizer
-from treespec import LLM, SpecConfig
+from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import ConfigError, ModelError
+from treespec.planning.round_costs import CostCurve
 from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
 from treespec.training.files import replacing
-from treespec.training.lessons import TOP, Lessons, LessonWriter, shard_path
-from treespec.training.loop import Budget, optimizers_for, train
+from treespec.training.lessons import TOP, Lessons, LessonWriter, best_batch, prompts_of_shard, shard_path
+from treespec.training.loop import Budget, Paused, PauseRequest, optimizers_for, train
 from treespec.training.muon import Float32Muon, orthogonalize
 from treespec.training.prompts import TrainingPrompt, read_training_prompts
+from treespec.training.report import measure_drafts
 from treespec.training.run import by_benefit, held_out, train_drafts
 from treespec.training.settings import TrainingSettings
 from treespec.training.sizing import choose_size
@@ -129,7 +135,14 @@ def test_lessons_hold_what_the_target_writes(llm: LLM, tmp_path: Path) -> None:
     prompts = [TrainingPrompt(TEXT[i * 300 : (i + 1) * 300], f"group {i % 3}") for i in range(40)]
     with mock.patch("treespec.training.lessons.PER_SHARD", 32):
         for number in (1, 0):
-            LessonWriter(llm, prompts, tmp_path, 12, seed=5).write(number)
+            with closing(LessonWriter(llm, prompts, tmp_path, 12, seed=5)) as writer:
+                writer.write(number)
+        with closing(LessonWriter(llm, prompts, tmp_path / "cut", 12, seed=5)) as writer:
+            num_tokens = writer.write(0, lambda tokens: tokens < 40)
+    cut, whole = (Lessons.load([shard_path(folder, 0)]) for folder in (tmp_path / "cut", tmp_path))
+    assert cut.generated.sum() == num_tokens >= 40 and len(cut) == writer.batch, "the last shard has what there is"
+    for i, (start, end) in enumerate(itertools.pairwise(cut.starts)):
+        assert np.array_equal(cut.tokens[start:end], whole.tokens[whole.starts[i] :][: end - start])
     lessons = Lessons.load([shard_path(tmp_path, number) for number in (0, 1)])
     assert len(lessons) == 64 and lessons.top_ids.shape == (lessons.generated.sum(), TOP)
     greedy = lessons.select(np.array([*range(0, 40, 2), *range(41, 64, 2)]))  # exchanged when prompts repeat
@@ -138,6 +151,24 @@ def test_lessons_hold_what_the_target_writes(llm: LLM, tmp_path: Path) -> None:
     )
     assert np.array_equal(written, greedy.top_ids[:, 0])
     assert (np.diff(lessons.top_logprobs.astype(float), axis=1) <= 0).all()
+
+
+def test_shards_follow_each_other_and_grow() -> None:
+    with mock.patch("treespec.training.lessons.PER_SHARD", 16):
+        shards = [prompts_of_shard(number) for number in range(40)]
+    assert shards[0] == range(16) and all(a.stop == b.start for a, b in itertools.pairwise(shards))
+    assert [len(shard) for shard in shards[::16]] == [16, 32, 48]
+
+
+def test_batches_are_as_large_as_pays() -> None:
+    """Passes that are bound by arithmetic at 16 rows, and ones that cost the same up to 64."""
+    slow, fast = (CostCurve((1, 64), (seconds, 1.0), 0.0) for seconds in (1 / 64, 1.0))
+    assert [best_batch(curve, most) for curve, most in ((slow, 64), (fast, 64), (fast, 32), (slow, 4))] == [
+        16,
+        64,
+        32,
+        4,
+    ]
 
 
 @pytest.mark.slow
@@ -254,6 +285,37 @@ def test_trained_drafts_load_here_and_in_transformers(trained: Path, target: Pat
 
 
 @pytest.mark.slow
+def test_drafts_of_a_gguf_file(target: Path, data: Path, tmp_path: Path) -> None:
+    """The folder of a run stands for its drafts."""
+    tokenizer = metadata_of(json.loads((target / "tokenizer.json").read_text()))
+    tokenizer["tokenizer.ggml.pre"] = "gpt-2"
+    model = write_gguf(tmp_path / "target.gguf", target, "Q8_0", tokenizer=tokenizer)
+    report = train_drafts(model, [data], tmp_path / "out", **OPTIONS)
+    llm = LLM(model, drafts=[tmp_path / "out"], max_model_len=256)
+    assert report.differing == 0 and llm.draft_names == ("ssm-1", "ssm-2")
+    plain, tree = (llm.generate("import os", spec=spec)[0] for spec in ("off", SpecConfig(nodes=8, sources=("ssm",))))
+    assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
+    assert tree.metrics.nodes_verified > plain.metrics.nodes_verified
+
+
+@pytest.mark.slow
+def test_reports_take_as_long_as_they_may(target: Path) -> None:
+    generate, most = LLM.generate, list[int]()
+
+    def counted(llm: LLM, prompt: Any, params: SamplingParams, spec: Any) -> Any:
+        most.append(params.max_tokens or 0)
+        return generate(llm, prompt, params, spec)
+
+    options = {"compile": False, "max_model_len": 256}
+    with mock.patch.object(LLM, "generate", counted):
+        for seconds in (0.0, 1e6):
+            measure_drafts(target, [], [[5, 6]] * 2, {}, 40, options, seconds, lambda: None)
+    assert set(most[: len(most) // 2]) == {16} and set(most[len(most) // 2 :]) == {16, 40}
+    with pytest.raises(Paused):
+        measure_drafts(target, [], [[5, 6]], {}, 40, options, 1.0, mock.Mock(side_effect=Paused))
+
+
+@pytest.mark.slow
 def test_lessons_of_another_run(trained: Path, target: Path, data: Path, tmp_path: Path) -> None:
     train_drafts(target, [], tmp_path / "same", lessons=trained, **OPTIONS)
     assert weights_of(tmp_path / "same") == weights_of(trained)
@@ -301,14 +363,23 @@ def test_training_starts_from_a_draft(target: Path, trained: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trained: Path, tmp_path: Path) -> None:
-    """Killed while lessons are written, and interrupted while specialists are trained."""
+    """Killed and interrupted while lessons are written, and interrupted while specialists are trained."""
     out, left = tmp_path / "out", tmp_path / "left"
-    write, progress, calls = LessonWriter.write, Budget.progress, 0
+    write, check, progress, calls, passes = LessonWriter.write, PauseRequest.check, Budget.progress, 0, 0
 
-    def kill(writer: LessonWriter, number: int) -> int:
-        write(writer, number)
-        shutil.copytree(out, left)  # before anything cleans up
-        raise RuntimeError("killed")
+    def kill(writer: LessonWriter, number: int, on_pass: Callable[[int], bool]) -> int:
+        num_tokens = write(writer, number, on_pass)
+        if number:
+            shutil.copytree(out, left)  # before anything cleans up
+            raise RuntimeError("killed")
+        return num_tokens
+
+    def interrupt_lessons(pause: PauseRequest) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        check(pause)
 
     def interrupt(budget: Budget, step: int, elapsed: float) -> float:
         nonlocal calls
@@ -321,12 +392,17 @@ def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trai
         train_drafts(target, [data], out, **OPTIONS)
     shutil.rmtree(out)
     left.rename(out)
+    (out / "work" / ".generalist.ckpt.1.tmp").write_text("half of a checkpoint")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    with mock.patch.object(PauseRequest, "check", interrupt_lessons):
+        run("train", "--target", target, "--data", data, "--out", out, *flags, "--resume", code=130)
+    assert passes == 3, "an interruption does not wait for the end of the shard"
     with mock.patch.object(Budget, "progress", interrupt):
         run("train", "--target", target, "--data", data, "--out", out, *flags, "--resume", code=130)
     assert (out / "work" / "specialist-1.ckpt").exists() and not (out / "report.json").exists()
     train_drafts(target, [data], out, resume=True, **OPTIONS)
     assert weights_of(out) == weights_of(trained)
+    assert not list(out.rglob(".*.tmp"))
 
 
 def test_a_folder_with_something_else_is_refused(target: Path, data: Path, tmp_path: Path) -> None:
@@ -347,6 +423,10 @@ def test_a_quantised_target_is_dequantised(tmp_path: Path) -> None:
         quantised = name.endswith("proj.weight") and "layers" in name
         right = dequantize(quantize(weight, 8)).bfloat16() if quantised else weight
         assert torch.equal(own, right), name
+    for folder, whole in ((tmp_path / "int8", found), (plain, expected)):
+        first = open_model(folder, layers=1)
+        assert first.config.num_hidden_layers == 1 < whole.config.num_hidden_layers
+        assert all(torch.equal(weight, whole.state_dict()[name]) for name, weight in first.state_dict().items())
 
 
 @pytest.mark.slow
@@ -416,7 +496,7 @@ def test_sizes_follow_from_measured_passes(tmp_path: Path) -> None:
             return mock.Mock(**{"engine.host.planner.costs.curve": curve})
 
         with mock.patch("treespec.training.sizing.LLM", llm):
-            return choose_size("target", write, config, layers, hidden, {})
+            return choose_size("target", write, config, 12, layers, hidden, {})
 
     assert [chosen(unit) for unit in (0.5, 1.5, 2.0, 99.0)] == [(6, None), (2, None), (2, 192), (2, 64)]
     assert chosen(99.0, layers=3) == (3, None) and chosen(1.0, hidden=128) == (6, 128)

@@ -44,8 +44,8 @@ Drafts = Annotated[
     typer.Option(
         "--draft",
         metavar="D",
-        help="A draft model: a folder, a GGUF file, a hub id, or one that comes with the target, such as ssm-1; "
-        "repeatable. Default: all that come with the target.",
+        help="A draft model: a folder, a GGUF file, a hub id, one that comes with the target, such as ssm-1, or all of "
+        "the output folder of `treespec train`; repeatable. Default: all that come with the target.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]

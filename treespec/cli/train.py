@@ -1,5 +1,6 @@
 """`treespec train`: train draft models for a target."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,17 @@ def train(as_json: Json = False, **settings: Any) -> None:
     from treespec.training.run import train_drafts
 
     out = Path(settings["out"])
+    training, shown = logging.getLogger("treespec.training"), logging.StreamHandler()
+    shown.setFormatter(logging.Formatter("%(message)s"))
+    training.addHandler(shown)
+    training.setLevel(logging.INFO)
     try:
         report = train_drafts(**settings)
     except Paused:
         typer.echo(f"stopped; drafts trained so far are in {out}; the same command with --resume continues", err=True)
         raise typer.Exit(INTERRUPTED) from None
+    finally:
+        training.removeHandler(shown)
     if as_json:
         print_json(report.as_dict())
         return

@@ -126,8 +126,8 @@ def resolve_drafts(
                 raise ConfigError(f"drafts={list(drafts)!r}: {MTP!r} twice; the target has one MTP layer")
             add(MTP, MTP)
         elif isinstance(draft, str | os.PathLike):
-            folder = _resolve_draft(draft, group or "default")
-            add(folder.resolve().name.removesuffix(".gguf"), folder)
+            for folder in _resolve_draft(draft, group or "default"):
+                add(folder.resolve().name.removesuffix(".gguf"), folder)
         elif isinstance(draft, nn.Module):
             add(type(draft).__name__, (draft, None))
         elif isinstance(draft, tuple) and len(draft) == 2 and isinstance(draft[0], nn.Module):
@@ -139,18 +139,23 @@ def resolve_drafts(
     return models, objects
 
 
-def _resolve_draft(draft: str | os.PathLike[str], group: str) -> Path:
-    """Return the folder of a draft: an SSM of the group by name, otherwise as `resolve_model`."""
+def _resolve_draft(draft: str | os.PathLike[str], group: str) -> list[Path]:
+    """Return the folder of a draft: an SSM of the group by name, otherwise as `resolve_model`.
+
+    The output folder of `treespec train` stands for the drafts in it.
+    """
     name = os.fspath(draft)
     if not Path(name).exists():
         if name in default_names(group):
-            return default_folder(name, group)
+            return [default_folder(name, group)]
         if re.fullmatch(r"ssm[-_ ]?\d*", name, re.IGNORECASE):
             valid = map(repr, _ssm_names(group))
             raise FileNotFoundError(
                 f"no embedded draft {name!r}; valid: {', '.join(valid) or 'none, none is installed'}"
             )
-    return resolve_model(draft)
+    folder = resolve_model(draft)
+    trained = [place.parent for place in folder.glob("ssm-*/config.json")]
+    return sorted(trained) if trained and not (folder / "config.json").exists() else [folder]
 
 
 def _ssm_names(group: str) -> list[str]:

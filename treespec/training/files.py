@@ -36,6 +36,12 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def remove_temporary(folder: Path) -> None:
+    """Remove what a killed process left behind in `replacing`."""
+    for path in list(folder.rglob(".*.tmp")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
 def atomic_write_text(path: Path, text: str) -> None:
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

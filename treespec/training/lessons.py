@@ -1,22 +1,26 @@
 """Lessons: the target's continuations of training prompts, with its most likely next tokens at every position."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from treespec.errors import RequestError
-from treespec.llm import LLM
+from treespec.llm import LLM, new_requests
 from treespec.outputs import RequestOutput
+from treespec.planning.round_costs import CostCurve
+from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.text.prompt_files import encode_prompt
 from treespec.training.files import replacing
 from treespec.training.prompts import TrainingPrompt
 
 TOP = 16  # most likely tokens stored per position
-PER_SHARD = 128  # prompts of a shard
+PER_SHARD = 16  # prompts of each of the first shards
+GROWTH = 16  # after so many shards, the next ones have `PER_SHARD` prompts more
+BATCHES = (16, 32, 64)  # numbers of prompts that may be continued at once
+GOOD_RATE = 0.9  # of the tokens per second of the best of them
 RAW_TOKENS = (16, 96)  # length of the beginning of a raw text that is continued
 MAX_PROMPT_TOKENS = 384
 
@@ -89,40 +93,107 @@ class LessonWriter:
     """Lets an engine continue prompts, by up to `max_tokens` each, and writes the results in shards.
 
     A shard depends only on the prompts, the seed and its number: interrupted runs continue at the next shard, and
-    every shard has the bits of an uninterrupted run.
+    every shard has the bits of an uninterrupted run. `batch` prompts are continued at once; those of the next shard
+    take the places of the ones that end.
     """
 
     def __init__(self, llm: LLM, prompts: Sequence[TrainingPrompt], folder: Path, max_tokens: int, seed: int):
         self.llm, self.prompts, self.folder, self.max_tokens, self.seed = llm, prompts, folder, max_tokens, seed
+        self.batch = best_batch(llm.engine.host.planner.costs.curve, llm.config.max_num_seqs)
         self._order = np.random.default_rng((seed, 0)).permutation(len(prompts))
+        self._next = 0  # the prompt to start next, counted over all shards
+        self._running: dict[int, Request] = {}
+        self._ended: dict[int, RequestOutput] = {}  # outputs that are not in a shard yet
 
-    def write(self, number: int) -> int:
-        """Write a shard and return its number of generated tokens.
+    def write(self, number: int, on_pass: Callable[[int], bool] = lambda tokens: True) -> int:
+        """Write a shard and return its number of generated tokens. Numbers must ascend.
+
+        `on_pass` is called after every pass of the target, with the number of tokens that are not in a shard yet. If it
+        returns False, the shard becomes the last one, with all of these tokens. It may raise; they are then lost.
+        """
+        shard, rounds, goes_on = prompts_of_shard(number), self.llm.rounds, True
+        self._next = max(self._next, shard.start)
+        rounds.check_threads()
+        while goes_on and not all(i in self._ended for i in shard):
+            with rounds.turn():
+                while len(self._running) < self.batch and self._next < shard.stop + self.batch:
+                    self._start(self._next)
+                    self._next += 1
+                rounds.step()
+                self._take([i for i, request in self._running.items() if request.finished])
+            ended = sum(len(output.outputs[0].token_ids) for output in self._ended.values())
+            goes_on = on_pass(ended + sum(request.num_generated for request in self._running.values()))
+        if not goes_on:
+            with self.llm.between_rounds():
+                self._take([i for i, request in self._running.items() if request.num_generated])
+        prompts = shard if goes_on else sorted(self._ended)
+        lessons = _collect([self._ended.pop(i) for i in prompts], [self._prompt(i).group for i in prompts])
+        lessons.save(shard_path(self.folder, number))
+        return int(lessons.generated.sum())
+
+    def _take(self, prompts: Sequence[int]) -> None:
+        """End the requests of these prompts, and keep what they generated."""
+        for i in prompts:
+            request = self._running.pop(i)
+            self.llm.rounds.end([request])
+            self._ended[i] = self.llm.request_factory.output([request])
+
+    def close(self) -> None:
+        """Abort what is running."""
+        with self.llm.rounds.turn():
+            self.llm.rounds.end([*self._running.values()])
+
+    def _prompt(self, i: int) -> TrainingPrompt:
+        return self.prompts[self._order[i % len(self.prompts)]]
+
+    def _start(self, i: int) -> None:
+        """Start a prompt.
 
         Every other prompt is continued greedily, the rest at the target's own temperature. After the last prompt they
         repeat, with other beginnings and seeds and the two ways exchanged.
         """
-        rng = np.random.default_rng((self.seed, 1, number))
-        repeats, indices = np.divmod(np.arange(PER_SHARD) + number * PER_SHARD, len(self.prompts))
-        prompts = [self.prompts[i] for i in self._order[indices]]
-        tokens = [self._encode(prompt, rng) for prompt in prompts]
-        common: dict[str, Any] = {"max_tokens": self.max_tokens, "logprobs": TOP, "detokenize": False}
+        rng = np.random.default_rng((self.seed, 1, i))
+        tokens = self._encode(self._prompt(i), rng)
+        repeats, place = divmod(i, len(self.prompts))
         temperature = self.llm.get_default_sampling_params().temperature or 0.7
-        params = [
-            SamplingParams(temperature=temperature if sampled else 0.0, seed=int(rng.integers(2**31)), **common)
-            for sampled in (indices + repeats) % 2
-        ]
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in tokens], params, spec="off")
-        lessons = _collect(outputs, [prompt.group for prompt in prompts])
-        lessons.save(shard_path(self.folder, number))
-        return int(lessons.generated.sum())
+        params = SamplingParams(
+            temperature=temperature if (place + repeats) % 2 else 0.0,
+            seed=int(rng.integers(2**31)),
+            max_tokens=self.max_tokens,
+            logprobs=TOP,
+            detokenize=False,
+        )
+        (entry,) = new_requests(self.llm, [{"prompt_token_ids": tokens}], params, "off", None, None)
+        if isinstance(entry, RequestOutput):
+            self._ended[i] = entry
+            return
+        (self._running[i],) = entry
+        self.llm.engine.scheduler.add(self._running[i])
 
     def _encode(self, prompt: TrainingPrompt, rng: np.random.Generator) -> list[int]:
         """Return a prompt's tokens: the beginning of a raw text, of random length, and the end of anything else."""
         tokens = encode_prompt(self.llm.get_tokenizer(), prompt.content)
         if isinstance(prompt.content, str):
             return tokens[: int(rng.integers(*RAW_TOKENS))]
-        return tokens[-min(MAX_PROMPT_TOKENS, self.llm.config.max_model_len // 2) :]
+        length = self.llm.config.max_model_len
+        return tokens[-min(MAX_PROMPT_TOKENS, max(length - self.max_tokens, length // 2)) :]
+
+
+def prompts_of_shard(number: int) -> range:
+    """Return the prompts of a shard, counted over all shards.
+
+    The first ones are small, since the one being written is lost when a run is killed; later ones grow, so that there
+    are never thousands of files.
+    """
+    sizes = PER_SHARD * (1 + np.arange(number + 1) // GROWTH)
+    return range(int(sizes[:-1].sum()), int(sizes.sum()))
+
+
+def best_batch(curve: CostCurve, most: int) -> int:
+    """Return the least number of requests whose passes decode nearly as many tokens per second as any others'."""
+    batches = [batch for batch in BATCHES if batch <= most] or [most]
+    rates = [batch / float(curve.verify(batch)) for batch in batches]
+    return next(batch for batch, rate in zip(batches, rates, strict=True) if rate >= GOOD_RATE * max(rates))
 
 
 def _collect(outputs: Sequence[RequestOutput], groups: Sequence[str]) -> Lessons:

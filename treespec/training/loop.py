@@ -174,6 +174,7 @@ def train(
     last_save = time.monotonic()
     while (done := budget.progress(progress.step, progress.elapsed)) < budget.end:
         if pause.requested:
+            log.close()
             save_checkpoint(checkpoint, model, optimizers, progress)
             raise Paused
         started = time.monotonic()
@@ -210,19 +211,24 @@ class ProgressLog:
         self._start = replace(progress)
         is_terminal = sys.stderr.isatty()
         shown = "{desc}: {percentage:.1f}% {bar}{postfix}, {remaining} left" + "\n" * (not is_terminal)
-        self.bar = tqdm(total=1.0, desc=name, mininterval=1.0 if is_terminal else LOG_SECONDS, bar_format=shown)
+        seconds = 1.0 if is_terminal else LOG_SECONDS
+        self.bar = tqdm(total=1.0, desc=name, mininterval=seconds, bar_format=shown)
+        self._is_first = True
 
     def update(self, done: float, progress: TrainingProgress, loss: StepLoss | None = None) -> None:
-        """Move the bar to the completed fraction, with the figures of one more step."""
+        """Move the bar to the completed fraction, with the figures of one more step, or of lessons."""
         for name, value in (("loss", loss.mean.item()), ("agreement", loss.agreement)) if loss is not None else ():
             if value is not None:
                 self._means[name] = 0.95 * self._means.get(name, value) + 0.05 * value
         rate = (progress.tokens - self._start.tokens) / max(progress.elapsed - self._start.elapsed, 1e-9)
-        figures = [f"step {progress.step}", f"{rate:.0f} tokens/s"]
+        figures = [f"{progress.tokens} tokens" if loss is None else f"step {progress.step}", f"{rate:.0f} tokens/s"]
         figures += [f"{name} {mean:.3f}" for name, mean in self._means.items()]
         figures += [] if self.held_out is None else [f"on held-out lessons {self.held_out:.3f}"]
         self.bar.set_postfix_str(", ".join(figures), refresh=False)
-        self.bar.update(done - self.bar.n)
+        if self._is_first:  # what earlier runs did says nothing about the speed of this one
+            self.bar.initial = self.bar.n = self.bar.last_print_n = min(done, 1.0)
+            self._is_first = False
+        self.bar.update(min(done, 1.0) - self.bar.n)
 
     def close(self) -> None:
         self.bar.close()

@@ -10,7 +10,7 @@ from treespec.errors import ConfigError
 from treespec.text.chat import Message
 from treespec.text.prompt_files import VALID, read_prompts, read_text
 
-logger = logging.getLogger("treespec")
+logger = logging.getLogger(__name__)
 
 LISTS = (".jsonl", ".json")
 PASSAGE = 2048  # characters of a text that become one prompt, up to twice as many if no line ends

@@ -1,8 +1,9 @@
 """Measures trained drafts: acceptance and speed of the target with none, one, two and more of them."""
 
+import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from treespec.llm import LLM
 from treespec.sampling_params import SamplingParams
 from treespec.utils.tables import table
 
+logger = logging.getLogger(__name__)
+
 NODES = 16
+LEAST_TOKENS = 16  # of an output
 REPEATS = 3
 
 
@@ -66,19 +70,34 @@ def measure_drafts(
     agreement: dict[str, float],
     max_tokens: int,
     options: dict[str, Any],
+    seconds: float,
+    on_output: Callable[[], None],
 ) -> TrainingReport:
-    """Decode held-out prompts plainly and with the first 0, 1, ... of the drafts."""
+    """Decode held-out prompts plainly and with the first 0, 1, ... of the drafts.
+
+    Outputs have up to `max_tokens`, or fewer if plain decoding would take longer than `seconds`. `on_output` is called
+    after every output, and may raise.
+    """
     params = SamplingParams(max_tokens=max_tokens, detokenize=False)
     rows, rates, differing = [], list[float](), 0
     reference: list[list[int]] | None = None
     for count in range(len(drafts) + 1):
+        logger.info("measuring with %d of %d drafts", count, len(drafts))
         llm = LLM(model, drafts=list(drafts[:count]), max_num_seqs=1, **options)
 
         def decode(spec: SpecConfig | str, llm: LLM = llm) -> tuple[list[Any], float, list[list[int]]]:
-            began = time.perf_counter()
-            outputs = [llm.generate({"prompt_token_ids": prompt}, params, spec)[0] for prompt in prompts]
+            outputs, began = [], time.perf_counter()
+            for prompt in prompts:
+                outputs += llm.generate({"prompt_token_ids": prompt}, params, spec)
+                on_output()
             return outputs, time.perf_counter() - began, [output.outputs[0].token_ids for output in outputs]
 
+        if not count:
+            params.max_tokens = LEAST_TOKENS
+            _, spent, tokens = decode("off")
+            decodes = (3 + 2 * REPEATS) * (1 + len(drafts))
+            affordable = int(seconds / decodes / spent * sum(map(len, tokens)) / len(prompts))
+            params.max_tokens = min(max(affordable, LEAST_TOKENS), max_tokens)
         tau = []
         for sources in (("ssm",), ("ssm", "lookup")) if count else (("lookup",), ("lookup",)):
             outputs, _, tokens = decode(SpecConfig(nodes=NODES, sources=sources))
@@ -109,6 +128,6 @@ def measure_drafts(
                 1 - lookup_alone / max(accepted, 1) if count else 0.0,
             )
         )
-        del llm
+        del llm, decode  # its memory, before the next one is built
     best = max(rows, key=lambda row: row.speedup)
     return TrainingReport(statistics.median(rates), tuple(rows), best.drafts, agreement, differing)

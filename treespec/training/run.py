@@ -5,6 +5,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,17 +20,18 @@ from treespec.llm import LLM
 from treespec.models.model_config import ModelConfig
 from treespec.startup.options import resolve_device, resolve_model
 from treespec.text.prompt_files import has_chat_template
+from treespec.text.prompt_tokenizer import UserTokenizer, load_tokenizer
 from treespec.training.distillation import STEP_TOKENS, Curriculum, evaluate
 from treespec.training.draft_vocabulary import choose_vocabulary
 from treespec.training.eagle3 import head_config, head_layers
-from treespec.training.files import replacing, write_json
+from treespec.training.files import remove_temporary, replacing, write_json
 from treespec.training.head_kinds import HEAD_KINDS, head_agreement, head_loss, write_head
-from treespec.training.lessons import Lessons, LessonWriter, shard_path
+from treespec.training.lessons import MAX_PROMPT_TOKENS, Lessons, LessonWriter, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, ProgressLog, StepLoss, TrainingProgress, train
 from treespec.training.prompts import read_training_prompts
 from treespec.training.report import TrainingReport, measure_drafts
 from treespec.training.settings import LEAST_ROWS, TrainingSettings
-from treespec.training.sizing import choose_size, most_rows
+from treespec.training.sizing import LEAST_LAYERS, choose_size, most_rows
 from treespec.training.specialisation import cluster_errors, cluster_groups, odds_of
 from treespec.training.student import make_student, open_model, read_vocabulary, write_student
 from treespec.training.target_states import TargetStates
@@ -37,17 +40,17 @@ from treespec.utils.options import takes_options
 from treespec_weights import read_config
 from treespec_weights.files import resolve_folder
 
-logger = logging.getLogger("treespec")
+logger = logging.getLogger(__name__)
 
 LESSON_SHARE = 0.4  # of the time
 GENERALIST_SHARE = 0.6  # of the training time; the specialists share the rest
 HELD_OUT = 0.04  # of the lessons
 WATCHED = 64  # held-out lessons that are evaluated while a draft is trained
 REPORT_PROMPTS = 8
+REPORT_SHARE = 0.15  # of the time, in addition to it, that the report may take
 PEAK_RATE = 2.5e-3
-RUNNING = 64  # lessons that are written at once
+RUNNING = 64  # lessons that are written at once, at most
 EPOCHS = 6  # passes over the lessons per draft, with `tokens`
-MAX_MODEL_LEN = 1024
 
 
 class TrainingRun:
@@ -74,22 +77,41 @@ class TrainingRun:
                 )
 
     @cached_property
+    def config(self) -> ModelConfig:
+        """The target's config. Raises ModelError if it is of no native family."""
+        return ModelConfig.from_hf(resolve_folder(resolve_model(self.settings.target)))
+
+    @property
     def options(self) -> dict[str, Any]:
         """Options of every `LLM` of the run."""
-        config = ModelConfig.from_hf(resolve_model(self.settings.target))  # native families only
-        return {"device": str(self.device), "max_model_len": min(MAX_MODEL_LEN, config.max_positions)}
+        longest = MAX_PROMPT_TOKENS + self.settings.max_tokens
+        return {"device": str(self.device), "max_model_len": min(longest, self.config.max_positions)}
 
     @cached_property
     def llm(self) -> LLM:
         """The target, without drafts. Large batches are bound by arithmetic, where drafting gains nothing."""
-        return LLM(self.settings.target, drafts=[], max_num_seqs=RUNNING, **self.options)
+        logger.info("loading %s", self.target)
+        return LLM(self.target, drafts=[], max_num_seqs=RUNNING, **self.options)
+
+    def first_layers(self, count: int) -> Any:
+        """Return the target's embedding, head and at least its first `count` layers, as a model of transformers."""
+        opened, count = self.__dict__.get("_opened"), min(count, self.num_layers)
+        if opened is None or opened.config.num_hidden_layers < count:
+            self._opened = opened = open_model(self.target, layers=count)
+        return opened
+
+    def free(self, *names: str) -> None:
+        """Drop the references to the engine, "llm", or to the layers that were opened, "_opened"."""
+        for name in names:
+            self.__dict__.pop(name, None)
 
     @property
     def target_size(self) -> int:
-        return self.llm.engine.runner.target.vocab_size
+        return self.config.shape.vocab_size
 
     def run(self) -> TrainingReport:
         """Run all remaining stages. At a requested stop, write the drafts trained so far to `out` and raise Paused."""
+        remove_temporary(self.out)
         lessons = self.make_lessons()
         is_held_out = held_out(len(lessons), self.settings.seed)
         target_ids, num_layers, hidden = self.choose_shape(lessons)
@@ -131,28 +153,34 @@ class TrainingRun:
 
         budget = Budget(LESSON_SHARE * (settings.minutes or 0.0))
 
-        def spent() -> float:
+        def spent(now: TrainingProgress = progress) -> float:
             if settings.tokens is not None:
-                return progress.tokens / settings.tokens
-            return budget.progress(progress.step, progress.elapsed)
+                return now.tokens / settings.tokens
+            return budget.progress(now.step, now.elapsed)
 
         if spent() < 1:
             paths = [Path(path) for path in settings.data]
-            self.check_tokenizer()
-            prompts = read_training_prompts(paths, has_chat_template(self.llm.get_tokenizer()))
+            prompts = read_training_prompts(paths, has_chat_template(self.checked_tokenizer()))
+            llm = self.llm
             self.begin()
-            self.__dict__.pop("target_model", None)  # frees its memory while lessons are written
-            writer = LessonWriter(self.llm, prompts, folder, settings.max_tokens, settings.seed)
-            log = ProgressLog(f"lessons from {len(prompts)} prompts", progress)
-            while spent() < 1:
-                self.pause.check()
-                began = time.monotonic()
-                progress.tokens += writer.write(progress.step)
-                progress.step += 1
-                progress.elapsed += time.monotonic() - began
-                write_json(state, vars(progress))
-                log.update(spent(), progress)
-            log.close()
+            self.free("_opened")
+            writer = LessonWriter(llm, prompts, folder, settings.max_tokens, settings.seed)
+            log = ProgressLog(f"lessons from {len(prompts)} prompts, {writer.batch} at once", progress)
+            with closing(writer), closing(log):
+                while spent() < 1:
+                    began = time.monotonic()
+
+                    def goes_on(tokens: int, began: float = began) -> bool:
+                        self.pause.check()
+                        elapsed = progress.elapsed + time.monotonic() - began
+                        now = replace(progress, tokens=progress.tokens + tokens, elapsed=elapsed)
+                        log.update(spent(now), now)
+                        return settings.tokens is not None or spent(now) < 1 or not now.step
+
+                    progress.tokens += writer.write(progress.step, goes_on)
+                    progress.step += 1
+                    progress.elapsed += time.monotonic() - began
+                    write_json(state, vars(progress))
         return Lessons.load([shard_path(folder, number) for number in range(progress.step)])
 
     def choose_shape(self, lessons: Lessons) -> tuple[np.ndarray, int, int | None]:
@@ -162,18 +190,22 @@ class TrainingRun:
             start = resolve_folder(settings.start)
             return read_vocabulary(start, self.target_size), read_config(start)["num_hidden_layers"], None
         if not file.exists():
-            config = self.target_model.config
-            read = int(self.llm.stats()["memory"]["target_weights"])
-            most = settings.vocabulary or most_rows(read, config.hidden_size)
+            config = self.first_layers(LEAST_LAYERS + 1).config
+            most = settings.vocabulary
+            if most is None:
+                most = most_rows(int(self.llm.stats()["memory"]["target_weights"]), config.hidden_size)
+            self.free("llm")  # while others are measured
             target_ids = choose_vocabulary(lessons, self.target_size, tuple(self.end_tokens), most)
 
             def write(layers: int, hidden: int | None, folder: Path) -> None:
-                student = make_student(self.target_model, layers, hidden, target_ids, self.end_tokens)
+                student = make_student(self.first_layers(layers), layers, hidden, target_ids, self.end_tokens)
                 write_student(student, folder, target_ids, self.target_size)
 
             layers, hidden, rows = 1, None, len(target_ids) - 1
             if settings.head is None:
-                layers, hidden = choose_size(self.target, write, config, settings.layers, settings.hidden, self.options)
+                layers, hidden = choose_size(
+                    self.target, write, config, self.num_layers, settings.layers, settings.hidden, self.options
+                )
                 width = hidden or config.hidden_size
                 logger.info("drafts of %d layers, width %d, %d of %d tokens", layers, width, rows, self.target_size)
             else:
@@ -186,16 +218,29 @@ class TrainingRun:
     @property
     def target(self) -> Path:
         """The target's folder or GGUF file."""
-        return self.llm.model_path
+        return self.config.folder
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.shape.num_layers
+
+    @cached_property
+    def tokenizer(self) -> UserTokenizer | None:
+        """The target's tokenizer, or None."""
+        stored = load_tokenizer(None, self.target)
+        return None if stored is None else UserTokenizer(stored)
+
+    def checked_tokenizer(self) -> Any:
+        """Return the target's tokenizer. Raises ConfigError if it has none."""
+        if self.tokenizer is None:
+            raise ConfigError(f"{self.target} has no tokenizer to read the data with; put its tokenizer files there")
+        return self.tokenizer.base
 
     @property
     def end_tokens(self) -> list[int]:
         """End tokens of the target and its tokenizer."""
-        return sorted({token for token in self.llm.end_token_ids if token < self.target_size})
-
-    @cached_property
-    def target_model(self) -> Any:
-        return open_model(self.target)
+        ends = *self.config.eos_token_ids, *(() if self.tokenizer is None else self.tokenizer.eos_token_ids)
+        return sorted({token for token in ends if token < self.target_size})
 
     def begin(self) -> None:
         """Check the inputs and store the settings, unless a run is resumed."""
@@ -207,21 +252,15 @@ class TrainingRun:
     def check_inputs(self) -> None:
         """Raise if no draft can be made from the target, `start` or the texts, before any lesson is written."""
         if self.settings.texts:
-            self.check_tokenizer()
             logger.info("texts of %d tokens", len(self.text_tokens))
         if self.settings.start is not None:
             read_vocabulary(resolve_folder(self.settings.start), self.target_size)
             return
         if self.settings.head is not None:
-            head_config(self.target_model.config, LlamaConfig, 1, LEAST_ROWS)
+            head_config(self.first_layers(1).config, LlamaConfig, 1, LEAST_ROWS)
             return
         ends = self.end_tokens
-        make_student(self.target_model, 1, self.settings.hidden, np.array([*ends, -1]), ends)
-
-    def check_tokenizer(self) -> None:
-        """Raise ConfigError if the target has no tokenizer."""
-        if self.llm.get_tokenizer() is None:
-            raise ConfigError(f"{self.target} has no tokenizer to read the data with; put its tokenizer files there")
+        make_student(self.first_layers(1), 1, self.settings.hidden, np.array([*ends, -1]), ends)
 
     def curriculum(self, lessons: Lessons, target_ids: np.ndarray) -> Curriculum:
         return Curriculum(lessons, target_ids, self.target_size, self.settings.seed, self.device)
@@ -238,7 +277,7 @@ class TrainingRun:
     @cached_property
     def text_tokens(self) -> np.ndarray:
         """The tokens of all texts, int32 [tokens]."""
-        return tokenize_texts([Path(path) for path in self.settings.texts], self.llm.get_tokenizer())
+        return tokenize_texts([Path(path) for path in self.settings.texts], self.checked_tokenizer())
 
     def train_generalist(
         self, curriculum: Curriculum, target_ids: np.ndarray, num_layers: int, hidden: int | None
@@ -250,9 +289,12 @@ class TrainingRun:
             texts = Texts(tokens, target_ids, self.target_size, self.settings.seed, self.device)
         torch.manual_seed(self.settings.seed)
         if self.settings.start is None:
-            model = make_student(self.target_model, num_layers, hidden, target_ids, self.end_tokens).to(self.device)
+            source = self.first_layers(num_layers)
+            model = make_student(source, num_layers, hidden, target_ids, self.end_tokens).to(self.device)
+            del source
         else:
             model = open_model(resolve_folder(self.settings.start), torch.float32).to(self.device)
+        self.free("llm", "_opened")
         self._trained = [model]
         share = GENERALIST_SHARE if self.settings.ssms > 1 else 1.0
         rate = PEAK_RATE if self.settings.start is None else PEAK_RATE / 2  # keeps what the start knows
@@ -302,7 +344,8 @@ class TrainingRun:
 
     def train_head(self, lessons: Lessons, is_held_out: np.ndarray, target_ids: np.ndarray) -> TrainingReport:
         """Train a draft head on all lessons, write it to `out`, measure it, and write the report."""
-        name, target = str(self.settings.head), self.target_model
+        self.free("llm", "_opened")
+        name, target = str(self.settings.head), open_model(self.target)
         torch.manual_seed(self.settings.seed)
         layers = head_layers(target.config.num_hidden_layers)
         head = HEAD_KINDS[name](target, target_ids, len(layers)).to(self.device)
@@ -365,9 +408,10 @@ class TrainingRun:
         prompts = [lessons.tokens[a : a + n].tolist() for a, n in zip(lessons.starts[:-1], lessons.firsts, strict=True)]
         prompts = prompts[:: max(len(prompts) // REPORT_PROMPTS, 1)][:REPORT_PROMPTS]
         folders = [self.out / name for name in names]
-        target = self.target
-        del self.llm
-        report = measure_drafts(target, folders, prompts, agreement, self.settings.max_tokens, self.options)
+        self.free("llm", "_opened")
+        seconds = 60 * REPORT_SHARE * (self.settings.minutes or 60.0)
+        most = self.settings.max_tokens
+        report = measure_drafts(self.target, folders, prompts, agreement, most, self.options, seconds, self.pause.check)
         write_json(self.out / "report.json", {"settings": self.settings.stored(), **report.as_dict()})
         return report
 

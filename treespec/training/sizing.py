@@ -12,7 +12,7 @@ from treespec.llm import LLM
 from treespec.training.settings import WIDTH_STEP
 from treespec.training.student import WIDTHS
 
-logger = logging.getLogger("treespec")
+logger = logging.getLogger(__name__)
 
 PASS_SHARE = 0.03  # of a plain target pass that one level of one draft may take
 HEAD_SHARE = 0.5  # of that share, in bytes, that a draft's vocabulary may take
@@ -30,6 +30,7 @@ def choose_size(
     model: Any,
     write: Callable[[int, int | None, Path], None],
     config: PreTrainedConfig,
+    most: int,
     layers: int | None,
     hidden: int | None,
     options: dict[str, Any],
@@ -39,9 +40,8 @@ def choose_size(
     A level may take `PASS_SHARE` of a target pass. Untrained drafts of two and three layers are measured, and a further
     layer costs what the third one does. If two layers take too long, narrower drafts are measured. Where the user chose
     `layers` or `hidden`, these are kept; a given number of layers is not measured. `write` writes an untrained draft of
-    so many layers and this width to a folder.
+    so many layers and this width to a folder. `config` has the target's widths, and `most` is its number of layers.
     """
-    most = config.num_hidden_layers
     least = min(layers or LEAST_LAYERS, most)
 
     def measure(count: int, width: int | None) -> tuple[float, float]:

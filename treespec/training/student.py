@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from treespec.adapter.source import progress_bars_on_terminals
 from treespec.errors import ModelError
 from treespec_weights import as_folder, read_config
+from treespec_weights.convert import PER_LAYER_LISTS
 from treespec_weights.draft_vocabulary import read_draft_vocabulary, write_draft_vocabulary
 
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 MULTIPLE = 64  # of the width of an MLP
-PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
 def student_config(
@@ -97,12 +97,12 @@ def write_student(model: Any, folder: Path, target_ids: np.ndarray, target_size:
         write_draft_vocabulary(folder, target_ids, target_size)
 
 
-def open_model(path: Path, dtype: torch.dtype | None = None) -> Any:
-    """Open a folder or GGUF file with transformers, in evaluation mode.
+def open_model(path: Path, dtype: torch.dtype | None = None, layers: int | None = None) -> Any:
+    """Open a folder or GGUF file with transformers, in evaluation mode, or only its first `layers`.
 
     A dtype of None keeps that of the parameters, and dequantises a quantised model to bfloat16.
     """
-    with as_folder(path, dtype or torch.bfloat16) as folder, progress_bars_on_terminals():
+    with as_folder(path, dtype or torch.bfloat16, layers) as folder, progress_bars_on_terminals():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval()
 
 

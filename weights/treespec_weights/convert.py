@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,6 +60,7 @@ from treespec_weights.writer import (
 
 SHARD_BYTES = 2 * 10**9
 STATE = "conversion.json"  # identifies an unfinished conversion
+PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # keys of a config
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -102,6 +104,7 @@ def convert_checkpoint(
     layout: str | None = None,
     resume: bool = False,
     quantization: str | None = None,
+    layers: int | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Write a converted checkpoint to another folder, and return a JSON-ready report.
@@ -118,6 +121,7 @@ def convert_checkpoint(
         layout: model_type of another family with the same parameters.
         quantization: "int8", "int4" or "fp8" quantises the layers' matrices, after the cast; "fp8-all" also embedding
             and head.
+        layers: keeps only the first so many.
         on_bytes: called with the bytes written so far and the total.
 
     Raises OptionError, CheckpointError, UnsupportedModelError (for the layout), WriteError and OSError.
@@ -145,6 +149,11 @@ def convert_checkpoint(
         transform = quantise_transform(quantization, dtype, shape, written_as)
     with Checkpoint.open(root) as checkpoint:
         steps = plan_steps(checkpoint, shape, rules, written_as, transform)
+        if layers is not None and layers < shape.num_layers:
+            kept = replace(shape, num_layers=layers).parameters()
+            steps = [step for step in steps if all(param in kept for param in step.target.params)]
+            lists = {key: config[key][:layers] for key in PER_LAYER_LISTS if isinstance(config.get(key), list)}
+            config = {**config, **lists, rules.config_keys["num_layers"]: layers}
         shards = plan_shards([step.outputs for step in steps], shard_bytes)
         state = _state(root, written_as, shards, transform)
         partial = partial_of(place)
@@ -185,14 +194,19 @@ def convert_checkpoint(
 
 
 @contextlib.contextmanager
-def as_folder(path: Path, dtype: torch.dtype) -> Iterator[Path]:
-    """Yield an unquantised Hugging Face folder of a checkpoint: its own, or a temporary one, dequantised to `dtype`."""
-    if not is_gguf(path) and scheme_of(read_config(path), path) is None:
+def as_folder(path: Path, dtype: torch.dtype, layers: int | None = None) -> Iterator[Path]:
+    """Yield an unquantised Hugging Face folder of a checkpoint, with only its first `layers` unless that is None.
+
+    It is the checkpoint's own, or a temporary one, dequantised to `dtype`.
+    """
+    is_plain = not is_gguf(path) and scheme_of(read_config(path), path) is None
+    if is_plain and layers is None:
         yield path
         return
     with TemporaryDirectory(prefix="treespec-dequantised-") as scratch:
-        convert_checkpoint(path, Path(scratch) / "model", dtype=dtype)
-        yield Path(scratch) / "model"
+        folder = Path(scratch) / "model"
+        convert_checkpoint(path, folder, dtype=None if is_plain else dtype, layers=layers)
+        yield folder
 
 
 def plan_steps(

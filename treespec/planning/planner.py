@@ -73,6 +73,7 @@ ROW_WINDOW = 16
 # Accepted tokens of rounds in which SSMs draft: prior for a first level, its weight in rounds, and the least weight of
 # the newest round.
 FIRST_ACCEPTED, PRIOR_ROUNDS, ACCEPTED_EMA = 1.0, 8, 0.03
+LEVEL_COVERAGE = 0.8  # share of its open mass that a level's nodes are expected to hold
 MOST_TO_LEARN = 3.0  # cost of a first level, in tokens of plain decoding, that is not paid to learn what it takes
 SPEED_PRIOR = 4  # pseudo-count, in rounds of plain decoding, for a request's tokens per round
 # Rounds for which a batch that does not pay is decoded plainly before it is reconsidered; deciding in every round costs
@@ -323,7 +324,7 @@ class Planner:
         Dropping an SSM loses `UNIQUE_SHARE` of the tokens in proportion to its weight; other sources propose the rest.
         """
         count = self.round.size
-        lost = UNIQUE_SHARE * FIRST_ACCEPTED * self.calibration * count
+        lost = UNIQUE_SHARE * LEVEL_COVERAGE * self.calibration * count
         curve = self.costs.curve
         level = self.costs.draft_scale * (curve.ssm_seconds + (count - 1) * curve.draft_request_seconds)
         return self.rate * level / lost

@@ -135,15 +135,14 @@ inline const BlockFormat& format_of(int64_t type) {
 // Converts a row of blocks to fp32. inputs: a multiple of the block's values.
 void dequantize_row(int64_t type, const uint8_t* from, int64_t inputs, float* to) {
     const BlockFormat& format = format_of(type);
-    Linear layer{};
-    layer.table = format.table;
-    const float* table = table_of(layer).values;
+    const float* table = table_of(format.table).values;
     Block block;
     for (int64_t i = 0; i < inputs; i += format.values, from += format.bytes, to += format.values) {
         format.read(from, block);
         for (int64_t j = 0; j < format.values; j++) {
-            const float q = format.code == TABLE ? table[block.q[j]] : format.code == INT8 ? float(int8_t(block.q[j]))
-                                                                               : float(int(block.q[j]) - format.zero);
+            const float q = format.code == TABLE  ? table[block.q[j]]
+                            : format.code == INT8 ? float(int8_t(block.q[j]))
+                                                  : float(int(block.q[j]) - format.zero);
             const float value = block.scale_of(format.factors, j / format.group) * q;
             to[j] = format.has_min ? value - block.minimum_of(format.factors, j / format.group) : value;
         }

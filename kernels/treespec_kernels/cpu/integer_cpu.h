@@ -105,7 +105,7 @@ void multiply_integers(const Linear& layer, int64_t panel, const Activations& x,
     constexpr int64_t INPUTS = high_bits(CODE) ? OCTET : QUAD, BYTES = value_bytes(CODE, INPUTS), READ = BYTES / PARTS;
     const int64_t k = layer.inputs, groups = k / layer.group, size = Geometry(layer).panel_bytes();
     const int32_t offset = excess(CODE, layer.base);
-    const Table* table = CODE == TABLE ? &table_of(layer) : nullptr;
+    const Table* table = CODE == TABLE ? &table_of(layer.table) : nullptr;
     vec total[ROWS][COLUMNS] = {};
     for_groups(layer, panel, 0.0f, [&](int64_t g, const Factors& factors, const uint8_t* w) {
         const uint8_t* next = PARTS == 1 ? w + FETCHED : w + size + PART * READ;

@@ -41,7 +41,7 @@ struct Table {  // the 16 values of TABLE, as the products read them
     float values[16];
     uint8_t raised[16];  // plus 128
 };
-inline const Table& table_of(const Linear& layer) {
+inline const Table& table_of(int64_t index) {
     static const std::vector<Table> tables = [] {
         constexpr int8_t VALUES[2][16] = {  // IQ4, and E2M1 doubled
             {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
@@ -55,7 +55,7 @@ inline const Table& table_of(const Linear& layer) {
             }
         return all;
     }();
-    return tables[layer.table];
+    return tables[index];
 }
 
 // Sizes in a panel's stream: for every SUPER inputs of CODES [d][those of the minima], for every group [scales]
@@ -264,7 +264,7 @@ template <int CODE, int ROWS, int COLUMN, int C>
 void multiply_group(const Linear& layer, const uint8_t* w, const Factors& factors, int64_t g, int64_t groups,
                     const factor* x, const float* sums, bool fetch, vec (*totals)[VECS]) {
     const int64_t k = layer.inputs, start = g * layer.group, end = start + layer.group;
-    const Table* table = CODE == TABLE ? &table_of(layer) : nullptr;
+    const Table* table = CODE == TABLE ? &table_of(layer.table) : nullptr;
     vec sum[ROWS][C];
     if constexpr (CHAINS == 1) {
         vec acc[1][ROWS][C];
@@ -428,7 +428,7 @@ void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t
     const int64_t ring = row_blocks == 1 || length == 1 ? 1 : 7;  // few blocks, which stay in the L1 cache
     const Geometry sizes(layer);
     const uint8_t* w = (const uint8_t*)layer.weight + panel * sizes.panel_bytes();
-    const Table* table = CODE == TABLE ? &table_of(layer) : nullptr;
+    const Table* table = CODE == TABLE ? &table_of(layer.table) : nullptr;
     alignas(64) uint32_t wide[8][4][TILE_ROWS * 16];
     alignas(64) float sums[4][4][TILE_ROWS * 16];
     alignas(64) vec totals[4 * TILE_ROWS][VECS];

@@ -1,6 +1,6 @@
 """Lessons: the target's continuations of training prompts, with its most likely next tokens at every position."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,10 @@ from treespec.outputs import RequestOutput
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
+from treespec.text.chat import Message
 from treespec.text.prompt_files import encode_prompt
 from treespec.training.files import replacing
-from treespec.training.prompts import TrainingPrompt
+from treespec.training.prompts import SYNTHETIC, TrainingPrompt, user_turn
 
 TOP = 16  # most likely tokens stored per position
 PER_SHARD = 16  # prompts of each of the first shards
@@ -23,6 +24,8 @@ BATCHES = (16, 32, 64)  # numbers of prompts that may be continued at once
 GOOD_RATE = 0.9  # of the tokens per second of the best of them
 RAW_TOKENS = (16, 96)  # length of the beginning of a raw text that is continued
 MAX_PROMPT_TOKENS = 384
+MAX_TURN_TOKENS = 128  # of a prompt that the target writes itself
+TURN_TEMPERATURES = (0.6, 1.0)  # of SmolLM2's questions, 97 % have an end at the lower one and 86 % at the higher one
 
 
 @dataclass(frozen=True)
@@ -92,18 +95,31 @@ def shard_path(folder: Path, number: int) -> Path:
 class LessonWriter:
     """Lets an engine continue prompts, by up to `max_tokens` each, and writes the results in shards.
 
-    A shard depends only on the prompts, the seed and its number: interrupted runs continue at the next shard, and
-    every shard has the bits of an uninterrupted run. `batch` prompts are continued at once; those of the next shard
-    take the places of the ones that end.
+    Of a share of the lessons, `synthetic`, the target writes the prompt itself, as a user's turn of its chat template;
+    turns without an end and those of earlier lessons are left out. A shard depends only on the prompts, the seed and
+    its number: interrupted runs continue at the next shard, and every shard has the bits of an uninterrupted run.
+    `batch` prompts are continued at once; those of the next shard take the places of the ones that end.
     """
 
-    def __init__(self, llm: LLM, prompts: Sequence[TrainingPrompt], folder: Path, max_tokens: int, seed: int):
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: Sequence[TrainingPrompt],
+        folder: Path,
+        max_tokens: int,
+        seed: int,
+        synthetic: float = 0.0,
+    ):
         self.llm, self.prompts, self.folder, self.max_tokens, self.seed = llm, prompts, folder, max_tokens, seed
         self.batch = best_batch(llm.engine.host.planner.costs.curve, llm.config.max_num_seqs)
+        self._synthetic = synthetic
+        self._turn = user_turn(llm.get_tokenizer()) if synthetic else ([], 0)
         self._order = np.random.default_rng((seed, 0)).permutation(len(prompts))
         self._next = 0  # the prompt to start next, counted over all shards
         self._running: dict[int, Request] = {}
-        self._ended: dict[int, RequestOutput] = {}  # outputs that are not in a shard yet
+        self._asking: dict[int, Request] = {}  # that write prompts
+        self._ended: dict[int, RequestOutput | None] = {}  # not in a shard yet; None is without a prompt
+        self._seen: set[bytes] = set()  # synthetic prompts of the shards
 
     def write(self, number: int, on_pass: Callable[[int], bool] = lambda tokens: True) -> int:
         """Write a shard and return its number of generated tokens. Numbers must ascend.
@@ -113,67 +129,119 @@ class LessonWriter:
         """
         shard, rounds, goes_on = prompts_of_shard(number), self.llm.rounds, True
         self._next = max(self._next, shard.start)
+        if number and not self._seen:
+            self._seen = synthetic_prompts(Lessons.load([shard_path(self.folder, n)]) for n in range(number))
         rounds.check_threads()
         while goes_on and not all(i in self._ended for i in shard):
             with rounds.turn():
-                while len(self._running) < self.batch and self._next < shard.stop + self.batch:
-                    self._start(self._next)
+                while len(self._running) + len(self._asking) < self.batch and self._next < shard.stop + self.batch:
+                    self._begin(self._next)
                     self._next += 1
                 rounds.step()
                 self._take([i for i, request in self._running.items() if request.finished])
-            ended = sum(len(output.outputs[0].token_ids) for output in self._ended.values())
+                for i in [i for i, request in self._asking.items() if request.finished]:
+                    self._answer(i, self._end(self._asking.pop(i)))
+            ended = sum(len(output.outputs[0].token_ids) for output in self._ended.values() if output is not None)
             goes_on = on_pass(ended + sum(request.num_generated for request in self._running.values()))
         if not goes_on:
             with self.llm.between_rounds():
                 self._take([i for i, request in self._running.items() if request.num_generated])
-        prompts = shard if goes_on else sorted(self._ended)
-        lessons = _collect([self._ended.pop(i) for i in prompts], [self._prompt(i).group for i in prompts])
+        entries = [(i, self._ended.pop(i)) for i in (shard if goes_on else sorted(self._ended))]
+        new = [(output, self._group(i)) for i, output in entries if output is not None and self._is_new(i, output)]
+        lessons = _collect(new)
         lessons.save(shard_path(self.folder, number))
         return int(lessons.generated.sum())
 
     def _take(self, prompts: Sequence[int]) -> None:
         """End the requests of these prompts, and keep what they generated."""
         for i in prompts:
-            request = self._running.pop(i)
-            self.llm.rounds.end([request])
-            self._ended[i] = self.llm.request_factory.output([request])
+            self._ended[i] = self._end(self._running.pop(i))
+
+    def _end(self, request: Request) -> RequestOutput:
+        self.llm.rounds.end([request])
+        return self.llm.request_factory.output([request])
 
     def close(self) -> None:
         """Abort what is running."""
         with self.llm.rounds.turn():
-            self.llm.rounds.end([*self._running.values()])
+            self.llm.rounds.end([*self._running.values(), *self._asking.values()])
+
+    def _num_synthetic(self, i: int) -> int:
+        """Return how many of the first `i` lessons have synthetic prompts."""
+        return int(i * self._synthetic)
+
+    def _is_synthetic(self, i: int) -> bool:
+        return self._num_synthetic(i + 1) > self._num_synthetic(i)
+
+    def _group(self, i: int) -> str:
+        return SYNTHETIC if self._is_synthetic(i) else self._prompt(i).group
 
     def _prompt(self, i: int) -> TrainingPrompt:
-        return self.prompts[self._order[i % len(self.prompts)]]
+        return self.prompts[self._order[(i - self._num_synthetic(i)) % len(self.prompts)]]
 
-    def _start(self, i: int) -> None:
-        """Start a prompt.
-
-        Every other prompt is continued greedily, the rest at the target's own temperature. After the last prompt they
-        repeat, with other beginnings and seeds and the two ways exchanged.
-        """
+    def _begin(self, i: int) -> None:
+        """Start a lesson: the request that writes its prompt, or the one that continues it."""
         rng = np.random.default_rng((self.seed, 1, i))
-        tokens = self._encode(self._prompt(i), rng)
-        repeats, place = divmod(i, len(self.prompts))
+        if not self._is_synthetic(i):
+            self._continue(i, self._encode(self._prompt(i).content, rng), rng)
+            return
+        params = SamplingParams(
+            temperature=float(rng.uniform(*TURN_TEMPERATURES)),
+            seed=int(rng.integers(2**31)),
+            max_tokens=MAX_TURN_TOKENS,
+            stop_token_ids=[self._turn[1]],
+        )
+        self._start(i, self._turn[0], params, self._asking)
+
+    def _answer(self, i: int, turn: RequestOutput) -> None:
+        """Continue the prompt that a request wrote, if it has an end."""
+        [output] = turn.outputs
+        if output.finish_reason == "stop" and (text := (output.text or "").strip()):
+            rng, content = np.random.default_rng((self.seed, 5, i)), list[Message]([{"role": "user", "content": text}])
+            self._continue(i, self._encode(content, rng), rng)
+        else:
+            self._ended[i] = None
+
+    def _continue(self, i: int, tokens: list[int], rng: np.random.Generator) -> None:
+        """Start the continuation of a prompt.
+
+        Every other prompt is continued greedily, the rest at the target's own temperature. After the last prompt of the
+        data they repeat, with other beginnings and seeds and the two ways exchanged.
+        """
+        if self._is_synthetic(i):
+            is_sampled = self._num_synthetic(i) % 2
+        else:
+            repeats, place = divmod(i - self._num_synthetic(i), len(self.prompts))
+            is_sampled = (place + repeats) % 2
         temperature = self.llm.get_default_sampling_params().temperature or 0.7
         params = SamplingParams(
-            temperature=temperature if (place + repeats) % 2 else 0.0,
+            temperature=temperature if is_sampled else 0.0,
             seed=int(rng.integers(2**31)),
             max_tokens=self.max_tokens,
             logprobs=TOP,
             detokenize=False,
         )
+        self._start(i, tokens, params, self._running)
+
+    def _start(self, i: int, tokens: list[int], params: SamplingParams, running: dict[int, Request]) -> None:
         (entry,) = new_requests(self.llm, [{"prompt_token_ids": tokens}], params, "off", None, None)
         if isinstance(entry, RequestOutput):
             self._ended[i] = entry
             return
-        (self._running[i],) = entry
-        self.llm.engine.scheduler.add(self._running[i])
+        (running[i],) = entry
+        self.llm.engine.scheduler.add(running[i])
 
-    def _encode(self, prompt: TrainingPrompt, rng: np.random.Generator) -> list[int]:
+    def _is_new(self, i: int, output: RequestOutput) -> bool:
+        """Return whether a lesson's prompt is not a synthetic one of an earlier lesson, and remember it."""
+        prompt = np.array(output.prompt_token_ids, dtype=np.int32).tobytes()
+        is_known = self._is_synthetic(i) and prompt in self._seen
+        self._seen.add(prompt)
+        return not is_known
+
+    def _encode(self, content: str | list[int] | list[Message], rng: np.random.Generator) -> list[int]:
         """Return a prompt's tokens: the beginning of a raw text, of random length, and the end of anything else."""
-        tokens = encode_prompt(self.llm.get_tokenizer(), prompt.content)
-        if isinstance(prompt.content, str):
+        tokens = encode_prompt(self.llm.get_tokenizer(), content)
+        if isinstance(content, str):
             return tokens[: int(rng.integers(*RAW_TOKENS))]
         length = self.llm.config.max_model_len
         return tokens[-min(MAX_PROMPT_TOKENS, max(length - self.max_tokens, length // 2)) :]
@@ -189,6 +257,16 @@ def prompts_of_shard(number: int) -> range:
     return range(int(sizes[:-1].sum()), int(sizes.sum()))
 
 
+def synthetic_prompts(shards: Iterable[Lessons]) -> set[bytes]:
+    """Return the synthetic prompts of some lessons, as the bytes of their tokens."""
+    prompts = set[bytes]()
+    for lessons in shards:
+        for i in np.flatnonzero(lessons.groups == SYNTHETIC):
+            start = lessons.starts[i]
+            prompts.add(lessons.tokens[start : start + lessons.firsts[i]].tobytes())
+    return prompts
+
+
 def best_batch(curve: CostCurve, most: int) -> int:
     """Return the least number of requests whose passes decode nearly as many tokens per second as any others'."""
     batches = [batch for batch in BATCHES if batch <= most] or [most]
@@ -196,11 +274,12 @@ def best_batch(curve: CostCurve, most: int) -> int:
     return next(batch for batch, rate in zip(batches, rates, strict=True) if rate >= GOOD_RATE * max(rates))
 
 
-def _collect(outputs: Sequence[RequestOutput], groups: Sequence[str]) -> Lessons:
-    """Convert outputs with log-probabilities to lessons; failed ones are left out."""
-    kept = [(output, group) for output, group in zip(outputs, groups, strict=True) if output.error is None]
+def _collect(outputs: Sequence[tuple[RequestOutput, str]]) -> Lessons:
+    """Convert outputs with log-probabilities, and their groups, to lessons; failed ones are left out."""
+    kept = [(output, group) for output, group in outputs if output.error is None]
     if not kept:
-        raise RequestError(f"no prompt of the shard could be continued: {outputs[0].error}")
+        reason = outputs[0][0].error if outputs else "the target wrote none that ends and is new; give data"
+        raise RequestError(f"no prompt of the shard could be continued: {reason}")
     sequences = [output.prompt_token_ids + output.outputs[0].token_ids for output, _ in kept]
     positions = [position for output, _ in kept for position in output.outputs[0].logprobs or ()]
     rows = [sorted(((-entry.logprob, token) for token, entry in position.items()))[:TOP] for position in positions]

@@ -5,9 +5,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from treespec.errors import ConfigError
-from treespec.text.chat import Message
+from treespec.text.chat import Conversation, Message
 from treespec.text.prompt_files import VALID, read_prompts, read_text
 
 logger = logging.getLogger(__name__)
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 LISTS = (".jsonl", ".json")
 PASSAGE = 2048  # characters of a text that become one prompt, up to twice as many if no line ends
 MAX_FILE_BYTES = 16 << 20
+SYNTHETIC = "synthetic"  # group of the prompts that a target wrote itself
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,20 @@ def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPro
         names = ", ".join(map(str, paths))
         raise ConfigError(f"{names}: {skipped} files, none with text; give UTF-8 texts, or JSON lines; {VALID}")
     return prompts
+
+
+def user_turn(tokenizer: Any) -> tuple[list[int], int]:
+    """Return the tokens of a chat template before a user's message, and the first one after it.
+
+    A chat model that continues the former writes a user's message of the distribution that it was trained on (Magpie,
+    arXiv 2406.08464). Raises ConfigError for a template that does not render a message as it is.
+    """
+    message = "message"
+    before, found, after = Conversation([{"role": "user", "content": message}]).render(tokenizer).rpartition(message)
+    ends = tokenizer.encode(after, add_special_tokens=False)
+    if not (found and before and ends):
+        raise ConfigError("the target's chat template has no place for a user's message; give data")
+    return list(tokenizer.encode(before, add_special_tokens=False)), ends[0]
 
 
 def _raw_text(path: Path) -> str:

@@ -159,13 +159,14 @@ class TrainingRun:
             return budget.progress(now.step, now.elapsed)
 
         if spent() < 1:
-            paths = [Path(path) for path in settings.data]
-            prompts = read_training_prompts(paths, has_chat_template(self.checked_tokenizer()))
+            synthetic, paths = self.synthetic, [Path(path) for path in settings.data]
+            prompts = read_training_prompts(paths, has_chat_template(self.checked_tokenizer())) if paths else []
             llm = self.llm
             self.begin()
             self.free("_opened")
-            writer = LessonWriter(llm, prompts, folder, settings.max_tokens, settings.seed)
-            log = ProgressLog(f"lessons from {len(prompts)} prompts, {writer.batch} at once", progress)
+            writer = LessonWriter(llm, prompts, folder, settings.max_tokens, settings.seed, synthetic)
+            own = f", {synthetic:.0%} from the target's own" if synthetic else ""
+            log = ProgressLog(f"lessons from {len(prompts)} prompts{own}, {writer.batch} at once", progress)
             with closing(writer), closing(log):
                 while spent() < 1:
                     began = time.monotonic()
@@ -182,6 +183,16 @@ class TrainingRun:
                     progress.elapsed += time.monotonic() - began
                     write_json(state, vars(progress))
         return Lessons.load([shard_path(folder, number) for number in range(progress.step)])
+
+    @property
+    def synthetic(self) -> float:
+        """The share of synthetic prompts. Raises ConfigError where there is neither data nor a chat template."""
+        if has_chat_template(self.checked_tokenizer()):
+            stated = self.settings.synthetic
+            return stated if stated is not None else 0.5 if self.settings.data else 1.0
+        if self.settings.synthetic or not self.settings.data:
+            raise ConfigError(f"{self.target} has no chat template, so it cannot write prompts itself; give data")
+        return 0.0
 
     def choose_shape(self, lessons: Lessons) -> tuple[np.ndarray, int, int | None]:
         """Choose vocabulary, layers and width from the lessons and from measured passes, once; None is the target's."""

@@ -24,8 +24,11 @@ class TrainingSettings:
     Args:
         target: a folder, a GGUF file or a hub id.
         data: texts like those that the target will continue: UTF-8 files, or JSON lines with messages, prompt or text,
-            and folders of them; none with `lessons`. Groups are a folder's subfolders, or an entry's kind.
+            and folders of them; none with `lessons`. Groups are a folder's subfolders, or an entry's kind. A chat model
+            needs none.
         out: folder of the drafts ssm-1, ssm-2 and so on.
+        synthetic: share of the lessons whose prompts the target writes itself, 0 to 1, which needs a chat template.
+            None is 1 without data, else a half, or 0 for a target without chat template.
         lessons: the `out` of an earlier run of the same target, whose lessons are used instead of new ones.
         texts: files and folders with raw text to pre-train on, by their own next tokens; these need no pass of the
             target.
@@ -63,6 +66,7 @@ class TrainingSettings:
     hidden: int | None = None
     vocabulary: int | None = option(None, least=LEAST_ROWS)
     max_tokens: int = option(160, least=2)
+    synthetic: float | None = option(None, least=0.0, most=1.0)
     head: str | None = option(None, choices=HEADS)
     seed: int = 0
     device: str = "auto"
@@ -83,8 +87,10 @@ class TrainingSettings:
         from treespec.errors import ConfigError
 
         check_values(self)
-        if bool(self.data) == (self.lessons is not None):
-            raise ConfigError("give data, or lessons of an earlier run, one of them")
+        if self.lessons is not None and (self.data or self.synthetic is not None):
+            raise ConfigError("lessons of an earlier run are used instead of new ones; leave data and synthetic out")
+        if not self.data and self.lessons is None and self.synthetic not in (None, 1):
+            raise ConfigError(f"synthetic={self.synthetic} without data; give data, or leave synthetic out")
         if self.generalist and self.ssms == 1:
             raise ConfigError("ssms=1 is a generalist; give more SSMs, or leave generalist out")
         if self.minutes is not None and self.tokens is not None:

@@ -29,7 +29,7 @@ from treespec.training.files import replacing
 from treespec.training.lessons import TOP, Lessons, LessonWriter, best_batch, prompts_of_shard, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, optimizers_for, train
 from treespec.training.muon import Float32Muon, orthogonalize
-from treespec.training.prompts import TrainingPrompt, read_training_prompts
+from treespec.training.prompts import SYNTHETIC, TrainingPrompt, read_training_prompts, user_turn
 from treespec.training.report import measure_drafts
 from treespec.training.run import by_benefit, held_out, train_drafts
 from treespec.training.settings import TrainingSettings
@@ -153,6 +153,30 @@ def test_lessons_hold_what_the_target_writes(llm: LLM, tmp_path: Path) -> None:
     assert (np.diff(lessons.top_logprobs.astype(float), axis=1) <= 0).all()
 
 
+@pytest.mark.slow
+def test_a_chat_model_writes_prompts_itself(llm: LLM, tmp_path: Path) -> None:
+    tokenizer, data = llm.get_tokenizer(), [TrainingPrompt(TEXT[:300], "text")]
+    with mock.patch.object(tokenizer, "chat_template", "{{ messages[0].content }}"), pytest.raises(ConfigError):
+        user_turn(tokenizer)
+    template = mock.patch.object(tokenizer, "chat_template", "Q: {{ messages[0].content }}\nA:")
+    with template, mock.patch("treespec.training.lessons.PER_SHARD", 16):
+        assert user_turn(tokenizer) == (tokenizer.encode("Q: "), tokenizer.encode("\n")[0])
+        for folder, starts in ((tmp_path / "whole", [(0, 1)]), (tmp_path / "resumed", [(0,), (1,)])):
+            for numbers in starts:
+                with closing(LessonWriter(llm, data, folder, 12, seed=5, synthetic=0.5)) as writer:
+                    for number in numbers:
+                        writer.write(number)
+    shards = [shard_path(tmp_path / "whole", number) for number in (0, 1)]
+    assert [path.read_bytes() for path in shards] == [
+        (tmp_path / "resumed" / path.name).read_bytes() for path in shards
+    ]
+    lessons = Lessons.load(shards)
+    texts = [tokenizer.decode(lessons.tokens[a : a + n]) for a, n in zip(lessons.starts, lessons.firsts, strict=False)]
+    asked = [text for text, group in zip(texts, lessons.groups, strict=True) if group == SYNTHETIC]
+    assert sum(lessons.groups == "text") == 16 and 1 < len(asked) == len(set(asked)) <= 16
+    assert all(text.startswith("Q: ") and text.endswith("\nA:") and text[3:-3].strip() for text in asked)
+
+
 def test_shards_follow_each_other_and_grow() -> None:
     with mock.patch("treespec.training.lessons.PER_SHARD", 16):
         shards = [prompts_of_shard(number) for number in range(40)]
@@ -214,7 +238,9 @@ def test_clusters() -> None:
         ({"minutes": 0.0}, "minutes=0.0; valid: more than 0"),
         ({"tokens": 5, "minutes": 1.0}, "give minutes or tokens"),
         ({"ssms": 1, "generalist": True}, "ssms=1 is a generalist; give more SSMs"),
-        ({"lessons": "out"}, "give data, or lessons of an earlier run, one of them"),
+        ({"lessons": "out"}, "lessons of an earlier run are used instead of new ones; leave data and synthetic out"),
+        ({"synthetic": 1.5}, "synthetic=1.5; valid: a number from 0.0 to 1.0"),
+        ({"data": (), "synthetic": 0.5}, "synthetic=0.5 without data; give data, or leave synthetic out"),
         ({"start": "draft", "layers": 1}, "a start has its own layers, width and vocabulary; leave them out"),
         ({"hidden": 100}, "hidden=100; valid: multiples of 64"),
         ({"head": "medusa"}, "head='medusa'; valid: 'eagle3', 'dflash'"),
@@ -224,7 +250,7 @@ def test_clusters() -> None:
 )
 def test_settings_out_of_range(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TrainingSettings("target", ("data",), "out", **changes).check()
+        TrainingSettings(**{"target": "target", "data": ("data",), "out": "out", **changes}).check()
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from treespec.utils.interrupts import INTERRUPTED
 
 @flags(TrainingSettings)
 def train(as_json: Json = False, **settings: Any) -> None:
-    """Train small draft models for a target, from its own continuations of your texts.
+    """Train small draft models for a target, from its own continuations of your texts, or of prompts that it writes.
 
     Ctrl-C stops after the current step and keeps what is trained; --resume continues.
     """

@@ -70,7 +70,7 @@ def test_a_round_is_observed_after_the_next_was_planned() -> None:
             [plan] = planner.draft_plans([request], 10**7)
             planned = planner.round
             if late:
-                planner.draft_plans([other, request_of(left=3)], 10**7)
+                planner.draft_plans([other, next_one], 10**7)
             drafted, seconds = Drafted(plan.levels, plan.levels, plan.levels), RoundSeconds(0.1, 0.0, 1.2, 0.05)
             tree, nodes = Chain([0.8] * plan.levels), SHAPES.fitting(plan.nodes)
             planner.observe([request], [tree], [2], seconds, drafted, nodes, planned)

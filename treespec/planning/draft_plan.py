@@ -22,8 +22,8 @@ class DraftPlan:
     nodes: int  # size that the tree is cut to; only nodes that can be among these are expanded
     branching: Sequence[int] | None = None  # children per node by depth (static policy); None = chosen by probability
     adaptive: bool = False  # whether growth stops as soon as another level is not expected to pay
-    min_trust: float = 0.0  # minimum mixture weight of an SSM; below it, its proposals do not pay for its pass
-    max_ssms: int | None = None  # maximum number of SSMs that draft; None = all
+    least_addition: float = 0.0  # share of the drafted tokens that an SSM must add to the others' to pay for its pass
+    max_ssms: int | None = None  # number of SSMs that draft; None = those that pay
     time_left: float = math.inf  # expected until the request ends, in tokens that an SSM could read meanwhile
     max_read: float = math.inf  # maximum number of committed tokens that the SSMs read in this round
     plain_reasons: tuple[PlainReason, ...] = ()  # why sources are not asked

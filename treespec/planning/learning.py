@@ -117,9 +117,9 @@ class TreeYield:
         # Expected tokens never decrease with more levels or nodes.
         self.promised = np.maximum.accumulate(np.maximum.accumulate(self.promised, 0), 1)
 
-    def recover(self) -> None:
+    def recover(self, share: float = EXPLORATION) -> None:
         """Move every shape towards its maximum, so that shapes that promised little are tried again."""
-        self.promised += EXPLORATION * (self._most - self.promised)
+        self.promised += share * (self._most - self.promised)
 
     def _value_sums(self, tree: TokenTree, levels: int, columns: int, calibration: float) -> np.ndarray:
         """Return the sums of one tree's best values within each smaller shape, float64 [levels, columns]."""

@@ -41,6 +41,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -63,22 +64,42 @@ DRAFTING_PAUSED, DRAFTING_COST = _plain("drafting_paused"), _plain("drafting_cos
 MODEL_FREE_PAUSED, ALL_PAUSED = _plain("model_free_paused"), _plain("drafting_paused", "model_free_paused")
 GAIN_EMA = 0.03  # weight of the newest round in running means of gains
 INITIAL_GAIN, LEAST_GAIN = 1.2, 1.08  # prior, and minimum that is assumed of a request whose SSMs have not read it
-# Share of an additional SSM's tokens that no other source proposes. Without the SSMs that had 22 % of the trust, trees
-# of 8 and 16 nodes, including lookup, lost 2 and 3 % of their drafted tokens. All SSMs always: +16 %; always one: -3 to
-# +1 % (a target pass of 100 ms).
-UNIQUE_SHARE = 0.12
 # Rows over which the marginal cost of a row is averaged, because two neighbouring row counts may measure the same time
 # by chance (1 row: +7 %).
 ROW_WINDOW = 16
 # Accepted tokens of rounds in which SSMs draft: prior for a first level, its weight in rounds, and the least weight of
-# the newest round.
+# the newest round. A request's own rounds are weighed against those of all requests, whose mean counts as many rounds.
 FIRST_ACCEPTED, PRIOR_ROUNDS, ACCEPTED_EMA = 1.0, 8, 0.03
 LEVEL_COVERAGE = 0.8  # share of its open mass that a level's nodes are expected to hold
 MOST_TO_LEARN = 3.0  # cost of a first level, in tokens of plain decoding, that is not paid to learn what it takes
+# Share of a request's time that its first levels, and reading its prompt, may cost to learn its own acceptance. Without
+# it, a text that drafts predict well would stay plain after many texts that they do not.
+EXPLORED = 0.02
+# Share by which the promises of tree shapes recover when a request begins.
+RETRIED = 0.02
 SPEED_PRIOR = 4  # pseudo-count, in rounds of plain decoding, for a request's tokens per round
 # Rounds for which a batch that does not pay is decoded plainly before it is reconsidered; deciding in every round costs
 # 3 % of a short one.
 IDLE_ROUNDS = 8
+
+
+class _DraftedMeans:
+    """Means of rounds in which SSMs draft: accepted tokens per request, and seconds of all after the first level."""
+
+    def __init__(self, rounds: float = 0.0) -> None:
+        self.rounds = rounds  # number of rounds behind the means
+        self.accepted, self.later_seconds = FIRST_ACCEPTED, 0.0
+
+    def add(self, accepted: float, later_seconds: float) -> None:
+        self.rounds += 1
+        weight = max(ACCEPTED_EMA, 1 / self.rounds)
+        self.accepted += weight * (accepted - self.accepted)
+        self.later_seconds += weight * (later_seconds - self.later_seconds)
+
+    def recover(self, share: float) -> None:
+        """Move towards the prior."""
+        self.accepted += share * (FIRST_ACCEPTED - self.accepted)
+        self.later_seconds *= 1 - share
 
 
 class _BatchSizeState:
@@ -86,8 +107,7 @@ class _BatchSizeState:
 
     def __init__(self, requests: int) -> None:
         self.gain = INITIAL_GAIN  # mean of tokens per second over plain decoding's, of rounds that speculate (1: +59 %)
-        # Of rounds in which SSMs draft: accepted tokens per request, and seconds of all that follows the first level.
-        self.accepted, self.later_seconds, self.drafted_rounds = FIRST_ACCEPTED, 0.0, PRIOR_ROUNDS
+        self.drafted = _DraftedMeans(PRIOR_ROUNDS)  # of all requests
         self.ssms = SpeculationBackoff(requests)  # of rounds in which SSMs draft
         self.model_free = SpeculationBackoff(requests)  # of rounds in which only sources without a model draft
 
@@ -124,6 +144,7 @@ class Planner:
         self._yield = None if shapes is None else TreeYield(shapes)
         self._states: dict[int, _BatchSizeState] = {}
         self._num_drafted = 0  # rounds
+        self._own = WeakKeyDictionary[Any, _DraftedMeans]()  # of each request
         self._calibrations = {samples: Calibration() for samples in (False, True)}  # by whether requests sample
         self._best_shapes: dict[int, tuple[int, int]] = {}  # by depth, chosen since the last observation
         # The round that was planned last, or that is observed; of one request, until a batch is planned.
@@ -135,7 +156,8 @@ class Planner:
         Call it between rounds only, because it overwrites the state of the current batch.
         """
         self._begin(requests)
-        return not self._state.ssms.pause_left and any(self._first_level_pays())
+        pauses = self._state.ssms.pause_left and all(request in self._own for request in requests)
+        return not pauses and any(self._first_level_pays())
 
     def draft_plans(
         self,
@@ -155,6 +177,9 @@ class Planner:
         state = self._state
         for backoff in (state.ssms, state.model_free):
             backoff.pause_left = max(backoff.pause_left - 1, 0)
+        for request in requests:
+            if request not in self._own:
+                self._begin_request(request)
         if self._yield is not None:
             return self._shaped_plans(requests, max_model_len, self._yield)
         adaptive = all(request.spec.is_adaptive for request in requests)
@@ -163,10 +188,10 @@ class Planner:
             return [MODEL_FREE_PAUSED if unread is None else ALL_PAUSED] * len(requests)
         if not others_wait:
             self.round.token_weights = self._weights_of_tokens(requests)
-        drafts, min_trust = [False] * len(requests), 0.0
+        drafts, least_addition = [False] * len(requests), 0.0
         if not (adaptive and state.ssms.pause_left):
             drafts = self._first_level_pays()
-            min_trust = self._min_trust()
+            least_addition = self._least_addition()
         gain = max(state.gain, LEAST_GAIN)
         read_seconds = max(self.costs.curve.read_seconds, 1e-12)
         time_of_token = self.costs.plain / len(requests) / gain / read_seconds
@@ -191,8 +216,10 @@ class Planner:
                 if not levels and unread is not None:
                     reasons.insert(0, "drafting_paused" if state.ssms.pause_left else "drafting_cost")
             limits: dict[str, Any] = {"max_ssms": spec.max_ssms, "plain_reasons": tuple(reasons)}
+            if spec.max_ssms is None:
+                limits["least_addition"] = least_addition
             if spec.is_adaptive:
-                limits |= {"adaptive": True, "min_trust": min_trust, "time_left": time_left, "max_read": max_read}
+                limits |= {"adaptive": True, "time_left": time_left, "max_read": max_read}
             plans.append(DraftPlan(depth, levels, spec.max_nodes, spec.branching, **limits))
         self.round.asks_sources = any(plan.max_depth for plan in plans)
         if adaptive and not any(plan.max_depth or plan.levels for plan in plans):
@@ -203,6 +230,14 @@ class Planner:
         """Begin a round; a curve of whole batches counts its batch as one request."""
         self.costs.begin(requests, None if self.shapes is None else 1)
         self.round = PlannedRound(requests, self.costs.batch, [1.0] * len(requests))
+
+    def _begin_request(self, request: Request) -> None:
+        """End the pauses: what earlier texts lost says little about another one."""
+        self._own[request] = _DraftedMeans()
+        for backoff in (self._state.ssms, self._state.model_free):
+            backoff.pause_left = 0
+        if self._yield is not None:
+            self._yield.recover(RETRIED)
 
     def _first_level_pays(self) -> list[bool]:
         """Return for which requests a first level is expected to pay.
@@ -270,14 +305,32 @@ class Planner:
         factors = [self._calibrations[request.is_sampled].value for request in self.round.batch]
         return sum(factors) / len(factors)
 
-    def _observe_draft(self, accepted: float, rows: int, drafted: Drafted) -> None:
-        """Update the means of a round in which SSMs drafted; `accepted` tokens per request."""
-        state, count, costs = self._state, self.round.size, self.costs
-        later = costs.speculative(rows, drafted) - costs.speculative(2 * count, Drafted(1, 1, count))
-        state.drafted_rounds += 1
-        weight = max(ACCEPTED_EMA, 1 / state.drafted_rounds)
-        state.accepted += weight * (accepted - state.accepted)
-        state.later_seconds += weight * (max(later, 0.0) - state.later_seconds)
+    def _observe_draft(self, requests: Sequence[Request], emitted: Sequence[int], rows: int, drafted: Drafted) -> None:
+        """Update the means of a round in which SSMs drafted."""
+        count, costs = self.round.size, self.costs
+        later = max(costs.speculative(rows, drafted) - costs.speculative(2 * count, Drafted(1, 1, count)), 0.0)
+        self._state.drafted.add(sum(emitted) / len(requests) - 1, later)
+        for request, tokens in zip(requests, emitted, strict=True):
+            self._own.setdefault(request, _DraftedMeans()).add(tokens - 1, later)
+
+    def _drafted_gain(self, cost: float) -> float:
+        """Return the tokens that a request of this batch gains in a round with drafts, on average.
+
+        A request's own mean is weighed with that of all requests. As long as a request may spend time on learning its
+        own, it gains at least the `cost` of a first level, in tokens.
+        """
+        of_all, gains = self._state.drafted, list[float]()
+        for request in self.round.batch:
+            means = self._own.get(request) or _DraftedMeans()
+            own = means.rounds / (means.rounds + PRIOR_ROUNDS)
+            accepted = of_all.accepted + own * (means.accepted - of_all.accepted)
+            later_seconds = of_all.later_seconds + own * (means.later_seconds - of_all.later_seconds)
+            gains.append(accepted - later_seconds / self.costs.plain)
+            unread = 0 if request in self._own else len(request.tokens)
+            explored = (means.rounds + 1) * cost + unread * self.costs.curve.read_seconds / self.costs.plain
+            if explored <= EXPLORED * (request.num_generated + request.tokens_left):
+                gains[-1] = max(gains[-1], cost)
+        return sum(gains) / len(gains) if gains else FIRST_ACCEPTED
 
     @property
     def rate(self) -> float:
@@ -318,16 +371,13 @@ class Planner:
             self._states[size] = _BatchSizeState(2 ** (size - 1))
         return self._states[size]
 
-    def _min_trust(self) -> float:
-        """Return the mixture weight above which an additional SSM pays for its pass.
-
-        Dropping an SSM loses `UNIQUE_SHARE` of the tokens in proportion to its weight; other sources propose the rest.
-        """
+    def _least_addition(self) -> float:
+        """Return the share of the drafted tokens above which what an SSM adds pays for its pass."""
         count = self.round.size
-        lost = UNIQUE_SHARE * LEVEL_COVERAGE * self.calibration * count
+        drafted = LEVEL_COVERAGE * self.calibration * count
         curve = self.costs.curve
         level = self.costs.draft_scale * (curve.ssm_seconds + (count - 1) * curve.draft_request_seconds)
-        return self.rate * level / lost
+        return self.rate * level / drafted
 
     def level_rule(self) -> LevelRule:
         """Return the rule by which the levels of this round are drafted, at the cost of one SSM's passes.
@@ -340,7 +390,7 @@ class Planner:
         curve, price, row = self.costs.curve, self.rate * self.costs.draft_scale, self._row_price
         state = self._state
         start, level = price * curve.draft_start_seconds, price * curve.draft_seconds + row
-        gain = max(state.gain, 1.0) * (state.accepted - state.later_seconds / self.costs.plain)
+        gain = max(state.gain, 1.0) * self._drafted_gain(start + level + 1e-6)
         if self._num_drafted < WARMUP and start + level < MOST_TO_LEARN:
             gain = max(gain, start + level + 1e-6)
         return LevelRule(
@@ -414,8 +464,8 @@ class Planner:
         if not drafted.levels:  # so that SSMs that stopped drafting are eventually retried
             for calibration in self._calibrations.values():
                 calibration.recover(RECOVERY)
-            self._state.accepted += RECOVERY * (FIRST_ACCEPTED - self._state.accepted)
-            self._state.later_seconds *= 1 - RECOVERY
+            for means in (self._state.drafted, *(self._own[r] for r in requests if r in self._own)):
+                means.recover(RECOVERY)
         if speculates and any(request.spec.is_adaptive for request in requests):
             state = self._state
             rounds = self.costs.speculative(rows, drafted) / self.costs.plain
@@ -425,7 +475,7 @@ class Planner:
             state.gain += GAIN_EMA * (gain - state.gain)
             if drafted.levels:
                 self._num_drafted += 1
-                self._observe_draft(sum(emitted) / len(requests) - 1, rows, drafted)
+                self._observe_draft(requests, emitted, rows, drafted)
             if grows:
                 for request, tree, tokens in zip(requests, trees, emitted, strict=True):
                     self._calibrations[request.is_sampled].add(tree, tokens - 1)

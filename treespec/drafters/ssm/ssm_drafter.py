@@ -16,6 +16,7 @@ import numpy as np
 
 from treespec.cache.kv_cache import KVCache
 from treespec.drafters.evidence import SeedEvidence
+from treespec.drafters.ssm.additions import Additions
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import CompiledForest, Forest, TreeLimits
@@ -48,6 +49,7 @@ class SsmDrafter:
     def __init__(self, models: Sequence[GroupModel], names: Sequence[str], cache: KVCache):
         self.models, self.names, self.cache = list(models), tuple(names), cache
         self.evidence = SeedEvidence()  # of the other sources' proposals
+        self.additions = Additions(len(models))
         self.drafted = Drafted()  # in the last round
         self._states: dict[str, SsmState] = {}
         self._evicted: dict[str, Trust] = {}  # of preempted requests
@@ -266,9 +268,11 @@ class SsmDrafter:
                 state.valid[ssm] = request.context_len + len(kept)
 
     def learn(self, request: Request, tree: TokenTree, path: np.ndarray, bonus: int) -> None:
-        """Update the evidence ratios from a verified tree; arguments as in `SeedEvidence.observe`."""
+        """Update evidence ratios and additions from a verified tree; arguments as in `SeedEvidence.observe`."""
         if (state := self._states.get(request.request_id)) is None:
             return
+        if len(self.models) > 1:
+            self.additions.observe(tree, path, self.names, state.weights)
         seed_tree, state.seed_tree = state.seed_tree, None
         if seed_tree is not None and len(seed_tree) > 1 and not request.draws_at_random:
             self.evidence.observe(tree, seed_tree, path, bonus)
@@ -342,7 +346,8 @@ class SsmDrafter:
                 continue
             weights = state.trust.weights(candidates)
             order = np.argsort(-weights, kind="stable")[: plan.max_ssms]
-            selected = order[(weights[order] > plan.min_trust) | (order == order[0])]
+            adds = weights[order] * self.additions.shares[candidates][order]
+            selected = order[(adds > plan.least_addition) | (order == order[0])]
             state.active = [candidates[i] for i in sorted(selected.tolist())]
             state.max_lags[state.active] = MIN_LAG
             state.weights = np.zeros(len(self.models))

@@ -65,6 +65,7 @@ def test_a_round_is_observed_after_the_next_was_planned() -> None:
     for late in (False, True):
         planner = Planner(CHEAP, shapes=SHAPES)
         request, other = request_of(), request_of(SpecConfig.resolve("off", SpecConfig()))
+        planner.draft_plans([other, next_one := request_of(left=3)], 10**7)
         request.context_len = 500
         for _ in range(6):
             [plan] = planner.draft_plans([request], 10**7)

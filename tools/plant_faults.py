@@ -391,6 +391,20 @@ FAULTS = (
         "drafters/test_forest.py",
     ),
     Fault(
+        "kernels: a token outside of the nucleus is chosen",
+        CPU + "choice_cpu.h",
+        "return before < wanted || !before;",
+        "return true;",
+        "sampling/test_choice_cpu.py",
+    ),
+    Fault(
+        "kernels: the rank of a token ignores ties",
+        CPU + "choice_cpu.h",
+        "visit(s, (s > token.score) | ((s == token.score) & lower));",
+        "visit(s, s > token.score);",
+        "sampling/test_choice_cpu.py",
+    ),
+    Fault(
         "kernels: scales of Q4_K's last groups lack their high bits",
         CPU + "blocks_cpu.h",
         "(from[8 + i] & 15) | from[i] >> 6 << 4;",

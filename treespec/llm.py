@@ -92,6 +92,7 @@ class LLM:
             logits_device,
             Grammars(self._tokenizer, vocab_size, ends, logits_device),
             kernel_noise=self.config.linear == "triton",
+            library=self.engine.runner.target.growth,
             draw_seed=new_seed if seed is None else partial(random.Random(seed).getrandbits, SEED_BITS),
         )
 

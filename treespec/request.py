@@ -111,6 +111,8 @@ class Request:
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_only_by_source: Counter[str] = field(default_factory=Counter)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    # If a list, the log-probabilities are appended to it as `LogprobRows.packed`, and not to `logprobs`
+    packed_logprobs: list[np.ndarray] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:

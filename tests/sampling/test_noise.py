@@ -108,11 +108,13 @@ def test_the_distribution_is_softmax_of_scores_over_temperature(varied: str) -> 
 
 @pytest.mark.parametrize("vocab", [64, 1000, 49_152])
 def test_the_choice_is_that_of_all_sums(vocab: int) -> None:
-    """Peaked and flat scores, masked tokens, ties, a whole row of -inf, and values that are not finite."""
+    """Peaked, flat and large scores, masked tokens, ties, a whole row of -inf, and values that are not finite."""
     rng = np.random.default_rng(vocab)
     noise = Noise(7, 2, vocab)
     for position in range(40):
         scores = (rng.standard_normal(vocab) * rng.choice([0.01, 1, 4, 30])).astype(np.float32)
+        if position % 4 == 3:  # sums are rounded to multiples of 8
+            scores += np.float32(1e8)
         if position % 3 == 1:
             scores[rng.random(vocab) < 0.9] = -np.inf
         if position % 7 == 2:

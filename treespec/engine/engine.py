@@ -6,9 +6,11 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from ctypes import CDLL
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from treespec.cache.kv_cache import KVCache
@@ -24,7 +26,7 @@ from treespec.errors import RequestError, TreespecError
 from treespec.outputs import FinishReason
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
-from treespec.sampling.logprobs import LogprobRows, logprobs_of
+from treespec.sampling.logprobs import LogprobRows, packed_logprobs
 from treespec.utils.torch_state import one_thread
 
 logger = logging.getLogger("treespec")
@@ -181,7 +183,7 @@ class Engine:
     def _learn_from(self, execution: Execution, emitted: Sequence[list[int]], seconds: RoundSeconds) -> None:
         """Update log-probabilities, counters, evidence, the SSMs' weights and the planner from a round."""
         if any(result.path_logits is not None or result.logprobs is not None for result in execution.verified):
-            _add_logprobs(execution.verified, emitted)
+            _add_logprobs(execution.verified, emitted, self.runner.target.growth)
         for result, tokens in zip(execution.verified, emitted, strict=True):
             request, path = result.request, result.path
             request.nodes_verified += len(result.tree)
@@ -255,19 +257,34 @@ class Engine:
 
 
 @one_thread()
-def _add_logprobs(verified: Sequence[VerifiedRequest], emitted: Sequence[list[int]]) -> None:
-    """Append the log-probabilities of emitted tokens to the requests that ask for them, together for equal counts."""
+def _add_logprobs(verified: Sequence[VerifiedRequest], emitted: Sequence[list[int]], library: CDLL | None) -> None:
+    """Append the log-probabilities of emitted tokens to the requests that ask for them, together for equal counts.
+
+    `library` as in `packed_logprobs`.
+    """
     asking = defaultdict[int, list[tuple[Request, torch.Tensor, list[int]]]](list)
     for result, tokens in zip(verified, emitted, strict=True):
         if (count := result.request.params.logprobs) is None:
             continue
         if result.logprobs is not None:
-            result.request.logprobs += LogprobRows.unpacked(result.logprobs[: len(tokens)]).named(tokens, count)
+            _append_logprobs([(result.request, tokens)], result.logprobs[: len(tokens)], count)
         else:
             assert result.path_logits is not None
             asking[count].append((result.request, result.path_logits[: len(tokens)], tokens))
     for count, entries in asking.items():
-        tokens_of_entries = [token for _, _, tokens in entries for token in tokens]
-        logprobs = iter(logprobs_of(torch.cat([rows for _, rows, _ in entries]), tokens_of_entries, count))
-        for request, _, tokens in entries:
-            request.logprobs += itertools.islice(logprobs, len(tokens))
+        chosen = [token for _, _, tokens in entries for token in tokens]
+        packed = packed_logprobs([rows for _, rows, _ in entries], chosen, count, library)
+        _append_logprobs([(request, tokens) for request, _, tokens in entries], packed, count)
+
+
+def _append_logprobs(emitted: Sequence[tuple[Request, list[int]]], packed: np.ndarray, count: int) -> None:
+    """Append rows of `LogprobRows.packed` to the requests of these tokens, in order."""
+    if any(request.packed_logprobs is None for request, _ in emitted):
+        named = LogprobRows.unpacked(packed).named([token for _, tokens in emitted for token in tokens], count)
+    start = 0
+    for request, tokens in emitted:
+        rows = slice(start, start := start + len(tokens))
+        if request.packed_logprobs is None:
+            request.logprobs += named[rows]
+        else:
+            request.packed_logprobs.append(packed[rows])

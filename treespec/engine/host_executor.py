@@ -125,7 +125,10 @@ class HostExecutor(Executor[HostExecution]):
                 request.nodes_verified += len(tree)
                 execution.failed.append((request, str(error)))
             else:
-                logits = None if request.params.logprobs is None else choices.logits[path.tolist()]
+                logits = None
+                if request.params.logprobs is not None:  # a chain's rows need no copy
+                    is_chain = path[-1] == len(path) - 1
+                    logits = choices.logits[: len(path)] if is_chain else choices.logits[path.tolist()]
                 tokens = [*tree.tokens[path[1:]].tolist(), bonus]
                 execution.verified.append(VerifiedRequest(request, path, tokens, tree, logits))
 

@@ -96,7 +96,7 @@ class Runner:
                     f"the target computed NaN or infinity at position {position + int(finite.int().argmin())}"
                 )
             following = request.tokens[position + 1 : position + 1 + len(rows)]
-            request.prompt_logprobs += logprobs_of(logits, following, count)
+            request.prompt_logprobs += logprobs_of(logits, following, count, self.target.growth)
             position += len(rows)
 
     def forward(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Choices]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from ctypes import CDLL
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from numbers import Integral
@@ -92,6 +93,7 @@ class RequestFactory:
     device: torch.device  # device of the target's logits
     grammars: Grammars
     kernel_noise: bool  # whether a kernel computes the noise (see `Sampler`)
+    library: CDLL | None  # that of a compiled target (see `Sampler`)
     draw_seed: Callable[[], int]  # returns a seed for a sampled request without one
 
     def requests(
@@ -148,7 +150,7 @@ class RequestFactory:
             ends, logits_of = request.end_tokens, (self.vocab_size, self.device)
             transforms = Transforms(params, len(tokens), ends, spellings, *logits_of, grammar, self.kernel_noise)
             request.sampler = Sampler(
-                params, transforms, ends, *logits_of, request.seed or 0, sample, kernel_noise=self.kernel_noise
+                params, transforms, ends, *logits_of, request.seed or 0, sample, self.kernel_noise, self.library
             )
         return request
 

@@ -1,12 +1,14 @@
 """Log-probabilities of tokens, from the model's untransformed logits."""
 
 from collections.abc import Sequence
+from ctypes import CDLL
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from treespec_kernels.cpu.choice_cpu import row_logprobs
 from treespec_kernels.sampling.logit_transforms import topk_rows
 
 _ROWS = 64  # rows that are computed at once: 39 MB in float32 for a vocabulary of 152,000
@@ -68,17 +70,31 @@ class LogprobRows(NamedTuple):
         return entries
 
 
-def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:
+def logprobs_of(
+    logits: Tensor, tokens: Sequence[int], count: int, library: CDLL | None = None
+) -> list[dict[int, Logprob]]:
     """Return the log-probabilities of each row's chosen token, the first, and of its `count` most likely tokens.
 
-    The logits are [num_rows, vocab], untransformed.
+    The logits are [num_rows, vocab], untransformed; `library` as in `packed_logprobs`.
     """
-    entries = list[dict[int, Logprob]]()
-    for start in range(0, len(tokens), _ROWS):
-        chunk = slice(start, start + _ROWS)
-        token_ids = torch.tensor(tokens[chunk], dtype=torch.int64, device=logits.device)
-        entries += LogprobRows.of(logits[chunk], token_ids, count).named(tokens[chunk], count)
-    return entries
+    return LogprobRows.unpacked(packed_logprobs([logits], tokens, count, library)).named(tokens, count)
+
+
+def packed_logprobs(
+    parts: Sequence[Tensor], tokens: Sequence[int], count: int, library: CDLL | None = None
+) -> np.ndarray:
+    """Return `LogprobRows.packed` of the rows of several [num_rows, vocab] logits and of their chosen tokens.
+
+    With a library from `growth_library`, the logits are a compiled decoder's and the op is C++. Its log-probabilities
+    are rounded from float64, and so differ from torch's by the rounding of torch's sums.
+    """
+    if library is not None:
+        return row_logprobs(library, parts, tokens, count)
+    logits = torch.cat(list(parts))
+    token_ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    chunks = zip(logits.split(_ROWS), token_ids.split(_ROWS), strict=True)
+    packed = [LogprobRows.of(rows, chosen, count).packed() for rows, chosen in chunks]
+    return torch.cat(packed).cpu().numpy()
 
 
 def _best(raw: Tensor, count: int) -> Tensor:

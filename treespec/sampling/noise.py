@@ -13,6 +13,7 @@ _RUN = 64  # rows are padded to multiples of this, so that no token falls into a
 # The noise is at least -2.82, and w < exp(-g) for g and w of `gumbel_ref`. So only a token with w < exp(2.82) * exp(its
 # score - the best score) can be chosen. The factor leaves room for rounding.
 _ROOM = np.float32(1.05 * np.exp(2.82))
+_LARGE = 2.0**17  # from such a score on, sums may round by more than that
 
 
 class Noise:
@@ -28,7 +29,7 @@ class Noise:
         Takes the logarithms only of tokens that can be chosen; the result is that of adding `row`.
         """
         most = scores.max()
-        if not np.isfinite(most):
+        if not abs(most) < _LARGE:  # also NaN
             values = scores + self.row(position)
             token = int(values.argmax())
             return token, float(values[token])

@@ -3,6 +3,7 @@
 import math
 import secrets
 from collections.abc import Sequence
+from ctypes import CDLL
 from functools import cached_property
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from treespec.tree import TokenTree
 from treespec.utils.torch_state import one_thread
 from treespec.verification.oracle import RandomOracle
 from treespec.verification.verify import verify_drawn
+from treespec_kernels.cpu.choice_cpu import RowChoice
 from treespec_kernels.sampling.coupled_choice import RowNoise
 from treespec_kernels.sampling.row_topk import row_topk_triton
 
@@ -54,6 +56,7 @@ class Sampler:
         # Compute noise and transforms on the logits' device, with the kernels of captured rounds. They may round
         # differently from the host's, so an engine always uses the same ones
         kernel_noise: bool = False,
+        library: CDLL | None = None,  # from `growth_library`: chooses on the CPU with the same bits, in less time
     ):
         self.params, self.temperature, self._device = params, params.temperature, device
         self._end_tokens = frozenset(end_tokens)
@@ -61,6 +64,9 @@ class Sampler:
         self.noise = Noise(seed, sample, vocab_size)
         self.key = seed, sample
         self._kernel_noise = kernel_noise
+        self._native: RowChoice | None = None
+        if library is not None and params.temperature > 0 and isinstance(transforms, Transforms):
+            self._native = RowChoice(library, self.key, *transforms.truncation)
 
     @property
     def restriction(self) -> Restriction | None:
@@ -76,14 +82,25 @@ class Sampler:
         if self._kernel_noise:
             return self._choose_by_kernel(logits, tokens, ancestors, position)
         with one_thread():
-            scores = self.transforms.scores(logits, tokens, ancestors)
-            if self.temperature > 0:
-                token, best = self.noise.choose(scores.cpu().numpy(), position)
-            else:
-                largest = scores.max(0)  # the first on ties
-                token, best = int(largest.indices), float(largest.values)
+            token, best = self._choose_on_host(logits, tokens, ancestors, position)
         self._check(best, logits, position)
         return token
+
+    def _choose_on_host(
+        self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int], position: int
+    ) -> tuple[int, float]:
+        if self._native is not None:
+            assert isinstance(self.transforms, Transforms)
+            penalised = self.transforms.penalised(logits, tokens, ancestors)  # calls logits processors, so only once
+            if (chosen := self._native.choose(penalised, position)) is not None:
+                return chosen
+            scores = self.transforms.truncated(penalised)
+        else:
+            scores = self.transforms.scores(logits, tokens, ancestors)
+        if self.temperature > 0:
+            return self.noise.choose(scores.cpu().numpy(), position)
+        largest = scores.max(0)  # the first on ties
+        return int(largest.indices), float(largest.values)
 
     def _choose_by_kernel(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int], position: int) -> int:
         """Compute temperature, noise and argmax in one kernel; logits without transforms as in captured rounds."""

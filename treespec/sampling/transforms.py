@@ -87,6 +87,7 @@ class Transforms:
         self.params, self._num_prompt, self._vocab_size, self._device = params, num_prompt, vocab_size, device
         by_kernel = by_kernel and runs_by_kernels(params)
         self._bad_words, self._grammar, self._by_kernel = _BadWords(bad_words), grammar, by_kernel
+        self._modifies = params.transforms_logits or bool(bad_words) or grammar is not None
         self.restriction: Restriction | None = None  # allowed tokens, also for drafts; None = all
         if grammar is not None or params.allowed_token_ids is not None:
             self.restriction = Restriction(params.allowed_token_ids, grammar, vocab_size, device)
@@ -107,14 +108,23 @@ class Transforms:
 
         `logits`, [vocab], are the target's after `ancestors`, the tree path behind prompt and output `tokens`.
         """
-        if len(self._biases):
-            self._count(tokens)
-        position, (numbers, (top_k, least_position)) = len(tokens) + len(ancestors), self._row
         if self._by_kernel:
+            if len(self._biases):
+                self._count(tokens)
+            position = len(tokens) + len(ancestors)
             positions = torch.tensor([position], dtype=torch.int64, device=self._device)
             row_inputs = self._numbers, self._options, self._ends, positions, self._padded(ancestors)
             inputs = TransformInputs(*row_inputs, self._biases, self._counts)
             return logit_transforms_triton(logits[None], inputs, self.params.truncates)[0]
+        return self.truncated(self.penalised(logits, tokens, ancestors))
+
+    def penalised(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
+        """Return the first part of `scores`: what `truncated` takes, [vocab], float32 or the logits themselves."""
+        if not self._modifies:
+            return logits
+        if len(self._biases):
+            self._count(tokens)
+        position, (numbers, (_, least_position)) = len(tokens) + len(ancestors), self._row
         scores = logits.float()
         if self._grammar is not None:
             scores = scores.masked_fill(self._grammar.excluded(tokens, ancestors), -torch.inf)
@@ -126,8 +136,18 @@ class Transforms:
         scores = penalised_row(scores, state, path, ends, *numbers[3:])
         for processor in self.params.logits_processors or ():
             scores = _process(processor, scores, tokens, ancestors)
-        temperature, top_p, log_min_p = numbers[:3]
-        return truncated_row(scores, temperature, top_k, top_p, log_min_p)
+        return scores
+
+    def truncated(self, scores: Tensor) -> Tensor:
+        """Return the second part of `scores`: temperature and truncation."""
+        temperature, top_k, top_p, log_min_p = self.truncation
+        return truncated_row(scores.float(), temperature, top_k, top_p, log_min_p)
+
+    @property
+    def truncation(self) -> tuple[float, int, float, float]:
+        """The temperature, top_k (0 for all), top_p, and the logarithm of min_p."""
+        (temperature, top_p, log_min_p, *_), (top_k, _) = self._row
+        return temperature, top_k, top_p, log_min_p
 
     def _count(self, tokens: Sequence[int]) -> None:
         """Add the tokens since the last call to the counts."""

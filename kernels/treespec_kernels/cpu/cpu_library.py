@@ -130,7 +130,7 @@ def read_structs(*sources: Path) -> dict[str, type[ctypes.Structure]]:
 
 
 def _declare(library: ctypes.CDLL, text: str) -> ctypes.CDLL:
-    """Declare the arguments and results of the functions `treespec_*` that a source defines."""
+    """Declare the arguments and results of the functions `treespec_*` that the sources define."""
     for result, name, parameters in re.findall(r"^(void|int64_t) (treespec_\w+)\(([^)]*)\)", text, re.M):
         function = getattr(library, name)
         function.argtypes = [
@@ -181,7 +181,7 @@ def compile_library(
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise CompileError(f"{path} does not load: {error}") from error
-    return _declare(library, texts[0])
+    return _declare(library, "".join(texts))
 
 
 def _warn_uncached(reason: str) -> None:

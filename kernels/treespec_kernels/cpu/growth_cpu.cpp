@@ -58,6 +58,8 @@ struct Rule {  // `LevelRule` in treespec_kernels/tree/level_rule.py, which defi
 
 #include "drafts_cpu.h"
 
+#include "choice_cpu.h"
+
 namespace {
 
 // The `wanted` largest probabilities of a row, descending; ties go to the lower index. `broken`: some value is NaN or

@@ -23,10 +23,11 @@ from treespec_kernels.cpu.cpu_library import address_of, compile_library, read_s
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.tree.growth_limits import MAX_MIXTURE, MIN_MIXTURE
 
+MOST_CANDIDATES = 256  # of a choice, see choice_cpu.h; a multiple of 64
 NO_PAGE = "a tree has no page for its nodes"
 _SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("growth_cpu.cpp", "drafts_cpu.h", "sampling_cpu.h", "vectors_cpu.h", "batch_cpu.h")
+    for name in ("growth_cpu.cpp", "choice_cpu.h", "drafts_cpu.h", "sampling_cpu.h", "vectors_cpu.h", "batch_cpu.h")
 )
 STRUCTS: dict[str, Any] = read_structs(*_SOURCES)
 
@@ -34,7 +35,7 @@ STRUCTS: dict[str, Any] = read_structs(*_SOURCES)
 @functools.cache
 def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """Load or compile the library; arguments and errors as in `compile_library`."""
-    bounds = f"-DMIN_MIXTURE={MIN_MIXTURE}f", f"-DMAX_MIXTURE={MAX_MIXTURE}f"
+    bounds = f"-DMIN_MIXTURE={MIN_MIXTURE}f", f"-DMAX_MIXTURE={MAX_MIXTURE}f", f"-DMOST_CANDIDATES={MOST_CANDIDATES}"
     return compile_library(compiler, _SOURCES, bounds, folder)
 
 

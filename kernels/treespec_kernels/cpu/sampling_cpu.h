@@ -17,18 +17,40 @@ namespace {
 constexpr int64_t CANDIDATES = 512;
 constexpr float LEAST_SHARE = 0x1p-13f;
 
-// Returns the integer of a token's noise, as `gumbel_integers_of_row` in sampling/coupled_choice.py.
-uint32_t noise_integer(uint64_t seed, uint64_t sample, uint64_t position, uint64_t token) {
-    uint64_t counter[4] = {1 + token / 8, 0, position, 0};
-    for (int round = 0; round < 10; round++) {
-        const auto first = static_cast<unsigned __int128>(0xD2E7470EE14C6C93u) * counter[0];
-        const auto second = static_cast<unsigned __int128>(0xCA5A826395121157u) * counter[2];
-        counter[0] = uint64_t(second >> 64) ^ counter[1] ^ seed, counter[1] = uint64_t(second);
-        counter[2] = uint64_t(first >> 64) ^ counter[3] ^ sample, counter[3] = uint64_t(first);
-        seed += 0x9E3779B97F4A7C15u, sample += 0xBB67AE8584CAA73Bu;
+// The integers of the noise, as `gumbel_integers_of_row` in sampling/coupled_choice.py.
+class Noise {
+  public:
+    Noise(uint64_t seed, uint64_t sample, uint64_t position) : position(position) {
+        for (auto& key : keys) {
+            key[0] = seed, key[1] = sample;
+            seed += 0x9E3779B97F4A7C15u, sample += 0xBB67AE8584CAA73Bu;
+        }
     }
-    return uint32_t(counter[token / 2 % 4] >> (token % 2 ? 32 : 0));
-}
+
+    // Writes the integers of `count` blocks of 8 tokens.
+    void integers(int64_t block, int64_t count, uint32_t* out) const {
+        for (int64_t i = 0; i < count; i++) {
+            uint64_t counter[4] = {1 + uint64_t(block + i), 0, position, 0};
+            for (const auto& key : keys) {
+                const auto first = static_cast<unsigned __int128>(0xD2E7470EE14C6C93u) * counter[0];
+                const auto second = static_cast<unsigned __int128>(0xCA5A826395121157u) * counter[2];
+                counter[0] = uint64_t(second >> 64) ^ counter[1] ^ key[0], counter[1] = uint64_t(second);
+                counter[2] = uint64_t(first >> 64) ^ counter[3] ^ key[1], counter[3] = uint64_t(first);
+            }
+            std::memcpy(out + 8 * i, counter, sizeof counter);  // little-endian: the low half first
+        }
+    }
+
+    uint32_t integer(int64_t token) const {
+        uint32_t block[8];
+        integers(token / 8, 1, block);
+        return block[token % 8];
+    }
+
+  private:
+    uint64_t keys[10][2];  // by round
+    const uint64_t position;
+};
 
 // Returns the number of probabilities of at least `least`.
 int64_t count_from(const float* row, int64_t width, float least) {
@@ -70,6 +92,7 @@ void predict_choice(const Sampling& s, int64_t tree, int64_t position, const flo
     }
     float least = most * LEAST_SHARE;
     while (count_from(row, width, least) > CANDIDATES) least *= 4;
+    const Noise noise(s.seeds[tree], s.samples[tree], position);
     int64_t count = 0;
     double sum = 0.0, values[CANDIDATES];
     for (int64_t i = 0; i < width; i++) {
@@ -81,7 +104,7 @@ void predict_choice(const Sampling& s, int64_t tree, int64_t position, const flo
         const int64_t token = columns ? columns[i] : i;
         double value = std::exp((std::log(double(row[i])) - std::log(double(most))) / s.temperatures[tree]);
         if (s.adds_noise[tree]) {  // p * exp(Gumbel noise) = p / exponential variate
-            const double w = (noise_integer(s.seeds[tree], s.samples[tree], position, token) + 0.5) * 0x1p-32;
+            const double w = (noise.integer(token) + 0.5) * 0x1p-32;
             value /= -std::log1p(-w);
         }
         sum += values[count] = value, tokens[count++] = token;

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from treespec.llm import LLM, new_requests
 from treespec.outputs import RequestOutput
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
+from treespec.sampling.logprobs import LogprobRows
 from treespec.sampling_params import SamplingParams
 from treespec.text.chat import Message
 from treespec.text.prompt_files import encode_prompt
@@ -26,6 +28,7 @@ RAW_TOKENS = (16, 96)  # length of the beginning of a raw text that is continued
 MAX_PROMPT_TOKENS = 384
 MAX_TURN_TOKENS = 128  # of a prompt that the target writes itself
 TURN_TEMPERATURES = (0.6, 1.0)  # of SmolLM2's questions, 97 % have an end at the lower one and 86 % at the higher one
+_NO_LOGPROBS = np.empty((0, 2 + 2 * TOP), dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,21 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"lessons-{number:05}.npz"
 
 
+class _Continuation(NamedTuple):
+    """A prompt and what the target generated for it."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: np.ndarray  # `LogprobRows.packed`, by token
+    error: str | None
+
+    @classmethod
+    def of(cls, request: Request) -> "_Continuation":
+        rows = [_NO_LOGPROBS, *(request.packed_logprobs or ())]
+        tokens = request.output_token_ids
+        return cls(request.prompt_token_ids, tokens, np.concatenate(rows)[: len(tokens)], request.error)
+
+
 class LessonWriter:
     """Lets an engine continue prompts, by up to `max_tokens` each, and writes the results in shards.
 
@@ -118,7 +136,7 @@ class LessonWriter:
         self._next = 0  # the prompt to start next, counted over all shards
         self._running: dict[int, Request] = {}
         self._asking: dict[int, Request] = {}  # that write prompts
-        self._ended: dict[int, RequestOutput | None] = {}  # not in a shard yet; None is without a prompt
+        self._ended: dict[int, _Continuation | None] = {}  # not in a shard yet; None is without a prompt
         self._seen: set[bytes] = set()  # synthetic prompts of the shards
 
     def write(self, number: int, on_pass: Callable[[int], bool] = lambda tokens: True) -> int:
@@ -140,14 +158,14 @@ class LessonWriter:
                 rounds.step()
                 self._take([i for i, request in self._running.items() if request.finished])
                 for i in [i for i, request in self._asking.items() if request.finished]:
-                    self._answer(i, self._end(self._asking.pop(i)))
-            ended = sum(len(output.outputs[0].token_ids) for output in self._ended.values() if output is not None)
+                    self._answer(i, self._asking.pop(i))
+            ended = sum(len(one.tokens) for one in self._ended.values() if one is not None)
             goes_on = on_pass(ended + sum(request.num_generated for request in self._running.values()))
         if not goes_on:
             with self.llm.between_rounds():
                 self._take([i for i, request in self._running.items() if request.num_generated])
         entries = [(i, self._ended.pop(i)) for i in (shard if goes_on else sorted(self._ended))]
-        new = [(output, self._group(i)) for i, output in entries if output is not None and self._is_new(i, output)]
+        new = [(one, self._group(i)) for i, one in entries if one is not None and self._is_new(i, one)]
         lessons = _collect(new)
         lessons.save(shard_path(self.folder, number))
         return int(lessons.generated.sum())
@@ -155,11 +173,9 @@ class LessonWriter:
     def _take(self, prompts: Sequence[int]) -> None:
         """End the requests of these prompts, and keep what they generated."""
         for i in prompts:
-            self._ended[i] = self._end(self._running.pop(i))
-
-    def _end(self, request: Request) -> RequestOutput:
-        self.llm.rounds.end([request])
-        return self.llm.request_factory.output([request])
+            request = self._running.pop(i)
+            self.llm.rounds.end([request])
+            self._ended[i] = _Continuation.of(request)
 
     def close(self) -> None:
         """Abort what is running."""
@@ -193,9 +209,10 @@ class LessonWriter:
         )
         self._start(i, self._turn[0], params, self._asking)
 
-    def _answer(self, i: int, turn: RequestOutput) -> None:
+    def _answer(self, i: int, turn: Request) -> None:
         """Continue the prompt that a request wrote, if it has an end."""
-        [output] = turn.outputs
+        self.llm.rounds.end([turn])
+        [output] = self.llm.request_factory.output([turn]).outputs
         if output.finish_reason == "stop" and (text := (output.text or "").strip()):
             rng, content = np.random.default_rng((self.seed, 5, i)), list[Message]([{"role": "user", "content": text}])
             self._continue(i, self._encode(content, rng), rng)
@@ -226,14 +243,15 @@ class LessonWriter:
     def _start(self, i: int, tokens: list[int], params: SamplingParams, running: dict[int, Request]) -> None:
         (entry,) = new_requests(self.llm, [{"prompt_token_ids": tokens}], params, "off", None, None)
         if isinstance(entry, RequestOutput):
-            self._ended[i] = entry
+            self._ended[i] = _Continuation(tokens, [], _NO_LOGPROBS, entry.error)
             return
         (running[i],) = entry
+        running[i].packed_logprobs = []
         self.llm.engine.scheduler.add(running[i])
 
-    def _is_new(self, i: int, output: RequestOutput) -> bool:
+    def _is_new(self, i: int, continuation: _Continuation) -> bool:
         """Return whether a lesson's prompt is not a synthetic one of an earlier lesson, and remember it."""
-        prompt = np.array(output.prompt_token_ids, dtype=np.int32).tobytes()
+        prompt = np.array(continuation.prompt, dtype=np.int32).tobytes()
         is_known = self._is_synthetic(i) and prompt in self._seen
         self._seen.add(prompt)
         return not is_known
@@ -274,20 +292,19 @@ def best_batch(curve: CostCurve, most: int) -> int:
     return next(batch for batch, rate in zip(batches, rates, strict=True) if rate >= GOOD_RATE * max(rates))
 
 
-def _collect(outputs: Sequence[tuple[RequestOutput, str]]) -> Lessons:
-    """Convert outputs with log-probabilities, and their groups, to lessons; failed ones are left out."""
-    kept = [(output, group) for output, group in outputs if output.error is None]
+def _collect(continuations: Sequence[tuple[_Continuation, str]]) -> Lessons:
+    """Convert continuations and their groups to lessons; failed ones are left out."""
+    kept = [(one, group) for one, group in continuations if one.error is None]
     if not kept:
-        reason = outputs[0][0].error if outputs else "the target wrote none that ends and is new; give data"
+        reason = continuations[0][0].error if continuations else "the target wrote none that ends and is new; give data"
         raise RequestError(f"no prompt of the shard could be continued: {reason}")
-    sequences = [output.prompt_token_ids + output.outputs[0].token_ids for output, _ in kept]
-    positions = [position for output, _ in kept for position in output.outputs[0].logprobs or ()]
-    rows = [sorted(((-entry.logprob, token) for token, entry in position.items()))[:TOP] for position in positions]
+    sequences = [one.prompt + one.tokens for one, _ in kept]
+    rows = LogprobRows.unpacked(np.concatenate([one.logprobs for one, _ in kept]))
     return Lessons(
         np.array([token for sequence in sequences for token in sequence], dtype=np.int32),
         np.concatenate([[0], np.cumsum([len(sequence) for sequence in sequences])]),
-        np.array([len(output.prompt_token_ids) for output, _ in kept]),
-        np.array([[token for _, token in row] for row in rows], dtype=np.int32).reshape(-1, TOP),
-        np.array([[-minus for minus, _ in row] for row in rows], dtype=np.float16).reshape(-1, TOP),
+        np.array([len(one.prompt) for one, _ in kept]),
+        rows.tokens.numpy().astype(np.int32),
+        rows.values.numpy().astype(np.float16),
         np.array([group for _, group in kept]),
     )

@@ -147,7 +147,7 @@ class LessonWriter:
         """
         shard, rounds, goes_on = prompts_of_shard(number), self.llm.rounds, True
         self._next = max(self._next, shard.start)
-        if number and not self._seen:
+        if number and self._synthetic and not self._seen:
             self._seen = synthetic_prompts(Lessons.load([shard_path(self.folder, n)]) for n in range(number))
         rounds.check_threads()
         while goes_on and not all(i in self._ended for i in shard):

@@ -157,7 +157,9 @@ def test_rows_of_a_quantised_head_are_gathered() -> None:
     assert torch.equal(dequantized(cut), dequantized(whole)[kept])
     blocks = Blocks("Q8_0", torch.randint(256, (16, 34), dtype=torch.uint8), mmap.mmap(-1, 1))
     tied = {"embed": blocks}
-    assert vocabularies.fit_weights(tied, 16, None, kept) is not None
+    with mock.patch.object(Blocks, "release") as release:
+        assert vocabularies.fit_weights(tied, 16, None, kept) is not None
+    assert release.called, "pages from which rows were copied stay in memory"
     assert torch.equal(tied["lm_head"].rows, blocks.rows[kept]) and torch.equal(tied["embed"].rows, blocks.rows)
 
 

@@ -205,7 +205,9 @@ def fit_weights(
 def _rows_of(matrix: Any, rows: np.ndarray | slice) -> Any:
     """Return some rows of a Tensor or Blocks: a view of a slice, or else a copy."""
     if isinstance(matrix, Blocks):
-        return matrix._replace(rows=_rows_of(matrix.rows, rows))
+        taken = matrix._replace(rows=_rows_of(matrix.rows, rows))
+        matrix.release()  # the pages from which rows were copied
+        return taken
     return matrix[rows if isinstance(rows, slice) else torch.from_numpy(rows).to(matrix.device)]
 
 

@@ -3,12 +3,15 @@
 import gc
 import mmap
 import os
+import re
 import warnings
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from tests.helpers.child import run_uninterpreted
 from tests.helpers.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
@@ -135,3 +138,22 @@ def test_weights_are_copied_to_huge_pages(supported: bool, monkeypatch: pytest.M
         assert mode == "rw-p", "Linux gives no huge pages to shared mappings unless it is told to"
     small = pages.allocate(32)
     assert small.untyped_storage().nbytes() == 32, "not worth a huge page"
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="needs Linux")
+def test_pages_of_mapped_tensors_are_dropped(tmp_path: Path) -> None:
+    """Of files only: the values of other memory would be lost."""
+    values = torch.arange(1 << 20)
+    save_file({"a": values}, tmp_path / "a.safetensors")
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        mapped = file.get_tensor("a")
+    own = values.clone()
+
+    def resident() -> int:
+        parts = Path("/proc/self/smaps").read_text().split(f"{tmp_path / 'a.safetensors'}\n")[1:]
+        return sum(int(re.search(r"Rss: +(\d+)", part)[1]) for part in parts)  # type: ignore[index]
+
+    assert torch.equal(mapped, values) and resident() >= 8 << 10
+    memory.drop_mapped([mapped, own])
+    assert resident() < 256
+    assert torch.equal(mapped, values) and torch.equal(own, values)

@@ -146,6 +146,29 @@ def test_tokens_rank_by_counts_then_by_script_and_merges(tmp_path: Path) -> None
     assert words[257:] == sorted(words[257:], reverse=True)
 
 
+def test_ranks_are_stored_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_tokenizer(tmp_path / "bpe", byte_level(400, TEXT.splitlines()))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ranked: list[Path] = []
+
+    def counted(folder: Path, *rest: Any) -> np.ndarray:
+        ranked.append(folder)
+        return rank_tokens(folder, *rest)
+
+    monkeypatch.setattr(vocabularies, "rank_tokens", counted)
+    limit = vocabularies.HeadLimit(300, always=True)
+    kept = [limit.kept(source, 400, ends) for ends in ((), (), (399,), (399,))]
+    assert len(ranked) == 2 and np.array_equal(kept[0], kept[1]) and np.array_equal(kept[2], kept[3])
+    assert np.array_equal(kept[0], np.sort(rank_tokens(source)[:300])) and 399 in kept[2]
+    shutil.copy(save_tokenizer(tmp_path / "other", byte_level(400, TEXT.splitlines()[::2])) / "tokenizer.json", source)
+    assert np.array_equal(limit.kept(source, 400, ()), np.sort(rank_tokens(source)[:300])) and len(ranked) == 3
+    [stored] = (tmp_path / "cache").rglob("*.npy")
+    for damaged in (b"", stored.read_bytes()[:200]):
+        stored.write_bytes(damaged)
+        assert limit.kept(source, 400, ()) is not None
+    assert len(ranked) == 5
+
+
 def test_rows_of_a_quantised_head_are_gathered() -> None:
     head, kept = torch.randn(16, 32), np.array([1, 4, 11])
     whole = QuantizedWeight(*quantize(head, 4, 16))
@@ -157,7 +180,9 @@ def test_rows_of_a_quantised_head_are_gathered() -> None:
     assert torch.equal(dequantized(cut), dequantized(whole)[kept])
     blocks = Blocks("Q8_0", torch.randint(256, (16, 34), dtype=torch.uint8), mmap.mmap(-1, 1))
     tied = {"embed": blocks}
-    assert vocabularies.fit_weights(tied, 16, None, kept) is not None
+    with mock.patch.object(Blocks, "release") as release:
+        assert vocabularies.fit_weights(tied, 16, None, kept) is not None
+    assert release.called, "pages from which rows were copied stay in memory"
     assert torch.equal(tied["lm_head"].rows, blocks.rows[kept]) and torch.equal(tied["embed"].rows, blocks.rows)
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 from typing import Any
+from unittest import mock
 
 import gguf
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.helpers.gguf_files import block_weight, reading
 from tests.helpers.libraries import LIBRARIES
 from tests.helpers.quantized_checkpoints import needs_compiler, random_weight
+from treespec_kernels.cpu import decoder_library
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.linear.compiled_linear import CompiledLinear
@@ -124,6 +126,8 @@ def test_blocks_of_gguf_files(dtype: torch.dtype, kind: str) -> None:
     assert_close(joined / scale, expected / scale, max_error=BOUNDS[dtype][0], rms_error=BOUNDS[dtype][1])
     alone = torch.cat([CompiledLinear(library(dtype), part, None, dtype, 1)(x) for part in (*parts, dense)], 1)
     assert torch.equal(CompiledLinear(library(dtype), [*parts, dense], None, dtype, 2)(x), alone)
+    with mock.patch.object(decoder_library, "_AT_ONCE", 1):  # panel by panel
+        assert torch.equal(CompiledLinear(library(dtype), parts, None, dtype, 2)(x), alone[:, :160])
     row = torch.empty(512)
     kinds = gguf.GGMLQuantizationType[kind]
     library(dtype).treespec_dequantize_row(kinds, parts[0].rows[3].data_ptr(), 512, row.data_ptr())

@@ -1,9 +1,11 @@
 """GGUF files: what they hold, against the folders they are made of and transformers' reading."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gguf
 import pytest
@@ -227,6 +229,14 @@ def test_the_selftest_computes_layers_of_every_form() -> None:
     for part in parts:
         fractions = [fraction for told_part, fraction in told if told_part == part]
         assert fractions == sorted(set(fractions)) and (fractions[0], fractions[-1]) == (0.0, 1.0)
+
+
+@needs_compiler
+def test_pages_of_the_file_are_dropped() -> None:
+    """Of each matrix when it is packed; of q and k when they are permuted; of the embedding after the self-test."""
+    with mock.patch.object(Blocks, "release", autospec=True) as release:
+        open_llm(llama_file("tied"))
+    assert Counter(call.args[0].kind for call in release.call_args_list) == {"Q4_1": 14 + 4, "Q8_0": 2}
 
 
 @pytest.mark.parametrize(("name", "read"), [("Q4_K_M", "output.weight"), ("tied", "token_embd.weight")])

@@ -21,6 +21,7 @@ from treespec.models.decoder import Decoder, HiddenStates, Pass, StreamInput
 from treespec.models.layer import take_layer, take_projection
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import take_head_norm
+from treespec.utils.memory import drop_mapped
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan, plan_compiled
 from treespec_kernels.cpu.cpu_library import CompileError, build_together, find_compiler
@@ -92,8 +93,8 @@ class CompiledDecoder(Decoder):
             config.score_cap,
         )
         blocks = self.embed_blocks
-        embed = self.embed if blocks is None else BlockWeight(blocks.kind, blocks.rows)
-        head = weights.get("lm_head", blocks)
+        embed = self.embed if blocks is None else BlockWeight(blocks.kind, blocks.rows, blocks.release)
+        dense = [head] if isinstance(head := weights.get("lm_head"), Tensor) else []
         self.library, self.growth = _libraries(self.head_dim, self.dtype, self._folder)
         self.model = CompiledModel(
             self.library,
@@ -107,21 +108,19 @@ class CompiledDecoder(Decoder):
             torch.get_num_threads(),
             self._integer,
         )
+        drop_mapped(dense)
         self.entries = self.model.entries if config.logit_cap is None else None  # with a cap, `probs` takes more calls
-        if isinstance(head, Blocks):
-            head.release()
 
     def _take_layers(self, weights: Weights) -> Iterator[CompiledLayerWeights]:
         """Yield the layers' weights, and drop those of one layer from memory when the next one is asked for."""
         for i, kind in tracked(f"packing {self.config.folder.name}", [*enumerate(self.config.layers)]):
             prefix = f"layers.{i}."
             head_norm = take_head_norm(weights, prefix, self.heads, self.kv_heads)
-            blocks = [value for name, value in weights.items() if name.startswith(prefix) and isinstance(value, Blocks)]
+            dense = [value for name, value in weights.items() if name.startswith(prefix) and isinstance(value, Tensor)]
             parts = take_layer(weights, i, joins=False)
             yield CompiledLayerWeights(head_norm=head_norm, rope=kind.rope, window=kind.window, **parts)
             del parts
-            for matrix in blocks:
-                matrix.release()
+            drop_mapped(dense)
 
     def weight_forms(self) -> Sequence[object]:
         return self.model.weight_forms

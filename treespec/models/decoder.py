@@ -23,6 +23,7 @@ from treespec.models.layer import Layer, make_linear, prepare, take_projection
 from treespec.models.layer_kinds import RotaryEmbedding
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
+from treespec.utils.memory import drop_mapped
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.linear.activations import soft_cap
@@ -163,6 +164,7 @@ class Decoder:
             self.embed_blocks, known = embed, weights["final_norm"]
         else:
             self.embed = known = embed.clone()  # a mapped tensor keeps the whole file mapped
+            drop_mapped([embed])
         self.dtype, self.device = known.dtype, known.device
         # rounded to the model's dtype, as in training
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype, device="cpu"))

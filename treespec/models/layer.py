@@ -79,7 +79,7 @@ def _take_matrix(weights: Weights, name: str) -> Any:
     """Pop a matrix as a Tensor, QuantizedWeight or BlockWeight."""
     value, (scale, zero) = weights.pop(name), (weights.pop(name + end, None) for end in ("_scale", "_zero"))
     if isinstance(value, Blocks):
-        return BlockWeight(value.kind, value.rows)
+        return BlockWeight(value.kind, value.rows, value.release)
     if scale is None:
         return value
     weight = QuantizedWeight(value, scale, zero)

@@ -141,6 +141,8 @@ def check_exact(decoder: Decoder, cache: KVCache, attention: str, largest_pass: 
             f"a kernel does not run on {decoder.device}: {error}; `treespec autotune` looks for one that does, or use "
             'device="cpu"'
         ) from error
+    if decoder.embed_blocks is not None:
+        decoder.embed_blocks.release()  # random tokens have read many of its pages
     if differences and attention == "auto" and decoder.attention.name == "cpu-packed":
         logger.warning("packed attention is not exact on this machine (%s); using gathered attention", differences[0])
         decoder.attention = make_attention("cpu-gathered", decoder.config.shape, decoder.dtype, decoder.device)

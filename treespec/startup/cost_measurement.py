@@ -56,7 +56,7 @@ _STORED_MARGIN = 1.2
 _MAX_START_SHARE = 0.9  # upper bound of the start of drafting, relative to drafting one level
 _NUMBERS = tuple(field.name for field in fields(CostCurve))[2:]  # all fields but `rows` and `verify_seconds`
 _WRITE_LOCK_TIMEOUT = 10.0  # seconds to wait for another process's write
-_STARTS = "starts"  # folder of costs measured at starts, apart from those of `treespec autotune`
+STARTS = "starts"  # folder of what starts store: costs, apart from those of `treespec autotune`, and ranks of tokens
 _MAX_STORED = 1000  # curves in a file; the oldest are dropped
 
 
@@ -193,7 +193,8 @@ def is_outdated(runner: Runner, curve: CostCurve) -> bool:
     """Return whether passes over one and 8 rows show, at their minimum of two or four, that a curve is wrong.
 
     It is if a pass is clearly faster, since other work slows passes down and never speeds them up. It also is if one is
-    clearly slower while no other work takes the CPUs; on a busy machine, the curve stays.
+    clearly slower while no other work takes the CPUs; on a busy machine, the curve stays. Four passes are timed if the
+    first two are slow, which may be a disturbance, and short.
     """
     one, rows = float(curve.verify(1)), float(curve.verify(LONG_ROWS))
     if curve.context + LONG_ROWS > runner.cache.num_free * PAGE_SIZE:
@@ -202,10 +203,12 @@ def is_outdated(runner: Runner, curve: CostCurve) -> bool:
     request.pages = runner.cache.reserve(request.request_id, curve.context + LONG_ROWS)
     request.context_len = curve.context
     runner.cache.scrub(request.pages)
-    turns = 2 if 4 * (one + rows) < START_SECONDS / 2 else 1
+    passes = [partial(star_pass, runner, request, n) for n in (1, LONG_ROWS)]
     waited, start = _waiting_seconds(), time.perf_counter()
     try:
-        now = least_seconds([partial(star_pass, runner, request, n) for n in (1, LONG_ROWS)], turns)
+        now = least_seconds(passes, 1)
+        if (now[0] > _STORED_MARGIN * one or now[1] > _STORED_MARGIN * rows) and 4 * (one + rows) < START_SECONDS / 2:
+            now = [*map(min, now, least_seconds(passes, 1))]
     finally:
         runner.cache.release(request.request_id, scrub=True)
     slowdowns = now[0] / one, now[1] / rows
@@ -416,12 +419,12 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
         return curve
     key_of_start = start_key(runner, key)
     with one_thread() if runner.target.linear == "compiled" else nullcontext():
-        stored = load(key_of_start, _STARTS)
+        stored = load(key_of_start, STARTS)
         if stored is not None and not is_outdated(runner, stored):
             return stored
         with measuring_alone(START_SECONDS):
             # Another process may have measured meanwhile.
-            curve = load(key) or load(key_of_start, _STARTS)
+            curve = load(key) or load(key_of_start, STARTS)
             if curve is not None and curve != stored:
                 return curve
             waited, start = _waiting_seconds(), time.perf_counter()
@@ -430,7 +433,7 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
                 logger.info("pass costs were measured beside other work, and the next start measures them again")
                 return curve
             try:
-                save(curve, key_of_start, _STARTS)
+                save(curve, key_of_start, STARTS)
             except OSError as error:
                 logger.info("measured pass costs cannot be stored, and the next start measures them again: %s", error)
     return curve

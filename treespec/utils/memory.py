@@ -1,12 +1,13 @@
-"""Free memory of a device, and zeros whose memory is allocated on first write."""
+"""Free memory of a device, zeros whose memory is allocated on first write, and pages of mapped files."""
 
+import ctypes
 import gc
 import logging
 import math
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 logger = logging.getLogger("treespec")
 
+_LEAST_MAPPED = 1 << 20  # bytes of a tensor whose pages are worth looking for
 UNKNOWN = 8 << 30  # bytes assumed to be free if the platform does not report the number
 
 
@@ -30,6 +32,27 @@ def release_cached(device: torch.device) -> None:
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def drop_mapped(tensors: Iterable[Tensor]) -> None:
+    """Drop the pages of large tensors that are mapped from files from memory; they are read again on access.
+
+    Changes to a private mapping would be lost.
+    """
+    large = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.nbytes >= _LEAST_MAPPED]
+    if not large or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    try:
+        mappings = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    except OSError:  # not Linux
+        return
+    # Other memory, with the inode 0, would lose its contents.
+    files = [[int(bound, 16) for bound in fields[0].split("-")] for fields in mappings if fields[4] != "0"]
+    for tensor in large:
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        if tensor.is_contiguous() and any(first <= start and end <= last for first, last in files):
+            start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def _available(system: Path = Path("/proc/meminfo")) -> int:

@@ -401,11 +401,13 @@ int64_t treespec_format(Linear* layer, int64_t type) {
     return Geometry(*layer).panel_bytes();
 }
 
-// Packs the rows of matrices one after another: blocks of a type, or integers as in `treespec_format`.
+// Packs the rows of matrices one after another: blocks of a type, or integers as in `treespec_format`. Writes the panels
+// from `first` up to `last` to their places in `out`.
 void treespec_pack(const Linear* layer, int64_t type, const Source* sources, int64_t num_sources, uint8_t* out,
-                   int64_t threads) {
+                   int64_t first, int64_t last, int64_t threads) {
     const int64_t bytes = Geometry(*layer).panel_bytes();
-    parallel(int(threads), (layer->outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
+    parallel(int(threads), last - first, [&](int64_t index) {
+        const int64_t panel = first + index;
         if (type < 0) pack_integers(*layer, sources, num_sources, panel, out + panel * bytes);
         else pack_blocks(*layer, type, sources, num_sources, panel, out + panel * bytes);
     });

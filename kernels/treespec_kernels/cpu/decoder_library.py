@@ -24,6 +24,7 @@ PARTS = tuple(SOURCE.with_name(f"{name}.h") for name in _HEADERS)  # included fi
 DTYPES = (torch.bfloat16, torch.float32)
 
 _PANEL = 64
+_AT_ONCE = 16 << 20  # bytes that are packed before their pages of a file are dropped from memory
 _INT8, _INT4 = -1, -2  # types of integers with scales, beside those of blocks
 
 Weight = Tensor | QuantizedWeight | BlockWeight
@@ -134,9 +135,14 @@ class PanelLinear:
                 struct.has_min, source.zero = True, address(part.zero.float())
         panel_bytes = self._library.treespec_format(ctypes.byref(struct), kind)
         struct.integer = self._integer and struct.group % 16 == 0
-        packed = self._memory.allocate(-(-outputs // _PANEL) * panel_bytes)
+        panels, step = -(-outputs // _PANEL), max(_AT_ONCE // panel_bytes, 1)
+        packed = self._memory.allocate(panels * panel_bytes)
         pointers = ctypes.byref(struct), kind, ctypes.byref(sources), len(sources), packed.data_ptr()
-        self._library.treespec_pack(*pointers, torch.get_num_threads())
+        for first in range(0, panels, step):
+            self._library.treespec_pack(*pointers, first, min(first + step, panels), torch.get_num_threads())
+            for part in weights:
+                if isinstance(part, BlockWeight):
+                    part.release()
         struct.weight = self._hold(packed)
         return struct
 

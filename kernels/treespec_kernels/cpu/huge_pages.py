@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 PAGE = 2 << 20
-CHUNK = 16 * PAGE  # bytes of a mapping, which several tensors share
+CHUNK = 64 * PAGE  # bytes of a mapping, which several tensors share; its last page may stay partly unused
 ALIGNMENT = 64
 SMALLEST = 1 << 16  # bytes of a tensor for which this is worth while
 

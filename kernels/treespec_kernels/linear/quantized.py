@@ -5,7 +5,7 @@ Only weights are quantised: activations stay in the model's dtype, integers conv
 The dtype of the values gives the format: int8 is one weight, uint8 two 4-bit weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -101,6 +101,7 @@ class BlockWeight(NamedTuple):
 
     kind: str  # key of BLOCK_TYPES
     rows: Tensor  # uint8 [out_features, bytes], the blocks of each row
+    release: Callable[[], None] = lambda: None  # drops pages of a mapped file, which are read again on access
 
     @property
     def shape(self) -> tuple[int, int]:

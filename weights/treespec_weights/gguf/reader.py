@@ -212,6 +212,6 @@ class _Cursor:
         while len(texts) < count and offset + 8 <= self.size:
             start = offset + 8
             offset = start + size_at(data, offset)[0]
-            texts.append(data[start:offset].decode(errors="replace"))
+            texts.append(str(data[start:offset], "utf-8", "replace"))
         self.take(offset - self.offset)  # raises if the last one is truncated
         return [*texts, *(self.text() for _ in range(count - len(texts)))]

@@ -144,7 +144,9 @@ class GgufTensors:
         heads = self._permuted.get(match["stem"]) if match else None
         if type(heads) is int and heads > 0 and len(data) % (2 * heads) == 0:  # otherwise `match` reports the shape
             # The converter moved rows [2, head_dim / 2] of a head to [head_dim / 2, 2]. A row's blocks stay together.
-            data = data.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+            permuted = data.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+            Blocks(entry.type, data, self._bytes[entry.file].base).release()  # the pages that were copied
+            return permuted
         return data
 
     def blocks(self, name: str) -> Blocks:

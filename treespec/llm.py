@@ -259,12 +259,12 @@ class LLM:
             self.rounds.end(self.engine.scheduler.find(request_id))
 
     def reset_suffix_cache(self) -> None:
-        """Forget all earlier outputs, which the source "suffix" drafts from."""
+        """Forget all earlier outputs, which the sources "suffix" and "table" draft from."""
         with self.between_rounds():
-            if self.engine.sources.lookup is not None:
-                scheduler = self.engine.scheduler
-                preempted = (request for request in scheduler.waiting if request.num_preemptions)
-                self.engine.sources.lookup.forget([*scheduler.running, *preempted])
+            scheduler = self.engine.scheduler
+            preempted = [request for request in scheduler.waiting if request.num_preemptions]
+            for source in self.engine.sources.model_free:
+                source.forget([*scheduler.running, *preempted])
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, or None."""
@@ -278,8 +278,10 @@ class LLM:
     @property
     def draft_names(self) -> tuple[str, ...]:
         """Names of the drafts for `SpecConfig.sources`, models first."""
-        custom = (drafter.name for drafter in self.engine.sources.others if is_custom(drafter))
-        return (*self._built.connections, *custom)
+        sources = self.engine.sources
+        table = () if sources.table is None else (sources.table.name,)
+        custom = (drafter.name for drafter in sources.others if is_custom(drafter))
+        return (*self._built.connections, *table, *custom)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the parameters of calls that give none."""

@@ -47,7 +47,7 @@ def run(folder: Path) -> Iterator[Callable[[Script], dict[str, Any]]]:
     with (
         mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
         mock.patch("treespec.startup.build.differing_rows", _differing_rows_once),
-        mock.patch("treespec.startup.build._lookup_library", lambda *_: None),
+        mock.patch("treespec.startup.build._search_library", lambda *_: None),
     ):
         yield play
 

@@ -132,16 +132,16 @@ def test_a_decoder_launches_as_was_measured(gpu: Gpu, measured: bool | None, mon
 
 
 def test_rounds_of_heads(gpu: Gpu) -> None:
-    """With all levels of EAGLE heads, beside an SSM. After a prompt of one token no head can draft."""
+    """With EAGLE heads in all levels, an SSM and a table. After a prompt of one token no head can draft."""
     shape = TargetShape(32, 48, 2, num_attention_heads=2, num_key_value_heads=1, vocab_size=64)
     target, head, other = make_target(shape, torch.float16), new_folder("head"), new_folder("head")
     options: dict[str, Any] = {"draft_vocab": 48, "own_embedding": False, "boundaries": (0, 1)}
     write_eagle3(head, shape, layout="specforge", seed=1, **options)
     write_eagle1(other, shape, bias=True, own_embedding=False, seed=2)
-    drafts = [make_draft(new_folder("ssm"), target, 1, 0.04), head, other]
-    llm = open_llm(target, drafts, spec=TREES, max_num_seqs=2, **ON_GPU)
+    drafts = [make_draft(new_folder("ssm"), target, 1, 0.04), head, other, "table"]
+    llm = open_llm(target, drafts, spec=TREES, max_num_seqs=2, suffix_tokens=64, **ON_GPU)
     assert llm.stats()["frozen"]["rounds"] == "on the device"
-    spec = SpecConfig(nodes=8, max_depth=2, sources=("ssm",))
+    spec = SpecConfig(nodes=8, max_depth=2, sources=("ssm", "table"))
     prompts, params = random_prompts([1, 9], vocab=64), [greedy(4), greedy(4, temperature=0.9, seed=3)]
     records: list[RoundRecord] = []
     with rounds_wait_for_nothing(gpu):

@@ -234,7 +234,8 @@ def test_clusters() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ssms": 0}, "ssms=0; valid: an int from 1 to 8"),
+        ({"ssms": 9}, "ssms=9; valid: an int from 0 to 8"),
+        ({"ssms": 0}, "ssms=0 trains nothing; give table"),
         ({"minutes": 0.0}, "minutes=0.0; valid: more than 0"),
         ({"tokens": 5, "minutes": 1.0}, "give minutes or tokens"),
         ({"ssms": 1, "generalist": True}, "ssms=1 is a generalist; give more SSMs"),
@@ -339,6 +340,23 @@ def test_reports_take_as_long_as_they_may(target: Path) -> None:
     assert set(most[: len(most) // 2]) == {16} and set(most[len(most) // 2 :]) == {16, 40}
     with pytest.raises(Paused):
         measure_drafts(target, [], [[5, 6]], {}, 40, options, 1.0, mock.Mock(side_effect=Paused))
+
+
+@pytest.mark.slow
+def test_a_table_of_lessons(trained: Path, target: Path, tmp_path: Path) -> None:
+    """Alone, and beside the SSMs of a run that is resumed for it."""
+    alone = train_drafts(target, [], tmp_path / "alone", lessons=trained, ssms=0, table=True)
+    assert alone.differing == 0 and [*alone.agreement] == ["table"] and len(alone.measured) == 2
+    (work := tmp_path / "both" / "work").mkdir(parents=True)
+    shutil.copytree(trained / "work", work, dirs_exist_ok=True)
+    data = json.loads((work / "settings.json").read_text())["data"]
+    both = train_drafts(target, data, tmp_path / "both", table=True, resume=True, **OPTIONS)
+    assert both.differing == 0 and [*both.agreement] == ["table", "ssm-1", "ssm-2"]
+    assert weights_of(tmp_path / "both") == weights_of(trained)
+    llm = LLM(target, drafts=[tmp_path / "both"], compile=False, max_model_len=256)
+    assert llm.draft_names == ("ssm-1", "ssm-2", "table")
+    listed = run("weights", "inspect", tmp_path / "alone" / "table")
+    assert "codes" in listed.stdout, listed.stderr
 
 
 @pytest.mark.slow

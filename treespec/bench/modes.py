@@ -92,7 +92,7 @@ def our_modes(
             options: dict[str, Any] = {"nodes": count, "sources": sources}
             options |= {"max_ssms": 1} if name.startswith("trusted") else {}
             modes.append(Mode(f"tree-{name}-n{count}", f"{label}, {count} nodes", options))
-    valid = (*ssms, "ssm", "lookup", "suffix")
+    valid = (*ssms, "ssm", "lookup", "suffix", "table")
     for name in combine:
         sources = tuple(name.split("+"))
         if unknown := [source for source in sources if source not in valid]:

@@ -50,9 +50,9 @@ class SpecConfig:
         draws: for "rejection" and "traversal". "cross-source": siblings are distinct across SSMs;
             "without-replacement": distinct per SSM; "with-replacement": independent draws.
         sources: draft sources. "ssm": all SSMs; an SSM's name: that one; "lookup": n-gram lookup in the request's own
-            text; "suffix": lookup in the engine's other outputs (needs `LLM(suffix_tokens=...)`); "grammar": forced
-            tokens of a structured output; a `Drafter`'s name: that one. None = all, () = none. Outputs of requests
-            without "suffix" are not stored for others.
+            text; "suffix": lookup in the engine's other outputs (needs `LLM(suffix_tokens=...)`); "table": the n-gram
+            table; "grammar": forced tokens of a structured output; a `Drafter`'s name: that one. None = all, () = none.
+            Outputs of requests without "suffix" or "table" are not stored for others by this source.
         max_ssms: maximum number of SSMs per round, chosen by their acceptance on the request; None = all, or, with
             nodes="auto", those that pay off. Drafts with another tokenizer are not counted.
 

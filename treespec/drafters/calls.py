@@ -14,6 +14,7 @@ from treespec.drafters.base import Drafter, check_proposal
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter, LookupProposals
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
+from treespec.drafters.table.table_drafter import TableDrafter
 from treespec.errors import DraftError, describe_error
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -30,7 +31,7 @@ _REMEDY = "return a list with one TokenTree per request; TokenTree.root(request.
 
 def is_custom(drafter: Committing) -> bool:
     """Return whether a drafter is a user-defined object rather than one of the engine's own."""
-    return not isinstance(drafter, SsmDrafter | LookupDrafter | LookupProposals | ForeignDrafter)
+    return not isinstance(drafter, SsmDrafter | LookupDrafter | LookupProposals | TableDrafter | ForeignDrafter)
 
 
 def may_draft(drafter: Drafter, request: Request) -> bool:

@@ -47,7 +47,7 @@ class HostExecutor(Executor[HostExecution]):
 
         Model-free sources and foreign drafts propose first; the SSMs then extend the merged proposals.
         """
-        ssms, lookup, planner = self.sources.ssms, self.sources.lookup, self.planner
+        ssms, planner = self.sources.ssms, self.planner
         requests, plans = execution.requests, execution.plans
         forced = [forced_tree(r, plan.max_depth, self.max_model_len) for r, plan in zip(requests, plans, strict=True)]
         if not any(plan.max_depth or plan.levels for plan in plans) and all(len(tree) == 1 for tree in forced):
@@ -59,11 +59,11 @@ class HostExecutor(Executor[HostExecution]):
             trees, failures = call_propose(drafter, requests, depths, self.runner.target.vocab_size)
             execution.failures |= failures
             execution.proposals.append((drafter, trees))
-        if lookup is not None:
+        for source in self.sources.model_free:
             clock.enter("search")
-            proposed = lookup.propose(requests, depths, planner.least_value)
+            proposed = source.propose(requests, depths, planner.least_value)
             if any(len(tree) > 1 for tree in proposed):
-                execution.proposals.append((lookup, dict(zip(ids, proposed, strict=True))))
+                execution.proposals.append((source, dict(zip(ids, proposed, strict=True))))
         clock.enter("merge")
         merged = []
         for request, tree in zip(requests, forced, strict=True):

@@ -22,7 +22,7 @@ from treespec.planning.planner import PLAIN
 from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
 from treespec.sampling.transforms import runs_by_kernels
-from treespec.tree import TokenTree
+from treespec.tree import TokenTree, merge
 from treespec_kernels.tree.growth_limits import SEEDS
 
 LEAST_VALUE = 1e-6  # minimum node value; only SSMs with weight 0 propose less
@@ -203,15 +203,15 @@ class GraphExecutor(Executor[GraphExecution]):
 
     def _search(self, execution: GraphExecution) -> list[TokenTree | None]:
         """Return what the model-free sources propose, None where that is nothing, and record it."""
-        requests = execution.requests
-        if (lookup := self.sources.lookup) is None:
-            return [None] * len(requests)
-        trees = lookup.propose(requests, [plan.max_depth for plan in execution.plans], LEAST_VALUE)
-        seed_trees = [tree.best(1 + SEEDS) if len(tree) > 1 else None for tree in trees]
-        rows = zip(requests, seed_trees, strict=True)
-        by_id = {request.request_id: tree for request, tree in rows if tree is not None}
-        execution.proposals.append((lookup.proposed, by_id))
-        return seed_trees
+        requests, depths = execution.requests, [plan.max_depth for plan in execution.plans]
+        by_request: list[list[TokenTree]] = [[] for _ in requests]
+        for source in self.sources.model_free:
+            trees = source.propose(requests, depths, LEAST_VALUE)
+            by_id = {r.request_id: tree for r, tree in zip(requests, trees, strict=True) if len(tree) > 1}
+            execution.proposals.append((source.proposed, by_id))
+            for proposed, tree in zip(by_request, trees, strict=True):
+                proposed += [tree] * (len(tree) > 1)
+        return [merge(trees).best(1 + SEEDS) if trees else None for trees in by_request]
 
     def _input(self, request: Request, plan: DraftPlan, transforms: RequestTransforms | None) -> RoundInput:
         sampler, spec, captured = request.sampler, request.spec, self.ssms

@@ -3,10 +3,12 @@
 import dataclasses
 import logging
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from ctypes import CDLL
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from treespec.config.engine_options import EngineOptions
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
+from treespec.drafters.table.stored_table import StoredTable
+from treespec.drafters.table.table_drafter import TableDrafter
 from treespec.engine.engine import Engine
 from treespec.engine.host_executor import HostExecutor
 from treespec.engine.runner import Runner
@@ -43,6 +47,7 @@ from treespec.utils.torch_state import one_thread
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.lookup_cpu import lookup_library
+from treespec_kernels.cpu.table_cpu import table_library
 from treespec_kernels.launch.triton_launch import is_interpreted, is_triton_error, known_issue
 from treespec_kernels.tuning.tuned import KernelConfigs
 
@@ -87,7 +92,7 @@ class Built:
                 "default_kernels": [] if kernels is None else list(kernels.fallbacks),
             },
             "suffix_tokens": 0 if sources.lookup is None else sources.lookup.remembered,
-            "drafts": [*drafts, *(drafter.name for drafter in sources.others)],
+            "drafts": [*drafts, *(source.name for source in (sources.table, *sources.others) if source is not None)],
             "draft_vocabularies": dict(self.connections),
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
@@ -240,8 +245,14 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
     foreign = foreign_drafters(resolved.foreign, load_foreign, resolved.target, *sizes, planner, ssms, others)
     lookup = None
     if options.suffix_tokens or resolved.spec.allows("lookup", "lookup"):
-        lookup = LookupDrafter(_lookup_library(options.compile), options.suffix_tokens)
-    sources = DraftSources(ssms, lookup, [*resolved.drafters, *foreign])
+        lookup = LookupDrafter(_search_library(options.compile, lookup_library), options.suffix_tokens)
+    table = None
+    if resolved.table is not None:
+        stored = StoredTable.empty()
+        if isinstance(resolved.table, Path):
+            stored = StoredTable.load(resolved.table, resolved.target.shape.vocab_size)
+        table = TableDrafter(stored, _search_library(options.compile, table_library), options.suffix_tokens)
+    sources = DraftSources(ssms, lookup, table, [*resolved.drafters, *foreign])
     host = HostExecutor(runner, planner, sources, length)
     captured = None
     if rounds := _capture_rounds(resolved, plan, host, scheduler):
@@ -276,6 +287,7 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
             "kv_cache": cache.nbytes + sum(drafter.cache.nbytes for drafter in foreign),
             "captured_rounds": 0 if rounds is None else rounds.nbytes,
             "suffix": 0 if lookup is None else lookup.nbytes,
+            "table": 0 if table is None else table.nbytes,
         },
         kernels=loader.configs,
         connections={draft.name: str(draft) for draft in resolved.drafts}
@@ -292,14 +304,14 @@ def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Decoder, cache: KVC
     return SsmDrafter(models, names, cache) if models else None
 
 
-def _lookup_library(compile: bool | str) -> CDLL | None:
-    """Return the C++ library for prompt lookup, or None if it cannot be built: numpy searches as well, but slower."""
+def _search_library(compile: bool | str, library: Callable[[tuple[str, ...], Path], CDLL]) -> CDLL | None:
+    """Return the C++ library of a source without a model, or None if it cannot be built: Python searches, slowly."""
     if compile is False:
         return None
     try:
-        return lookup_library(find_compiler(), libraries_folder())
+        return library(find_compiler(), libraries_folder())
     except (CompileError, OSError) as error:
-        logger.info("prompt lookup searches in numpy: %s", error)
+        logger.info("model-free drafts search in Python: %s", error)
         return None
 
 

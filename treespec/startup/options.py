@@ -17,6 +17,8 @@ from treespec.adapter.trace import AdapterConfig
 from treespec.config.configs import QUANTIZATIONS, SpecConfig
 from treespec.config.engine_options import EngineOptions
 from treespec.drafters.base import Drafter, check_drafter, check_names
+from treespec.drafters.table.stored_table import is_table
+from treespec.drafters.table.table_drafter import NAME as TABLE
 from treespec.errors import ConfigError, KernelError, ModelError, VariantError
 from treespec.models.compiled import check_compiled
 from treespec.models.model_config import ModelConfig
@@ -125,6 +127,8 @@ def resolve_drafts(
             if MTP in (model for _, model in models):
                 raise ConfigError(f"drafts={list(drafts)!r}: {MTP!r} twice; the target has one MTP layer")
             add(MTP, MTP)
+        elif draft == TABLE:
+            add(TABLE, TABLE)
         elif isinstance(draft, str | os.PathLike):
             for folder in _resolve_draft(draft, group or "default"):
                 add(folder.resolve().name.removesuffix(".gguf"), folder)
@@ -154,7 +158,7 @@ def _resolve_draft(draft: str | os.PathLike[str], group: str) -> list[Path]:
                 f"no embedded draft {name!r}; valid: {', '.join(valid) or 'none, none is installed'}"
             )
     folder = resolve_model(draft)
-    trained = [place.parent for place in folder.glob("ssm-*/config.json")]
+    trained = [place.parent for name in ("ssm-*", TABLE) for place in folder.glob(f"{name}/config.json")]
     return sorted(trained) if trained and not (folder / "config.json").exists() else [folder]
 
 
@@ -164,7 +168,8 @@ def _ssm_names(group: str) -> list[str]:
 
 def resolve_folders(model: object, drafts: Sequence[Any] | None) -> list[tuple[str, Path]]:
     """Return the draft models of `resolve_drafts` that are on disk."""
-    return [(name, folder) for name, folder in resolve_drafts(model, drafts)[0] if isinstance(folder, Path)]
+    found = resolve_drafts(model, drafts)[0]
+    return [(name, folder) for name, folder in found if isinstance(folder, Path) and not is_table(folder)]
 
 
 def resolve_compile(
@@ -254,6 +259,7 @@ class Resolved:
     target: ModelConfig | AdapterConfig
     drafts: list[Draft]  # draft models, connected to the target's vocabulary
     heads: list[tuple[str, HeadConfig]]
+    table: Path | str | None  # folder of the table, or `TABLE` for one that is only filled while serving
     drafters: list[Drafter]  # the user's own `Drafter` objects
 
     @property
@@ -276,7 +282,7 @@ def resolve(options: EngineOptions) -> Resolved:
     """Resolve the options of an engine. Raises the errors of `LLM`."""
     device, limit = resolve_device(options.device), HeadLimit.resolve(options.draft_vocabulary)
     spec = SpecConfig.resolve(options.spec, SpecConfig())
-    target, drafts, forms, drafters = _read_models(options, spec)
+    target, drafts, forms, table, drafters = _read_models(options, spec)
     heads, length = list[tuple[str, HeadConfig]](), options.max_model_len
     if isinstance(target, ModelConfig):
         heads = [(name, HeadConfig.of(form, target, length)) for name, form in forms if not isinstance(form, MtpForm)]
@@ -311,7 +317,9 @@ def resolve(options: EngineOptions) -> Resolved:
         ]
     for name, head in heads:
         logger.info("draft %s (%s): %s", name, head.form.folder, head)
-    return Resolved(options, spec, loader, compiles, quantization, fixed_rows, config, connected, heads, drafters)
+    return Resolved(
+        options, spec, loader, compiles, quantization, fixed_rows, config, connected, heads, table, drafters
+    )
 
 
 def _resolve_passes(
@@ -342,17 +350,35 @@ def _quantises_activations(asked: str, compiles: bool, target: ModelConfig | Sou
 def _read_models(
     options: EngineOptions, spec: SpecConfig
 ) -> tuple[
-    ModelConfig | Source, list[tuple[str, ModelConfig | Source]], list[tuple[str, DraftForm | MtpForm]], list[Drafter]
+    ModelConfig | Source,
+    list[tuple[str, ModelConfig | Source]],
+    list[tuple[str, DraftForm | MtpForm]],
+    Path | str | None,
+    list[Drafter],
 ]:
-    """Read the configs of the target and of the draft models, and the forms of the heads, allowed by `spec`."""
+    """Read the configs of the target and of the draft models, and the forms of the heads, allowed by `spec`.
+
+    Returns also the table of `Resolved`, and the drafters.
+    """
     model, length, backend = options.model, options.max_model_len, options.backend
     source = model if isinstance(model, nn.Module) else resolve_model(model)
     target = _read_model(source, length, backend, options.tokenizer)
     if isinstance(model, nn.Module):
         check_inputs(model)
     models, drafters = resolve_drafts(model, options.drafts)
+    tables = [draft for _, draft in models if draft == TABLE or (isinstance(draft, Path) and is_table(draft))]
+    if len(tables) > 1:
+        raise ConfigError(f"drafts={options.drafts!r}: {len(tables)} tables; give one of them")
+    if tables == [TABLE] and not options.suffix_tokens:
+        raise ConfigError(
+            f"drafts={options.drafts!r}: the table is filled with the outputs that the engine remembers; add "
+            "suffix_tokens=262144, or give a folder that `treespec train --table` wrote"
+        )
+    models = [(name, draft) for name, draft in models if draft not in tables]
     names = [name for name, _ in models]
-    spec.check_sources(names, bool(options.suffix_tokens), [drafter.name for drafter in drafters])
+    sources = [*(TABLE for _ in tables), *(drafter.name for drafter in drafters)]
+    spec.check_sources(names, bool(options.suffix_tokens), sources)
+    table = tables[0] if tables and spec.allows(TABLE, TABLE) else None
     drafts: list[tuple[str, ModelConfig | Source]] = []
     heads: list[tuple[str, DraftForm | MtpForm]] = []
     for name, draft in models:
@@ -365,7 +391,7 @@ def _read_models(
         else:
             module, tokenizer = draft if isinstance(draft, tuple) else (draft, None)
             drafts.append((name, _read_model(module, length, backend, tokenizer)))
-    return target, drafts, heads, drafters
+    return target, drafts, heads, table, drafters
 
 
 def _read_model(

@@ -99,7 +99,7 @@ def measure_drafts(
             affordable = int(seconds / decodes / spent * sum(map(len, tokens)) / len(prompts))
             params.max_tokens = min(max(affordable, LEAST_TOKENS), max_tokens)
         tau = []
-        for sources in (("ssm",), ("ssm", "lookup")) if count else (("lookup",), ("lookup",)):
+        for sources in (llm.draft_names or ("lookup",), (*llm.draft_names, "lookup")):
             outputs, _, tokens = decode(SpecConfig(nodes=NODES, sources=sources))
             reference = reference or tokens
             differing += sum(a != b for a, b in zip(tokens, reference, strict=True))

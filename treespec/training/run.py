@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from transformers import LlamaConfig
 
+from treespec.drafters.table.stored_table import StoredTable
+from treespec.drafters.table.table_drafter import NAME as TABLE
+from treespec.drafters.table.table_drafter import TableDrafter
 from treespec.errors import ConfigError
 from treespec.llm import LLM
 from treespec.models.model_config import ModelConfig
@@ -34,6 +37,7 @@ from treespec.training.settings import LEAST_ROWS, TrainingSettings
 from treespec.training.sizing import LEAST_LAYERS, choose_size, most_rows
 from treespec.training.specialisation import cluster_errors, cluster_groups, odds_of
 from treespec.training.student import make_student, open_model, read_vocabulary, write_student
+from treespec.training.table import count_lessons, table_agreement
 from treespec.training.target_states import TargetStates
 from treespec.training.texts import Texts, tokenize_texts
 from treespec.utils.options import takes_options
@@ -56,8 +60,9 @@ EPOCHS = 6  # passes over the lessons per draft, with `tokens`
 class TrainingRun:
     """One run of training, stage by stage; every stage resumes from the files of `out/work`.
 
-    `out` receives `ssm-1`, `ssm-2`, ..., `generalist` if asked for, and `report.json`; lessons and checkpoints stay in
-    `out/work`. Raises ConfigError for an `out` that holds a run (give `resume`) or another run's settings.
+    `out` receives `ssm-1`, `ssm-2`, ..., `generalist` and `table` if asked for, and `report.json`; lessons and
+    checkpoints stay in `out/work`. Raises ConfigError for an `out` that holds a run (give `resume`) or another run's
+    settings.
     """
 
     def __init__(self, settings: TrainingSettings, pause: PauseRequest):
@@ -114,6 +119,13 @@ class TrainingRun:
         remove_temporary(self.out)
         lessons = self.make_lessons()
         is_held_out = held_out(len(lessons), self.settings.seed)
+        if self.settings.table:
+            with replacing(self.out / TABLE) as temporary:
+                table = count_lessons(lessons.select(np.flatnonzero(~is_held_out)), self.target_size)
+                table.save(temporary)
+            logger.info("a table of %.1f MB", table.nbytes / 1e6)
+        if not self.settings.ssms:
+            return self._report([], lessons.select(np.flatnonzero(is_held_out)), {})
         target_ids, num_layers, hidden = self.choose_shape(lessons)
         if self.settings.head is not None:
             return self.train_head(lessons, is_held_out, target_ids)
@@ -151,7 +163,8 @@ class TrainingRun:
         state = self.work / "lessons.json"
         progress = TrainingProgress(**json.loads(state.read_text())) if state.exists() else TrainingProgress()
 
-        budget = Budget(LESSON_SHARE * (settings.minutes or 0.0))
+        share = LESSON_SHARE if settings.ssms else 1.0
+        budget = Budget(share * (settings.minutes or 0.0))
 
         def spent(now: TrainingProgress = progress) -> float:
             if settings.tokens is not None:
@@ -418,6 +431,9 @@ class TrainingRun:
         """Measure the drafts of `out` on held-out prompts, and write the report."""
         prompts = [lessons.tokens[a : a + n].tolist() for a, n in zip(lessons.starts[:-1], lessons.firsts, strict=True)]
         prompts = prompts[:: max(len(prompts) // REPORT_PROMPTS, 1)][:REPORT_PROMPTS]
+        if self.settings.table:
+            table = TableDrafter(StoredTable.load(self.out / TABLE, self.target_size))
+            names, agreement = [TABLE, *names], {TABLE: table_agreement(table, lessons), **agreement}
         folders = [self.out / name for name in names]
         self.free("llm", "_opened")
         seconds = 60 * REPORT_SHARE * (self.settings.minutes or 60.0)

@@ -14,12 +14,12 @@ LEAST_ROWS = 64  # of a draft's vocabulary
 WIDTH_STEP = 64
 HEADS = ("eagle3", "dflash")  # kinds of draft heads that can be trained
 _OF_SSMS = ("ssms", "specialise", "texts", "generalist", "start", "layers", "hidden")  # do not apply to heads
-_OF_CALL = ("out", "device", "resume")  # may differ where a run is resumed
+_OF_CALL = ("out", "table", "device", "resume")  # may differ where a run is resumed
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Settings of a run. A resumed run must have the same, except for `out`, `device` and `resume`.
+    """Settings of a run. A resumed run must have the same, except for `out`, `table`, `device` and `resume`.
 
     Args:
         target: a folder, a GGUF file or a hub id.
@@ -32,7 +32,9 @@ class TrainingSettings:
         lessons: the `out` of an earlier run of the same target, whose lessons are used instead of new ones.
         texts: files and folders with raw text to pre-train on, by their own next tokens; these need no pass of the
             target.
-        ssms: number of drafts, 1 to 8.
+        ssms: number of drafts, 1 to 8, or 0 with `table`.
+        table: also count the lessons into an n-gram table, OUT/table, which drafts without a model. May be given when a
+            run is resumed.
         minutes: time for lessons and training; 60 if neither `minutes` nor `tokens` is given.
         tokens: tokens that the target writes as lessons, instead of `minutes`; reproducible. Training then makes 6
             passes over them per draft.
@@ -56,7 +58,8 @@ class TrainingSettings:
     _: KW_ONLY
     lessons: str | Path | None = None
     texts: Sequence[str | Path] = ()
-    ssms: int = option(3, least=1, most=8)
+    ssms: int = option(3, least=0, most=8)
+    table: bool = False
     minutes: float | None = None
     tokens: int | None = option(None, least=1)
     specialise: str = option("errors", choices=("errors", "folders"))
@@ -91,6 +94,8 @@ class TrainingSettings:
             raise ConfigError("lessons of an earlier run are used instead of new ones; leave data and synthetic out")
         if not self.data and self.lessons is None and self.synthetic not in (None, 1):
             raise ConfigError(f"synthetic={self.synthetic} without data; give data, or leave synthetic out")
+        if not self.ssms and (self.generalist or self.start is not None or not self.table):
+            raise ConfigError("ssms=0 trains nothing; give table, without generalist and start, or more SSMs")
         if self.generalist and self.ssms == 1:
             raise ConfigError("ssms=1 is a generalist; give more SSMs, or leave generalist out")
         if self.minutes is not None and self.tokens is not None:

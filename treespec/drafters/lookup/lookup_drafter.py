@@ -134,6 +134,7 @@ class LookupDrafter:
         self._prior, self._counts, self._rounds = _prior(), Counts(), 0
         self._own: dict[str, Counts] = {}
         self.proposed = LookupProposals(self)  # of the last `propose`
+        self.nbytes = BYTES_PER_TOKEN * self._capacity  # of the compiled history, at most
         self.forget()
 
     def forget(self, running: Sequence[Request] = ()) -> None:
@@ -149,11 +150,6 @@ class LookupDrafter:
         self._compiled = LookupSearch(
             self._library, self._prior, PRIOR_TRIALS, GLOBAL_TRIALS, self._counts.cells, compiled
         )
-
-    @property
-    def nbytes(self) -> int:
-        """Maximum bytes of the compiled history."""
-        return BYTES_PER_TOKEN * self._capacity
 
     @property
     def remembered(self) -> int:

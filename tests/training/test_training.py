@@ -35,7 +35,7 @@ from treespec.training.run import by_benefit, held_out, train_drafts
 from treespec.training.settings import TrainingSettings
 from treespec.training.sizing import choose_size
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
-from treespec.training.student import make_student, open_model, write_student
+from treespec.training.student import make_student, open_model, open_student, read_vocabulary, write_student
 from treespec.training.texts import ROWS, WINDOW, Texts, tokenize_texts
 from treespec_kernels.tuning.testing import assert_close
 from treespec_weights import convert_checkpoint
@@ -242,7 +242,7 @@ def test_clusters() -> None:
         ({"lessons": "out"}, "lessons of an earlier run are used instead of new ones; leave data and synthetic out"),
         ({"synthetic": 1.5}, "synthetic=1.5; valid: a number from 0.0 to 1.0"),
         ({"data": (), "synthetic": 0.5}, "synthetic=0.5 without data; give data, or leave synthetic out"),
-        ({"start": "draft", "layers": 1}, "a start has its own layers, width and vocabulary; leave them out"),
+        ({"start": "draft", "layers": 1}, "a start has its own layers and width; leave them out"),
         ({"hidden": 100}, "hidden=100; valid: multiples of 64"),
         ({"head": "medusa"}, "head='medusa'; valid: 'eagle3', 'dflash'"),
         ({"head": "eagle3", "texts": ["notes"]}, "texts is for SSMs; leave it out to train a head"),
@@ -389,7 +389,7 @@ def test_texts_and_a_generalist(trained: Path, target: Path, data: Path, tmp_pat
 def test_training_starts_from_a_draft(target: Path, trained: Path, tmp_path: Path) -> None:
     """Also from one that is stored in fp8; its vocabulary and layers stay."""
     convert_checkpoint(trained / "ssm-1", start := tmp_path / "start", quantization="fp8")
-    options, began = OPTIONS | {"layers": None, "vocabulary": None, "lessons": trained}, {}
+    options, began = OPTIONS | {"layers": None, "lessons": trained}, {}
 
     def begin(name: str, model: torch.nn.Module, *rest: Any) -> Any:
         began[name] = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -401,6 +401,15 @@ def test_training_starts_from_a_draft(target: Path, trained: Path, tmp_path: Pat
         assert torch.equal(began["generalist"][name], weight), name
     vocabularies = [(folder / "draft_vocab.safetensors").read_bytes() for folder in (start, tmp_path / "out" / "ssm-1")]
     assert vocabularies[0] == vocabularies[1]
+    known = read_vocabulary(trained / "ssm-1", VOCAB)
+    more = np.append(np.union1d(known[:-1], range(300, VOCAB, 2)), -1)
+    small, large = (
+        open_model(trained / "ssm-1", torch.float32),
+        open_student(trained / "ssm-1", more, open_model(target)),
+    )
+    rows = large.get_input_embeddings().weight
+    assert torch.equal(rows[np.isin(more, known)], small.get_input_embeddings().weight)
+    assert len(rows) == len(more) > len(known) and rows.isfinite().all() and large.config.vocab_size == len(more)
     with pytest.raises(ModelError, match=r"target.* has no reduced vocabulary; start from a draft of `treespec train`"):
         train_drafts(target, [], tmp_path / "none", start=target, **options)
 

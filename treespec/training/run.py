@@ -36,7 +36,7 @@ from treespec.training.report import TrainingReport, measure_drafts
 from treespec.training.settings import LEAST_ROWS, TrainingSettings
 from treespec.training.sizing import LEAST_LAYERS, choose_size, most_rows
 from treespec.training.specialisation import cluster_errors, cluster_groups, odds_of
-from treespec.training.student import make_student, open_model, read_vocabulary, write_student
+from treespec.training.student import make_student, open_model, open_student, read_vocabulary, write_student
 from treespec.training.table import count_lessons, table_agreement
 from treespec.training.target_states import TargetStates
 from treespec.training.texts import Texts, tokenize_texts
@@ -210,9 +210,6 @@ class TrainingRun:
     def choose_shape(self, lessons: Lessons) -> tuple[np.ndarray, int, int | None]:
         """Choose vocabulary, layers and width from the lessons and from measured passes, once; None is the target's."""
         settings, file = self.settings, self.work / "vocabulary.npz"
-        if settings.start is not None:
-            start = resolve_folder(settings.start)
-            return read_vocabulary(start, self.target_size), read_config(start)["num_hidden_layers"], None
         if not file.exists():
             config = self.first_layers(LEAST_LAYERS + 1).config
             most = settings.vocabulary
@@ -221,15 +218,23 @@ class TrainingRun:
             self.free("llm")  # while others are measured
             target_ids = choose_vocabulary(lessons, self.target_size, tuple(self.end_tokens), most)
 
+            if settings.start is not None:
+                start = resolve_folder(settings.start)
+                known = read_vocabulary(start, self.target_size)
+                target_ids = np.append(np.union1d(target_ids[:-1], known[:-1]), -1)
+
             def write(layers: int, hidden: int | None, folder: Path) -> None:
                 student = make_student(self.first_layers(layers), layers, hidden, target_ids, self.end_tokens)
                 write_student(student, folder, target_ids, self.target_size)
 
             layers, hidden, rows = 1, None, len(target_ids) - 1
-            if settings.head is None:
+            if settings.start is not None:
+                layers = read_config(start)["num_hidden_layers"]
+            elif settings.head is None:
                 layers, hidden = choose_size(
                     self.target, write, config, self.num_layers, settings.layers, settings.hidden, self.options
                 )
+            if settings.head is None:
                 width = hidden or config.hidden_size
                 logger.info("drafts of %d layers, width %d, %d of %d tokens", layers, width, rows, self.target_size)
             else:
@@ -317,7 +322,8 @@ class TrainingRun:
             model = make_student(source, num_layers, hidden, target_ids, self.end_tokens).to(self.device)
             del source
         else:
-            model = open_model(resolve_folder(self.settings.start), torch.float32).to(self.device)
+            folder = resolve_folder(self.settings.start)
+            model = open_student(folder, target_ids, self.first_layers(1)).to(self.device)
         self.free("llm", "_opened")
         self._trained = [model]
         share = GENERALIST_SHARE if self.settings.ssms > 1 else 1.0

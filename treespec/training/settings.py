@@ -41,7 +41,7 @@ class TrainingSettings:
         specialise: "errors" clusters lessons by what a generalist gets wrong, "folders" by the data's groups.
         generalist: also train a draft on all lessons, for as long as each SSM, to compare them with.
         start: a trained draft of this target that the drafts start from, instead of the target's layers. They have its
-            size.
+            size and its tokens, and further ones that the lessons need.
         layers: layers of a draft; None chooses by this machine's costs.
         hidden: width of a draft, a multiple of 64; None is the target's, or less by costs.
         vocabulary: most rows of a draft's vocabulary; None chooses by costs.
@@ -106,7 +106,7 @@ class TrainingSettings:
         changed = [name for name in _OF_SSMS if getattr(self, name) != defaults[name]]
         if self.head is not None and changed:
             raise ConfigError(f"{changed[0]} is for SSMs; leave it out to train a head")
-        if self.start is not None and (self.layers, self.hidden, self.vocabulary) != (None, None, None):
-            raise ConfigError("a start has its own layers, width and vocabulary; leave them out")
+        if self.start is not None and (self.layers, self.hidden) != (None, None):
+            raise ConfigError("a start has its own layers and width; leave them out")
         if self.hidden is not None and (self.hidden < WIDTH_STEP or self.hidden % WIDTH_STEP):
             raise ConfigError(f"hidden={self.hidden}; valid: multiples of {WIDTH_STEP}")

@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 PASS_SHARE = 0.03  # of a plain target pass that one level of one draft may take
 HEAD_SHARE = 0.5  # of that share, in bytes, that a draft's vocabulary may take
+# Rows of a vocabulary that are never too many: a vocabulary of 3,072 tokens, chosen from instructions about code, has
+# 93 % of SmolLM2's tokens there and 76 % of those of general answers.
+LEAST_ROWS = 8192
 LEAST_LAYERS = 2  # one layer cannot copy from the context (induction heads, arXiv 2209.11895)
 # Widths that are tried, in shares of the target's, if two layers of its width take too long.
 NARROWER = (3 / 4, 2 / 3, 1 / 2, 1 / 3, 1 / 4)
@@ -23,7 +26,7 @@ NARROWER = (3 / 4, 2 / 3, 1 / 2, 1 / 3, 1 / 4)
 
 def most_rows(target_bytes: int, hidden_size: int) -> int:
     """Return the most rows of a draft's vocabulary, whose head takes time in proportion to its bytes."""
-    return max(int(HEAD_SHARE * PASS_SHARE * target_bytes / (2 * hidden_size)), 1024)
+    return max(int(HEAD_SHARE * PASS_SHARE * target_bytes / (2 * hidden_size)), LEAST_ROWS)
 
 
 def choose_size(

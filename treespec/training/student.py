@@ -82,6 +82,30 @@ def make_student(target: Any, num_layers: int, hidden: int | None, target_ids: n
     return student
 
 
+def open_student(folder: Path, target_ids: np.ndarray, target: Any) -> Any:
+    """Open a trained draft of this target with another vocabulary, in float32.
+
+    Rows of tokens that the draft does not know are those of the target, by the linear map that fits the rows of known
+    ones best. `target_ids`, int64 [rows], has all tokens of the draft.
+    """
+    student = open_model(folder, torch.float32)
+    known = read_vocabulary(folder, target.config.vocab_size)
+    if np.array_equal(known, target_ids):
+        return student
+    places = torch.from_numpy(np.searchsorted(target_ids[:-1], known[:-1]))
+    ends = "get_input_embeddings", "get_output_embeddings"
+    trained = [getattr(student, end)().weight.detach().clone() for end in ends]
+    student.resize_token_embeddings(len(target_ids))
+    for end, rows in zip(ends, trained, strict=True):
+        weight = getattr(student, end)().weight
+        source = getattr(target, end)().weight.detach()[torch.from_numpy(target_ids[:-1])].float()
+        fit = torch.linalg.lstsq(source[places], rows[:-1]).solution
+        with torch.no_grad():
+            weight.copy_(torch.cat((source @ fit, rows[-1:])))
+            weight[places] = rows[:-1]
+    return student
+
+
 def write_student(model: Any, folder: Path, target_ids: np.ndarray, target_size: int) -> None:
     """Write a student as a folder that `LLM(drafts=[...])` and transformers load, in bfloat16.
 

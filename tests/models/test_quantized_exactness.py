@@ -71,6 +71,20 @@ def test_trees_have_the_bits_of_plain_decoding(dtype: torch.dtype, quantization:
 
 
 @needs_compiler
+def test_weights_read_past_the_caches_give_the_same_bits() -> None:
+    """As those of models that exceed the L3 cache are, here of one byte."""
+    target, _ = tiny(torch.bfloat16)
+    outputs = []
+    for size in (None, 1):
+        with mock.patch("treespec_kernels.cpu.decoder_cpu.l3_bytes", return_value=size):
+            llm = open_llm(target, [], quantization="int4", compile=True)
+        model = llm.engine.runner.target.compiled.model
+        assert [bool(layer.qkv.streams) for layer in model._layers] == [size == 1] * len(model._layers)
+        outputs.append(run(llm, random_prompts(LENGTHS), greedy(TOKENS)))
+    assert not differences(*outputs)
+
+
+@needs_compiler
 def test_compiled_drafts_are_quantised_and_outputs_stay(tmp_path: Path) -> None:
     """By default, and those stored in fp8 too; their heads as well. Eager ones are not."""
     target, drafts = tiny(torch.bfloat16)

@@ -93,6 +93,15 @@ def _grants_tiles() -> bool:
     return ctypes.CDLL(None).syscall(number, request, tile_data) == 0
 
 
+@functools.cache
+def l3_bytes() -> int | None:
+    """Return the size of the L3 cache that the first core reads, or None where Linux does not tell."""
+    try:  # sysconf has the sum of all L3 caches, of the host even in a virtual machine
+        return 1024 * int(Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().rstrip("K\n"))
+    except (OSError, ValueError):
+        return None
+
+
 def _run(command: Sequence[str], stdin: str = "") -> str:
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
     if done.returncode:

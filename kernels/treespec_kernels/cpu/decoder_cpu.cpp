@@ -103,6 +103,7 @@ struct Linear {
     int64_t code, group, factors, has_min, table;
     float base;
     int64_t integer;  // whether activations are quantised too (integer_cpu.h)
+    int64_t streams;  // whether the model's weights exceed the L3 cache, so that no pass finds them there
 };
 
 struct Source {  // rows of a matrix, one after another, to be packed

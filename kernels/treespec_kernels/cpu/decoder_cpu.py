@@ -6,6 +6,7 @@ model is bound by call overhead: 25 torch calls per layer at 1 to 15 us each.
 
 import copy
 import ctypes
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
+from treespec_kernels.cpu.cpu_library import l3_bytes
 from treespec_kernels.cpu.decoder_library import DTYPES, STRUCTS, PanelLinear, Weight
 from treespec_kernels.cpu.huge_pages import HugePages
 from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight
@@ -180,6 +182,10 @@ class CompiledModel:
         )
         self._head = self._linear(head, None)
         self.vocab_size = self._head.stride
+        if self.nbytes > (l3_bytes() or math.inf):
+            for linear in (self._head, *(getattr(layer, name) for layer in self._layers for name in _LINEARS)):
+                for matrix in _matrices(linear):
+                    matrix.streams = True
 
     def keep(self, layers: Sequence[int], windows: Sequence[int | None]) -> "CompiledModel":
         """Return a model of only these layers, with these windows, that shares the weights."""
@@ -336,11 +342,17 @@ class CompiledModel:
         entry(ctypes.byref(self._head), hidden.data_ptr(), len(hidden), out.data_ptr(), self._threads)
 
 
-def _forms(linear: ctypes.Structure | None) -> Iterator[tuple[int, ...]]:
-    """Yield the sizes and the form of each matrix of a product."""
+def _matrices(linear: ctypes.Structure | None) -> Iterator[ctypes.Structure]:
+    """Yield the matrices of a product."""
     while linear is not None:
-        yield linear.inputs, linear.outputs, linear.code, linear.group, linear.has_min, linear.integer
+        yield linear
         linear = _LinearStruct.from_address(linear.rest) if linear.rest else None
+
+
+def _forms(linear: ctypes.Structure) -> Iterator[tuple[int, ...]]:
+    """Yield the sizes and the form of each matrix of a product."""
+    for part in _matrices(linear):
+        yield part.inputs, part.outputs, part.code, part.group, part.has_min, part.integer
 
 
 def _address_of(function: Any) -> int:

@@ -7,6 +7,7 @@
 // by side.
 
 constexpr int64_t QUAD = 4;  // inputs whose products an instruction adds up in each lane
+constexpr int64_t MOST_INTEGER = LANES == 16 ? FEW : FEW_QUANTIZED;  // rows that share the reading of a panel
 
 struct Activations {  // of all rows: [rows, inputs], and [rows, groups]
     std::vector<int8_t> values;
@@ -98,39 +99,63 @@ constexpr int32_t excess(int code, float base) {
     return code < INT8 ? int32_t(base) - (1 << code) : 128;
 }
 
+// Computes the sums of a group of inputs for a part of a panel. x: [ROWS, ...], rows `k` apart. next: to prefetch.
+// The indices of `acc` are constants, because GCC keeps an array that a loop indexes in memory.
+template <int CODE, int ROWS, int PART>
+inline __attribute__((always_inline)) void sum_quads(const uint8_t* w, const Table* table, const int8_t* x, int64_t k,
+                                                     int64_t group, const uint8_t* next, ivec (&sums)[ROWS][COLUMNS]) {
+    constexpr int64_t INPUTS = high_bits(CODE) ? OCTET : QUAD, BYTES = value_bytes(CODE, INPUTS), READ = BYTES / PARTS;
+    ivec acc[ROWS * COLUMNS], zero = {};
+    asm("" : WHOLE(zero));
+    with_all<ROWS * COLUMNS>([&](auto i) __attribute__((always_inline)) { acc[i] = zero; });
+    for (int64_t i = 0; i < group; i += INPUTS, w += BYTES, next += BYTES) {
+        for (int64_t j = 0; j < READ; j += 64) __builtin_prefetch(next + j);
+        with_all<INPUTS / QUAD>([&](auto p) __attribute__((always_inline)) {
+            uvec now[COLUMNS];
+            with_all<COLUMNS>([&](auto j) __attribute__((always_inline)) {
+                now[j] = quads<CODE, p>(w, table, (PART * COLUMNS + j) * LANES);
+            });
+            with_all<ROWS>([&](auto r) __attribute__((always_inline)) {
+                const uint32_t quad = load<uint32_t>(x + r * k + i + QUAD * p);
+                with_all<COLUMNS>([&](auto j) __attribute__((always_inline)) {
+                    acc[r * COLUMNS + j] = add_quads(acc[r * COLUMNS + j], now[j], quad);
+                });
+            });
+        });
+    }
+    with_all<ROWS * COLUMNS>([&](auto i) __attribute__((always_inline)) { sums[i / COLUMNS][i % COLUMNS] = acc[i]; });
+}
+
+// A function of its own for several rows: inlined, the same instructions took up to twice as long (GCC 12, Zen 5).
+template <int CODE, int ROWS, int PART>
+__attribute__((noinline)) void sum_quads_apart(const uint8_t* w, const Table* table, const int8_t* x, int64_t k,
+                                               int64_t group, const uint8_t* next, ivec (&sums)[ROWS][COLUMNS]) {
+    sum_quads<CODE, ROWS, PART>(w, table, x, k, group, next, sums);
+}
+
 // Multiplies a part of a panel with ROWS rows, of which the first is `row`.
 template <int CODE, int ROWS, int PART>
 void multiply_integers(const Linear& layer, int64_t panel, const Activations& x, int64_t row,
                        vec (&result)[ROWS][VECS]) {
-    constexpr int64_t INPUTS = high_bits(CODE) ? OCTET : QUAD, BYTES = value_bytes(CODE, INPUTS), READ = BYTES / PARTS;
+    constexpr int64_t READ = value_bytes(CODE, high_bits(CODE) ? OCTET : QUAD) / PARTS;
     const int64_t k = layer.inputs, groups = k / layer.group, size = Geometry(layer).panel_bytes();
     const int32_t offset = excess(CODE, layer.base);
     const Table* table = CODE == TABLE ? &table_of(layer.table) : nullptr;
-    vec total[ROWS][COLUMNS] = {};
+    vec total[ROWS][COLUMNS];
+    clear(total);
     for_groups(layer, panel, 0.0f, [&](int64_t g, const Factors& factors, const uint8_t* w) {
         const uint8_t* next = PARTS == 1 ? w + FETCHED : w + size + PART * READ;
-        ivec acc[ROWS][COLUMNS];
-        clear(acc);
-        const int8_t* values = x.values.data() + row * k;
-        for (int64_t i = g * layer.group; i < (g + 1) * layer.group; i += INPUTS, w += BYTES, next += BYTES) {
-            for (int64_t j = 0; j < READ; j += 64) __builtin_prefetch(next + j);
-            with_all<INPUTS / QUAD>([&](auto p) __attribute__((always_inline)) {
-                uvec now[COLUMNS];
-                for (int64_t j = 0; j < COLUMNS; j++) now[j] = quads<CODE, p>(w, table, (PART * COLUMNS + j) * LANES);
-                for (int64_t j = 0; ROWS > 1 && j < COLUMNS; j++) asm("" : WHOLE(now[j]));  // as in accumulate_steps
-                for (int64_t r = 0; r < ROWS; r++) {
-                    const uint32_t quad = load<uint32_t>(values + r * k + i + QUAD * p);
-                    for (int64_t j = 0; j < COLUMNS; j++) acc[r][j] = add_quads(acc[r][j], now[j], quad);
-                }
-            });
-        }
+        const int8_t* values = x.values.data() + row * k + g * layer.group;
+        ivec sums[ROWS][COLUMNS];
+        if constexpr (ROWS == 1) sum_quads<CODE, ROWS, PART>(w, table, values, k, layer.group, next, sums);
+        else sum_quads_apart<CODE, ROWS, PART>(w, table, values, k, layer.group, next, sums);
         for (int64_t r = 0; r < ROWS; r++) {
             const int64_t i = (row + r) * groups + g;
             const float activations = x.scales[i] * float(x.sums[i]);
             for (int64_t j = 0; j < COLUMNS; j++) {
                 const int64_t column = PART * COLUMNS + j;
-                const vec sum = __builtin_convertvector(acc[r][j] - offset * x.sums[i], vec);
-                total[r][j] = add_group(total[r][j], sum, factors.scale[column] * x.scales[i], layer.has_min,
+                const vec scaled = __builtin_convertvector(sums[r][j] - offset * x.sums[i], vec);
+                total[r][j] = add_group(total[r][j], scaled, factors.scale[column] * x.scales[i], layer.has_min,
                                         factors.offset[column], activations);
             }
         }
@@ -149,8 +174,8 @@ void integer_linear(const Linear& layer, const scalar* x, int64_t rows, void* ou
     const int64_t row_bytes = layer.stride * (then == ROUND ? sizeof(scalar) : sizeof(float));
     const Activations& activations = quantize(x, rows, layer.inputs, layer.group);
     parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
-        in_parts(rows, FEW_QUANTIZED, [&](int64_t row, int64_t count) {
-            with_constant<FEW_QUANTIZED>(count, [&](auto number) {
+        in_parts(rows, MOST_INTEGER, [&](int64_t row, int64_t count) {
+            with_constant<MOST_INTEGER>(count, [&](auto number) {
                 with_code(layer, [&](auto code) {
                     multiply_integers<code, number>(layer, panel, activations, row, (char*)out + row * row_bytes, then);
                 });

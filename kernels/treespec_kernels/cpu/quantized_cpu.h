@@ -29,6 +29,15 @@ constexpr int64_t NIBBLES = 16;    // outputs whose 4-bit weights are in the sam
 constexpr int64_t SUPER = 256;     // inputs that share the factors of CODES
 constexpr int64_t FETCHED = 4096;  // prefetch distance in bytes
 
+// What is prefetched of the weights: nothing; lines for all caches; or lines that go to the L1 cache and from there back
+// to memory, so that the larger caches keep the drafts' weights and what else a round reads.
+enum Fetch { NOTHING, TO_KEEP, ONCE };
+
+inline __attribute__((always_inline)) void prefetch(const void* from, Fetch fetch) {
+    if (fetch == ONCE) __builtin_prefetch(from, 0, 0);
+    else __builtin_prefetch(from);
+}
+
 constexpr int high_bits(int code) { return code == INT5 ? 1 : code == INT6 ? 2 : 0; }
 constexpr int64_t value_bits(int code) { return code == TABLE ? 4 : code; }
 constexpr int leading(int code) { return 0x3f80 + (code << 7); }  // 2^code in bf16
@@ -221,14 +230,14 @@ inline __attribute__((always_inline)) void unpack(const uint8_t* unit, [[maybe_u
 // Adds the products of inputs [begin, end) and C vectors of a panel from COLUMN on, of the chains [FIRST, LAST).
 template <int CODE, int ROWS, int COLUMN, int FIRST, int LAST, size_t C>
 inline __attribute__((always_inline)) void accumulate_steps(const uint8_t* w, const Table* table, const factor* x,
-                                                            int64_t k, int64_t begin, int64_t end, bool fetch,
+                                                            int64_t k, int64_t begin, int64_t end, Fetch fetch,
                                                             vec (&acc)[LAST - FIRST][ROWS][C]) {
     constexpr int64_t INPUTS = unit_inputs(CODE), BYTES = value_bytes(CODE, INPUTS);
     constexpr int TURNS = CHAINS == 1 ? STEP / WIDENED : LAST - FIRST;
     if (begin >= end) __builtin_unreachable();  // otherwise the sums of no inputs are written to memory first
     for (int64_t i = begin; i < end; i += INPUTS, w += BYTES) {
         if (FIRST == 0 && COLUMN == 0 && fetch)
-            for (int64_t j = 0; j < BYTES; j += 64) __builtin_prefetch(w + FETCHED + j);
+            for (int64_t j = 0; j < BYTES; j += 64) prefetch(w + FETCHED + j, fetch);
         with_all<INPUTS / STEP>([&](auto p) __attribute__((always_inline)) {
             with_all<TURNS>([&](auto turn) __attribute__((always_inline)) {
                 constexpr int T = FIRST + decltype(turn)::value;
@@ -259,10 +268,10 @@ inline vec add_group(vec total, vec sum, vec scale, bool has_offset, vec offset,
 }
 
 // Adds the scaled products of group g and C vectors of a panel from COLUMN on to `totals`. sums: [ROWS, groups], sums
-// of each group's activations; null without offsets. fetch: whether to prefetch.
+// of each group's activations; null without offsets.
 template <int CODE, int ROWS, int COLUMN, int C>
 void multiply_group(const Linear& layer, const uint8_t* w, const Factors& factors, int64_t g, int64_t groups,
-                    const factor* x, const float* sums, bool fetch, vec (*totals)[VECS]) {
+                    const factor* x, const float* sums, Fetch fetch, vec (*totals)[VECS]) {
     const int64_t k = layer.inputs, start = g * layer.group, end = start + layer.group;
     const Table* table = CODE == TABLE ? &table_of(layer.table) : nullptr;
     vec sum[ROWS][C];
@@ -295,7 +304,7 @@ void multiply_group(const Linear& layer, const uint8_t* w, const Factors& factor
 // As above, for all vectors of a panel from COLUMN on, C at a time.
 template <int CODE, int ROWS, int C, int COLUMN = 0>
 inline void multiply_columns(const Linear& layer, const uint8_t* w, const Factors& factors, int64_t g, int64_t groups,
-                             const factor* x, const float* sums, bool fetch, vec (*totals)[VECS]) {
+                             const factor* x, const float* sums, Fetch fetch, vec (*totals)[VECS]) {
     multiply_group<CODE, ROWS, COLUMN, C>(layer, w, factors, g, groups, x, sums, fetch, totals);
     if constexpr (COLUMN + C < VECS)
         multiply_columns<CODE, ROWS, C, COLUMN + C>(layer, w, factors, g, groups, x, sums, fetch, totals);
@@ -315,12 +324,13 @@ template <class Body> inline void for_groups(const Linear& layer, int64_t panel,
 
 // Multiplies a panel with at most MOST_QUANTIZED rows.
 template <int CODE, int ROWS>
-void multiply(const Linear& layer, int64_t panel, const factor* x, const float* sums, bool fetch, void* out,
+void multiply(const Linear& layer, int64_t panel, const factor* x, const float* sums, Fetch fetch, void* out,
               Then then) {
     constexpr int C = ROWS > FEW_QUANTIZED ? COLUMNS / 2 : COLUMNS;
-    const int64_t groups = layer.inputs / layer.group;
+    const int64_t groups = layer.inputs / layer.group, factor_bytes = Geometry(layer).factor_bytes;
     vec totals[ROWS][VECS] = {};
     for_groups(layer, panel, layer.base, [&](int64_t g, const Factors& factors, const uint8_t* w) {
+        for (int64_t j = 64; fetch == ONCE && j <= factor_bytes; j += 64) prefetch(w + FETCHED - j, fetch);
         multiply_columns<CODE, ROWS, C>(layer, w, factors, g, groups, x, sums, fetch, totals);
     });
     finish(layer, panel, totals, ROWS, out, then);
@@ -331,10 +341,11 @@ void multiply_panel(const Linear& layer, int64_t panel, const factor* x, int64_t
                     Then then) {
     const int64_t row_bytes = layer.stride * (then == ROUND ? sizeof(scalar) : sizeof(float));
     const int64_t groups = layer.inputs / layer.group;
+    const Fetch fetch = layer.streams && rows <= MOST_QUANTIZED ? ONCE : TO_KEEP;
     in_parts(rows, MOST_QUANTIZED, [&](int64_t r, int64_t count) {
         with_constant<MOST_QUANTIZED>(count, [&](auto number) {
-            multiply<CODE, number>(layer, panel, x + r * layer.inputs, sums ? sums + r * groups : nullptr, r == 0,
-                                   (char*)out + r * row_bytes, then);
+            multiply<CODE, number>(layer, panel, x + r * layer.inputs, sums ? sums + r * groups : nullptr,
+                                   r ? NOTHING : fetch, (char*)out + r * row_bytes, then);
         });
     });
 }

@@ -341,8 +341,11 @@ class SsmDrafter:
         for request, state, plan in rows:
             behind = (request.context_len - state.valid).tolist()
             candidates = [ssm for ssm in self.allowed(request) if behind[ssm] < state.max_lags[ssm]]
-            if not candidates:
-                state.active = []
+            state.weights = np.zeros(len(self.models))
+            if len(candidates) <= 1:  # as in most rounds; the rest would take 10 us
+                state.active = candidates
+                state.max_lags[candidates] = MIN_LAG
+                state.weights[candidates] = 1.0
                 continue
             weights = state.trust.weights(candidates)
             order = np.argsort(-weights, kind="stable")[: plan.max_ssms]
@@ -350,7 +353,6 @@ class SsmDrafter:
             selected = order[(adds > plan.least_addition) | (order == order[0])]
             state.active = [candidates[i] for i in sorted(selected.tolist())]
             state.max_lags[state.active] = MIN_LAG
-            state.weights = np.zeros(len(self.models))
             state.weights[state.active] = weights[np.sort(selected)] / weights[selected].sum()
 
     def _score_accepted(self, request: Request, state: SsmState) -> None:

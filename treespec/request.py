@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from treespec.sampling.sampler import Sampler
 from treespec.sampling_params import SamplingParams
 from treespec.text.detokenizer import Detokenizer
 from treespec.trust import Trust
+
+if TYPE_CHECKING:
+    from treespec.planning.learning import DraftedMeans
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -111,6 +114,7 @@ class Request:
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_only_by_source: Counter[str] = field(default_factory=Counter)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    drafted: "DraftedMeans | None" = None  # learned by the planner; None before its first round
     # If a list, the log-probabilities are appended to it as `LogprobRows.packed`, and not to `logprobs`
     packed_logprobs: list[np.ndarray] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)

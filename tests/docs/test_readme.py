@@ -81,7 +81,7 @@ SHOWN = {
         "assert list(value) == ['name', 'sizes'] and set(value['sizes']) <= set(range(1, 10)), text",
     ],
     "drafters.md": [
-        "assert output.metrics.accepted_by_source['table'] and accepted['table', 1]",
+        "assert output.metrics.accepted_by_source['phrases'] and accepted['phrases', 1]",
         "assert set(again.metrics.accepted_by_source) == {'replay'} and again.metrics.acceptance_length > 3",
         "assert again.outputs[0].token_ids == output.outputs[0].token_ids",
         "assert str(failed).startswith(\"drafter 'broken' proposed NoneType instead of a TokenTree\")",

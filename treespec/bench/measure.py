@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
-
 from treespec.config.configs import SpecConfig
 from treespec.engine.engine import Engine
 from treespec.errors import RequestError
 from treespec.llm import LLM
 from treespec.sampling.noise import Noise
 from treespec.sampling_params import SamplingParams
+from treespec_kernels.cpu.choice_cpu import RowChoice
 
 MEANING = {
     "draft": "all sources propose",
@@ -68,23 +67,29 @@ class Sample:
 
 @contextmanager
 def profiled(engine: Engine) -> Iterator[Sample]:
-    """Measure an engine's rounds. They are in the sample at the end; noise is timed by patching `Noise.choose`."""
-    sample, clock, stats, choose = Sample(nodes=0), engine.clock, engine.stats, Noise.choose
+    """Measure an engine's rounds. They are in the sample at the end; noise is timed by patching `choose`."""
+    sample, clock, stats = Sample(nodes=0), engine.clock, engine.stats
 
-    def timed(noise: Noise, scores: np.ndarray, position: int) -> tuple[int, float]:
-        stage = clock.enter("noise")
-        try:
-            return choose(noise, scores, position)
-        finally:
-            clock.enter(stage)
+    def timed(choose: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_choose(*arguments: Any) -> Any:
+            stage = clock.enter("noise")
+            try:
+                return choose(*arguments)
+            finally:
+                clock.enter(stage)
+
+        return timed_choose
 
     clock.seconds.setdefault("noise", 0.0)
     before, accepted, rounds = dict(clock.seconds), stats.accepted_lengths.copy(), stats.rounds
-    Noise.choose = timed  # type: ignore[method-assign, assignment]
+    implementations = {kind: kind.choose for kind in (Noise, RowChoice)}
+    for kind, choose in implementations.items():
+        kind.choose = timed(choose)  # type: ignore[method-assign]
     try:
         yield sample
     finally:
-        Noise.choose = choose  # type: ignore[method-assign]
+        for kind, choose in implementations.items():
+            kind.choose = choose  # type: ignore[method-assign]
         spent = {stage: seconds - before[stage] for stage, seconds in clock.seconds.items()}
         spent["draft"] += spent.pop("foreign") + spent.pop("search")
         sample.prefill_seconds = spent["prefill"]

@@ -21,6 +21,9 @@ CREDIT, RETRY_CREDIT, MAX_CREDIT = 10.0, 5.0, 20.0
 MARGIN = 0.04  # gain over plain decoding that counts as none, about the error of modelled seconds
 # Calibration of node values: its prior, the weight of the prior and the memory of observations, both in levels.
 INITIAL_CALIBRATION, PRIOR_LEVELS, MEMORY = 0.85, 8.0, 60.0
+# Accepted tokens of rounds in which SSMs draft: prior for a first level, its weight in rounds, and the least weight of
+# the newest round. A request's own rounds are weighed against those of all requests, whose mean counts as many rounds.
+FIRST_ACCEPTED, PRIOR_ROUNDS, ACCEPTED_EMA = 1.0, 8, 0.03
 # Decay towards the priors per round in which nothing is drafted (without: +15 %, when the text becomes predictable).
 RECOVERY = 0.0015
 EXPLORATION = 0.0008  # by which the promise of a tree's shape recovers in every round
@@ -77,6 +80,25 @@ class Calibration:
         """Move towards the initial value."""
         self._accepted += share * (INITIAL_CALIBRATION * PRIOR_LEVELS - self._accepted)
         self._predicted += share * (PRIOR_LEVELS - self._predicted)
+
+
+class DraftedMeans:
+    """Means of rounds in which SSMs draft: accepted tokens per request, and seconds of all after the first level."""
+
+    def __init__(self, rounds: float = 0.0) -> None:
+        self.rounds = rounds  # number of rounds behind the means
+        self.accepted, self.later_seconds = FIRST_ACCEPTED, 0.0
+
+    def add(self, accepted: float, later_seconds: float) -> None:
+        self.rounds += 1
+        weight = max(ACCEPTED_EMA, 1 / self.rounds)
+        self.accepted += weight * (accepted - self.accepted)
+        self.later_seconds += weight * (later_seconds - self.later_seconds)
+
+    def recover(self, share: float) -> None:
+        """Move towards the prior."""
+        self.accepted += share * (FIRST_ACCEPTED - self.accepted)
+        self.later_seconds *= 1 - share
 
 
 @dataclass(frozen=True)

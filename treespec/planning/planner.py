@@ -41,12 +41,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from treespec.planning.draft_plan import MAX_STALL, NOTHING_DRAFTED, Drafted, DraftPlan, PlainReason
-from treespec.planning.learning import MARGIN, RECOVERY, Calibration, RoundShapes, SpeculationBackoff, TreeYield
+from treespec.planning.learning import (
+    FIRST_ACCEPTED,
+    MARGIN,
+    PRIOR_ROUNDS,
+    RECOVERY,
+    Calibration,
+    DraftedMeans,
+    RoundShapes,
+    SpeculationBackoff,
+    TreeYield,
+)
 from treespec.planning.round_costs import WARMUP, CostCurve, CostedBatch, RoundCosts, RoundSeconds
 from treespec_kernels.tree.level_rule import LevelRule
 
@@ -67,9 +76,6 @@ INITIAL_GAIN, LEAST_GAIN = 1.2, 1.08  # prior, and minimum that is assumed of a 
 # Rows over which the marginal cost of a row is averaged, because two neighbouring row counts may measure the same time
 # by chance (1 row: +7 %).
 ROW_WINDOW = 16
-# Accepted tokens of rounds in which SSMs draft: prior for a first level, its weight in rounds, and the least weight of
-# the newest round. A request's own rounds are weighed against those of all requests, whose mean counts as many rounds.
-FIRST_ACCEPTED, PRIOR_ROUNDS, ACCEPTED_EMA = 1.0, 8, 0.03
 LEVEL_COVERAGE = 0.8  # share of its open mass that a level's nodes are expected to hold
 MOST_TO_LEARN = 3.0  # cost of a first level, in tokens of plain decoding, that is not paid to learn what it takes
 # Share of a request's time that its first levels, and reading its prompt, may cost to learn its own acceptance. Without
@@ -83,31 +89,12 @@ SPEED_PRIOR = 4  # pseudo-count, in rounds of plain decoding, for a request's to
 IDLE_ROUNDS = 8
 
 
-class _DraftedMeans:
-    """Means of rounds in which SSMs draft: accepted tokens per request, and seconds of all after the first level."""
-
-    def __init__(self, rounds: float = 0.0) -> None:
-        self.rounds = rounds  # number of rounds behind the means
-        self.accepted, self.later_seconds = FIRST_ACCEPTED, 0.0
-
-    def add(self, accepted: float, later_seconds: float) -> None:
-        self.rounds += 1
-        weight = max(ACCEPTED_EMA, 1 / self.rounds)
-        self.accepted += weight * (accepted - self.accepted)
-        self.later_seconds += weight * (later_seconds - self.later_seconds)
-
-    def recover(self, share: float) -> None:
-        """Move towards the prior."""
-        self.accepted += share * (FIRST_ACCEPTED - self.accepted)
-        self.later_seconds *= 1 - share
-
-
 class _BatchSizeState:
     """Gain and backoff of batches of `requests` to 2 * `requests` - 1 requests (one state for all sizes: +4 %)."""
 
     def __init__(self, requests: int) -> None:
         self.gain = INITIAL_GAIN  # mean of tokens per second over plain decoding's, of rounds that speculate (1: +59 %)
-        self.drafted = _DraftedMeans(PRIOR_ROUNDS)  # of all requests
+        self.drafted = DraftedMeans(PRIOR_ROUNDS)  # of all requests
         self.ssms = SpeculationBackoff(requests)  # of rounds in which SSMs draft
         self.model_free = SpeculationBackoff(requests)  # of rounds in which only sources without a model draft
 
@@ -144,7 +131,6 @@ class Planner:
         self._yield = None if shapes is None else TreeYield(shapes)
         self._states: dict[int, _BatchSizeState] = {}
         self._num_drafted = 0  # rounds
-        self._own = WeakKeyDictionary[Any, _DraftedMeans]()  # of each request
         self._calibrations = {samples: Calibration() for samples in (False, True)}  # by whether requests sample
         self._best_shapes: dict[int, tuple[int, int]] = {}  # by depth, chosen since the last observation
         # The round that was planned last, or that is observed; of one request, until a batch is planned.
@@ -156,7 +142,7 @@ class Planner:
         Call it between rounds only, because it overwrites the state of the current batch.
         """
         self._begin(requests)
-        pauses = self._state.ssms.pause_left and all(request in self._own for request in requests)
+        pauses = self._state.ssms.pause_left and all(request.drafted is not None for request in requests)
         return not pauses and any(self._first_level_pays())
 
     def draft_plans(
@@ -178,7 +164,7 @@ class Planner:
         for backoff in (state.ssms, state.model_free):
             backoff.pause_left = max(backoff.pause_left - 1, 0)
         for request in requests:
-            if request not in self._own:
+            if request.drafted is None:
                 self._begin_request(request)
         if self._yield is not None:
             return self._shaped_plans(requests, max_model_len, self._yield)
@@ -233,7 +219,7 @@ class Planner:
 
     def _begin_request(self, request: Request) -> None:
         """End the pauses: what earlier texts lost says little about another one."""
-        self._own[request] = _DraftedMeans()
+        request.drafted = DraftedMeans()
         for backoff in (self._state.ssms, self._state.model_free):
             backoff.pause_left = 0
         if self._yield is not None:
@@ -311,7 +297,8 @@ class Planner:
         later = max(costs.speculative(rows, drafted) - costs.speculative(2 * count, Drafted(1, 1, count)), 0.0)
         self._state.drafted.add(sum(emitted) / len(requests) - 1, later)
         for request, tokens in zip(requests, emitted, strict=True):
-            self._own.setdefault(request, _DraftedMeans()).add(tokens - 1, later)
+            if request.drafted is not None:
+                request.drafted.add(tokens - 1, later)
 
     def _drafted_gain(self, cost: float) -> float:
         """Return the tokens that a request of this batch gains in a round with drafts, on average.
@@ -321,12 +308,12 @@ class Planner:
         """
         of_all, gains = self._state.drafted, list[float]()
         for request in self.round.batch:
-            means = self._own.get(request) or _DraftedMeans()
+            means = request.drafted or DraftedMeans()
             own = means.rounds / (means.rounds + PRIOR_ROUNDS)
             accepted = of_all.accepted + own * (means.accepted - of_all.accepted)
             later_seconds = of_all.later_seconds + own * (means.later_seconds - of_all.later_seconds)
             gains.append(accepted - later_seconds / self.costs.plain)
-            unread = 0 if request in self._own else len(request.tokens)
+            unread = len(request.tokens) if request.drafted is None else 0
             explored = (means.rounds + 1) * cost + unread * self.costs.curve.read_seconds / self.costs.plain
             if explored <= EXPLORED * (request.num_generated + request.tokens_left):
                 gains[-1] = max(gains[-1], cost)
@@ -464,8 +451,9 @@ class Planner:
         if not drafted.levels:  # so that SSMs that stopped drafting are eventually retried
             for calibration in self._calibrations.values():
                 calibration.recover(RECOVERY)
-            for means in (self._state.drafted, *(self._own[r] for r in requests if r in self._own)):
-                means.recover(RECOVERY)
+            for means in (self._state.drafted, *(request.drafted for request in requests)):
+                if means is not None:
+                    means.recover(RECOVERY)
         if speculates and any(request.spec.is_adaptive for request in requests):
             state = self._state
             rounds = self.costs.speculative(rows, drafted) / self.costs.plain

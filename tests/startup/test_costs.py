@@ -92,7 +92,7 @@ TILES = 1, 2, 4, 6, 8, 16, 17, 32
 )
 def test_passes_are_measured_on_both_sides_of_a_tile(first: float, rows: tuple[int, ...]) -> None:
     llm = tiny_llm(ssms=())
-    with mock.patch.object(costs, "least_seconds", lambda runs, *rest: [first] * len(runs)):
+    with mock.patch.object(costs, "least_seconds", lambda runs, *rest, **options: [first] * len(runs)):
         assert costs.measure(llm.engine.runner, None).rows == rows
 
 

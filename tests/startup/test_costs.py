@@ -55,6 +55,27 @@ def test_the_start_of_drafting_is_what_levels_do_not_explain() -> None:
         assert costs.round_seconds(known) == pytest.approx(4.0 + three)
 
 
+def test_drafts_of_a_slow_model_are_timed_after_a_first_run() -> None:
+    """Their first run allocates: it took 3.6 times as long for a batch, and no draft of 0.5B parameters paid."""
+    llm = tiny_llm()
+    runner, ssms = llm.engine.runner, llm.engine.sources.ssms
+    with (
+        mock.patch.object(costs, "least_seconds", lambda runs, *rest, **options: [0.1] * len(runs)),
+        mock.patch.object(costs, "_draft") as draft,
+    ):
+        costs.measure(runner, ssms)
+    assert sorted(len(call.args[1]) for call in draft.call_args_list)[-1] == costs.REQUESTS
+    assert draft.call_count == (3 if len(ssms.models) == 1 else 4)
+
+
+def test_a_further_request_costs_at_most_a_level_of_its_own() -> None:
+    curve, request = CostCurve((1, 16), (1.0, 4.0), 0.0), Request([1, 2], SamplingParams(), SpecConfig())
+    request.context_len = 1
+    took = {"root": 2.0, "one": 6.0, "every": 6.0, "batch": 60.0, "read": 1.0}
+    known = costs.with_drafting(curve, took, 1, [request, request])
+    assert known.draft_request_seconds == known.draft_seconds
+
+
 @pytest.mark.parametrize(
     ("first", "second", "least"),
     [

@@ -216,12 +216,11 @@ class TrainingRun:
             if most is None:
                 most = most_rows(int(self.llm.stats()["memory"]["target_weights"]), config.hidden_size)
             self.free("llm")  # while others are measured
-            target_ids = choose_vocabulary(lessons, self.target_size, tuple(self.end_tokens), most)
-
+            kept = self.end_tokens
             if settings.start is not None:
                 start = resolve_folder(settings.start)
-                known = read_vocabulary(start, self.target_size)
-                target_ids = np.append(np.union1d(target_ids[:-1], known[:-1]), -1)
+                kept = sorted({*kept, *read_vocabulary(start, self.target_size)[:-1].tolist()})
+            target_ids = choose_vocabulary(lessons, self.target_size, kept, most)
 
             def write(layers: int, hidden: int | None, folder: Path) -> None:
                 student = make_student(self.first_layers(layers), layers, hidden, target_ids, self.end_tokens)

@@ -108,13 +108,12 @@ def test_names_of_models(installed: Installed, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_its_ssms_are_part_of_the_repository() -> None:
-    found = dict(resolve_folders("smollm2", None))
-    assert list(found) == ["ssm-1", "ssm-2", "ssm-3"]
-    for folder in found.values():
-        assert verify_checkpoint(folder).ok
-        rows = read_config(folder)["vocab_size"]
-        assert len(read_draft_vocabulary(folder, rows, target_size=49_152)) == rows  # type: ignore[arg-type]
+def test_its_ssm_is_part_of_the_repository() -> None:
+    [(name, folder)] = resolve_folders("smollm2", None)
+    assert name == "ssm-1" and verify_checkpoint(folder).ok
+    rows = read_config(folder)["vocab_size"]
+    assert rows % 64 == 1, "a head of whole vectors"
+    assert len(read_draft_vocabulary(folder, rows, target_size=49_152)) == rows  # type: ignore[arg-type]
 
 
 def test_the_embedded_model_takes_its_place(made: Installed, monkeypatch: pytest.MonkeyPatch) -> None:

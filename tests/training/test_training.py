@@ -209,6 +209,8 @@ def test_vocabulary_holds_what_the_target_writes() -> None:
     small = choose_vocabulary(lessons, 1000, (3,), most=17)
     assert {3, 100, 101, 102} <= set(small.tolist()) and len(small) == 17
     assert len(choose_vocabulary(lessons, 1000, (3,), most=100)) == 65, "a head of whole vectors"
+    started = choose_vocabulary(lessons, 1000, range(500, 570), most=200)
+    assert len(started) in (129, 193) and set(range(500, 570)) <= set(started.tolist())
     rows = rows_of_tokens(small, 1000)
     assert (small[rows[small[:-1]]] == small[:-1]).all() and rows[999 if 999 not in small else 998] == 16
 

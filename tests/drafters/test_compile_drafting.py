@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -29,20 +28,11 @@ from tests.helpers.models import (
 )
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import RoundRecord, SamplingParams, SpecConfig
-from treespec.drafters.ssm import ssm_drafter as ssm
-from treespec.drafters.ssm.forest import CompiledForest
-from treespec.drafters.ssm.levels import PlannedLevels
-from treespec.drafters.ssm.reference_forest import ReferenceForest
+from treespec.drafters.ssm.compiled_growth import CompiledGrowth
+from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.drawing.recording import watch
 
 pytestmark = needs_compiler
-
-
-class NumpyForest(ReferenceForest):
-    """Takes what a `CompiledForest` takes."""
-
-    def __init__(self, *parts: Any, library: Any):
-        super().__init__(*parts)
 
 
 SPECS = {
@@ -84,7 +74,7 @@ def drafts_of(kind: str, target: Path, first: Path) -> list[Path]:
 
 @pytest.mark.parametrize("name", quick(SPECS, {*SPECS} - {"parallel drafts", "parallel drafts alone"}))
 def test_trees_are_those_of_the_general_path(name: str) -> None:
-    """Levels in one call, and `CompiledForest`, against `Forest` and `PlannedLevels` on the same compiled passes.
+    """All levels in one call, against `Forest` on the same compiled passes.
 
     One call leaves out the noise of unlikely tokens: trees of sampled choices are nearly the same.
     """
@@ -99,18 +89,10 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
         with watch(llm.engine) as rounds:
             return tokens_of(llm.generate(prompts, params, spec)), rounds
 
-    with mock.patch.object(CompiledForest, "draft", autospec=True, side_effect=CompiledForest.draft) as whole_levels:
+    with mock.patch.object(CompiledGrowth, "grow", autospec=True, side_effect=CompiledGrowth.grow) as whole_trees:
         ours, compiled = run()
-    assert bool(whole_levels.call_count) != (name == "traversal")
-
-    def planned(models: Any, active: Any, *rest: Any) -> PlannedLevels:
-        return PlannedLevels(models, *rest)
-
-    with (
-        mock.patch.object(ssm, "CompiledForest", NumpyForest),
-        mock.patch.object(ssm, "levels_for", planned),
-        mock.patch.object(ssm.SsmDrafter, "_models_for_call", lambda *_: None),
-    ):
+    assert bool(whole_trees.call_count) != (name == "traversal")
+    with mock.patch.object(SsmDrafter, "_models_for_call", lambda *_: None):
         theirs, general = run()
     assert ours == theirs
     assert len(compiled) > 8

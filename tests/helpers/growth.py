@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
+from tests.helpers.libraries import LIBRARIES
 from tests.helpers.models import tree_of
+from treespec import SamplingParams, SpecConfig
 from treespec.drafters.evidence import SeedEvidence
+from treespec.drafters.ssm.compiled_growth import CompiledGrowth, DraftReads, ScoredRows
 from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
+from treespec.request import Request
 from treespec.tree import TokenTree
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
+from treespec_kernels.cpu.cpu_library import find_compiler
+from treespec_kernels.cpu.growth_cpu import STRUCTS, DraftInputs, growth_library
 from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, DeviceTrees, ProposedTrees
+from treespec_kernels.tree.level_rule import LevelRule
 from treespec_kernels.tree.tree_merge import tree_merge_ref
 from treespec_kernels.tree.tree_root import tree_root_ref
 from treespec_kernels.tree.tree_select import tree_select_ref
@@ -176,16 +187,88 @@ def said_by(case: GrowthCase, forest: Forest) -> list[SsmProbs]:
     return said
 
 
-def grown_on_host(case: GrowthCase, forest_type: Callable[..., Forest]) -> list[TokenTree]:
+def grown_on_host(case: GrowthCase) -> list[TokenTree]:
     """The best nodes of every tree that a `Forest` grows."""
     sizes = case.sizes
     shapes = [TreeLimits(sizes.depth, nodes, None, ends) for nodes, ends in zip(case.nodes, case.ends, strict=True)]
     limits = {"max_children": sizes.proposals, "max_frontier": sizes.frontier}
-    forest = forest_type(case.trees, shapes, sizes.ssms, case.evidence, **limits)
+    forest = Forest(case.trees, shapes, sizes.ssms, case.evidence, **limits)
     while len(forest.frontier.nodes):
         forest.extend(said_by(case, forest), case.weights)
     grown = forest.finish([f"ssm-{i}" for i in range(sizes.ssms)])
     return [tree.best(nodes) for tree, nodes in zip(grown, case.nodes, strict=True)]
+
+
+class SpokenDrafts:
+    """The drafts of a case in the place of compiled models: their passes look up what the case says of a path."""
+
+    def __init__(self, case: GrowthCase, ssms: Sequence[int], owners: dict[int, int]):
+        self.case, self.library = case, growth_library(find_compiler(), LIBRARIES)
+        self._owners, self._paths, self._rows = owners, dict[int, tuple[int, Path]](), list[tuple[int, Path]]()
+        batch = ctypes.POINTER(STRUCTS["Batch"])
+        self._forward = ctypes.CFUNCTYPE(None, ctypes.c_void_p, batch)(self._run_pass)
+        floats = ctypes.POINTER(ctypes.c_float)
+        signature = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, floats, ctypes.c_int64)
+        self._probs = signature(self._score)
+        addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in (self._forward, self._probs))
+        functions = dict(zip(("forward", "probs"), addresses, strict=True))
+        self.drafts = (STRUCTS["Draft"] * len(ssms))(
+            *(STRUCTS["Draft"](**functions, head=1 + ssm, hidden_bytes=2, ssm=ssm, width=case.vocab) for ssm in ssms)
+        )
+
+    def _run_pass(self, model: int, batch: Any) -> None:
+        """Remember the path of every row: its parent's, whose slot is the last but one of its own path, and its token.
+
+        A root's row has no path of slots; its slot is the first of its request's page.
+        """
+        own, self._rows = batch.contents, []
+        columns = {
+            name: _integers(getattr(own, name), own.num_rows) for name in ("tokens", "slots", "starts", "counts")
+        }
+        for token, slot, start, count in zip(*columns.values(), strict=True):
+            if not count:
+                row: tuple[int, Path] = self._owners[slot // PAGE_SIZE], ()
+            else:
+                *_, above, last = _integers(own.paths + 8 * start, count)
+                assert last == slot
+                row = self._paths[above][0], (*self._paths[above][1], token)
+            self._paths[slot] = row
+            self._rows.append(row)
+
+    def _score(self, head: int, hidden: int, count: int, out: Any, threads: int) -> None:
+        rows = [self.case.probs(owner, head - 1, path) for owner, path in self._rows[-count:]]
+        np.ctypeslib.as_array(out, (count, self.case.vocab))[:] = rows
+
+
+def _integers(address: int, count: int) -> list[int]:
+    return [*(ctypes.c_int64 * count).from_address(address)]
+
+
+def grown_compiled(
+    case: GrowthCase, limits: Sequence[TreeLimits], rule: LevelRule, adaptive: Sequence[bool], **options: int
+) -> tuple[list[TokenTree], ScoredRows]:
+    """What one C++ call grows, on a page range per request that shares no page with others."""
+    requests, pages_of = [], 64
+    for i, tree in enumerate(case.trees):
+        request = Request([int(tree.tokens[0])], SamplingParams(), SpecConfig())
+        request.pages = np.arange(i * pages_of, (i + 1) * pages_of)
+        requests.append(request)
+    ssms = [ssm for ssm in range(case.sizes.ssms) if (case.weights[:, ssm] > 0).any()]
+    drafts = SpokenDrafts(case, ssms, {i * pages_of: i for i in range(len(requests))})
+    grows = [limit.max_depth > 0 for limit in limits]
+    reads = [
+        DraftReads(
+            [own and bool(weights[ssm] > 0) for own, weights in zip(grows, case.weights, strict=True)],
+            [0] * len(requests),
+            [0] * len(requests),
+            DraftInputs(),
+        )
+        for ssm in ssms
+    ]
+    growth = CompiledGrowth([f"ssm-{i}" for i in range(case.sizes.ssms)], case.evidence, **options)
+    models: Any = SimpleNamespace(library=drafts.library, drafts=drafts.drafts)
+    trees, scored = growth.grow(models, requests, case.trees, limits, reads, case.weights, rule, adaptive)
+    return trees, scored
 
 
 def grown_by_ops(case: GrowthCase) -> DeviceTrees:

@@ -1,17 +1,14 @@
-// The drafts' passes over growing trees, included by growth_cpu.cpp: the slots of nodes, the inputs of passes, and the
-// features that a draft head passes on from a node to its children.
+// Growing trees and the drafts' passes over them, included by growth_cpu.cpp: the slots of nodes, the inputs of passes,
+// and the features that a draft head passes on from a node to its children.
 
 #include "sampling_cpu.h"
 
 extern "C" {
 
-struct Placing {  // assigns the next slots of each tree to the nodes of a level
-    int64_t num_rows, depth, page_size;
-    const int64_t *owners, *above;                // [num_rows]
-    const int64_t *context, *first_page, *pages;  // per tree: committed positions, and the start of its pages
-    int64_t *num_slots, *row_of_slot;             // per tree: slots in use, and row minus slot in the level above
-    const int64_t* paths_above;                   // [rows of the level above, depth], if that are not the roots
-    int64_t *paths, *slots, *rows, *positions;    // [num_rows, depth + 1], [num_rows], [4, num_rows], [num_rows]
+struct Rule {  // `LevelRule` in treespec_kernels/tree/level_rule.py, which defines the attributes
+    double calibration, level_cost, marginal_cost, least_value;
+    const int64_t* adaptive;      // [num_trees], whether the rule decides on the tree
+    const double* token_weights;  // [num_trees]
 };
 
 struct Draft {  // an SSM or another draft; `forward`, `probs` and `pairs` are functions of the decoder's library
@@ -22,7 +19,7 @@ struct Draft {  // an SSM or another draft; `forward`, `probs` and `pairs` are f
     void* cache;
     int64_t num_layers, num_pages, num_learned_positions, hidden_bytes, threads;
     int64_t ssm, width;     // width: columns of the probabilities
-    const int64_t* tokens;  // tokens of the columns, as in SsmProbs
+    const int64_t* tokens;  // [width], ascending tokens of the columns; null: 0, 1, ...
     // Of a draft head; `pairs` is null for an SSM. norm_output: what it passes on is normalised. features: [rows of the
     // first pass, hidden], of the tokens before them: first of all tokens that it reads, then of the roots.
     void (*pairs)(const void* pairing, const int64_t* tokens, const void* features, int64_t num_rows, void* inputs,
@@ -39,75 +36,143 @@ struct Draft {  // an SSM or another draft; `forward`, `probs` and `pairs` are f
     int64_t num_read, num_rows, passes, tree_passes;  // tree_passes: passes times the trees in each
 };
 
-struct Levels {
-    int64_t num_trees, max_children, reads;  // reads: whether probabilities after committed tokens are wanted
-    const int64_t *tokens, *first_token;     // tree t's last committed tokens: first_token[t] to first_token[t + 1]
-    const int64_t* active;  // [num_drafts, num_trees], whether the SSM drafts for the tree
-    const int64_t* valid;   // [num_drafts, num_trees], number of leading positions with K and V, at most the root's
-    const int64_t* first_rotations;  // [num_drafts, num_trees], row of the draft's rotations for position 0
-    // By depth: maximum number of nodes of the next frontier, and per tree the `branching` of `Growth`.
-    const int64_t *widths, *branching;
-    int64_t num_levels, *rows, *nodes;  // outputs: number of levels, and of frontier rows and new nodes of each
-    const Sampling* sampling;           // null if no request samples
+struct Trees {  // a batch of trees to grow; the nodes that other sources propose are its seeds
+    int64_t num_trees, num_ssms, num_drafts, page_size;
+    int64_t max_children, num_widths, seed_width;  // max_children: proposals of an SSM, and of the seeds, at a node
+    const int64_t* widths;                         // [num_widths] by depth: nodes of a tree to expand below it
+    // Per tree. nodes: the size that it is cut to. branching: null, or by depth and tree the number of children of a
+    // node, 0 to select by value. context: committed positions.
+    const int64_t *max_depths, *nodes, *branching, *context, *first_seeds;
+    // Parts of lists, from first_page[tree] to first_page[tree + 1]: pages, last committed tokens with the root, and
+    // tokens below which nothing is drafted.
+    const int64_t *first_page, *first_token, *end_starts, *pages, *tokens, *end_tokens;
+    const int64_t *seed_children, *seed_tokens;  // [number of seeds + 1, seed_width], -1 for none; [number of seeds]
+    const float *seed_probs, *seed_ratios;
+    // By draft and tree: whether it drafts for the tree, number of leading positions with K and V, at most the root's,
+    // and row of its rotations for position 0.
+    const int64_t *active, *valid, *first_rotations;
+    int64_t reads;            // whether probabilities after committed tokens are wanted
+    const float* weights;     // [num_trees, num_ssms]
+    const Rule* rule;         // null: every level pays
+    const Sampling* sampling; // null: no request samples
+    // Outputs. Of all trees' nodes, the roots first, then by level, tree and parent. slots: in their trees, -1 if a node
+    // was not expanded. draft_probs, proposed: [num_nodes, num_ssms].
+    int64_t num_nodes, num_levels, num_rows;
+    int64_t *new_tokens, *parents, *owners, *seeds, *depths, *slots;
+    float *probs, *values, *draft_probs;
+    uint8_t *proposed, *broken;  // broken: [num_trees], whether an SSM's probabilities are not finite
+    int64_t* row_owners;         // [num_rows], trees of the expanded nodes
 };
 
 }  // extern "C"
 
 namespace {
 
-// Returns the slot of a position, on a page that the tree has.
-int64_t slot_at(const Placing& p, int64_t tree, int64_t position) {
-    return p.pages[p.first_page[tree] + position / p.page_size] * p.page_size + position % p.page_size;
-}
+struct SsmProbs {  // an SSM's next-token probabilities at some or all rows of the frontier
+    const float* probs;     // [count, width]
+    const int64_t* rows;    // [count], ascending rows of the frontier; null: all rows
+    const int64_t* tokens;  // as in Draft
+    int64_t count, ssm, width;
+    const int64_t* row_tokens;  // [count, width], tokens of each row's columns, in place of `tokens`; null: none
+};
 
-// Assigns the slots of a level; returns false if a tree has no page for its nodes.
-bool place(Placing& p) {
-    const int64_t width = p.depth + 1;
-    for (int64_t first = 0, last; first < p.num_rows; first = last) {
-        const int64_t tree = p.owners[first], slot = p.num_slots[tree], shift = p.row_of_slot[tree];
-        for (last = first; last < p.num_rows && p.owners[last] == tree; last++) {
-            const int64_t logical = p.context[tree] + slot + last - first;
-            if (p.first_page[tree] + logical / p.page_size >= p.first_page[tree + 1]) return false;
-            p.slots[last] = slot_at(p, tree, logical);
-            if (p.depth == 1) p.paths[last * width] = slot_at(p, tree, p.context[tree]);
-            else std::copy_n(p.paths_above + (p.above[last] + shift) * p.depth, p.depth, p.paths + last * width);
-            p.paths[last * width + p.depth] = p.slots[last];
-            p.positions[last] = p.context[tree] + p.depth;
-            p.rows[last] = p.first_page[tree], p.rows[p.num_rows + last] = p.context[tree];
-            p.rows[2 * p.num_rows + last] = last * width, p.rows[3 * p.num_rows + last] = width;
-        }
-        p.num_slots[tree] = slot + last - first, p.row_of_slot[tree] = first - slot;
+struct Frontier {  // nodes to score, grouped by tree. seeds: index among the seeds, or -1. above: slot of the parent
+    std::vector<int64_t> nodes, tokens, owners, seeds, above;
+    std::vector<float> values;
+
+    int64_t size() const { return nodes.size(); }
+
+    void clear() { nodes.clear(), tokens.clear(), owners.clear(), seeds.clear(), above.clear(), values.clear(); }
+
+    void add(int64_t node, int64_t token, int64_t owner, int64_t seed, int64_t parent_slot, float value) {
+        nodes.push_back(node), tokens.push_back(token), owners.push_back(owner), seeds.push_back(seed);
+        above.push_back(parent_slot), values.push_back(value);
     }
-    return true;
-}
 
-// Slots of the nodes for the drafts with one offset: 0 for SSMs; 1 for draft heads, whose rows have the slot of the
-// position before their token's.
+    void remove(const std::vector<uint8_t>& trees) {
+        Frontier kept;
+        for (int64_t i = 0; i < size(); i++)
+            if (!trees[owners[i]]) kept.add(nodes[i], tokens[i], owners[i], seeds[i], above[i], values[i]);
+        std::swap(*this, kept);
+    }
+};
+
+struct Growth {
+    Trees& t;
+    Frontier rows, next;
+    int64_t depth = 0, children = 0;  // children: most of an SSM's proposals at a node of the frontier
+    std::vector<SsmProbs> scored;
+    const float* weights;
+    std::vector<int64_t> num_slots;        // by tree, slots in use
+    std::vector<std::vector<float>> best;  // by tree, the largest values of its nodes
+    std::vector<float> least;              // by tree, the least value of the nodes that it will be cut to
+
+    explicit Growth(Trees& trees)
+        : t(trees), weights(trees.weights), num_slots(trees.num_trees), best(trees.num_trees, {1.0f}),
+          least(trees.num_trees) {
+        t.num_nodes = t.num_rows = 0;
+        for (int64_t tree = 0; tree < t.num_trees; tree++) {
+            const int64_t token = t.tokens[t.first_token[tree + 1] - 1], seed = t.first_seeds[tree];
+            add(token, -1, tree, seed, 0, 1.0f, 1.0f), t.broken[tree] = 0;
+            if (t.max_depths[tree]) rows.add(tree, token, tree, seed, -1, 1.0f);
+        }
+    }
+
+    // Returns the fixed number of children of the tree's nodes at this depth, or 0.
+    int64_t branching(int64_t tree) const { return t.branching ? t.branching[depth * t.num_trees + tree] : 0; }
+
+    int64_t add(int64_t token, int64_t parent, int64_t tree, int64_t seed, int64_t at, float prob, float value) {
+        const int64_t i = t.num_nodes++;
+        t.new_tokens[i] = token, t.parents[i] = parent, t.owners[i] = tree, t.seeds[i] = seed;
+        t.depths[i] = at, t.slots[i] = -1, t.probs[i] = prob, t.values[i] = value;
+        std::fill_n(t.draft_probs + i * t.num_ssms, t.num_ssms, 0.0f);
+        std::fill_n(t.proposed + i * t.num_ssms, t.num_ssms, uint8_t(0));
+        return i;
+    }
+};
+
+// Slots of the newest level's nodes in the caches of the drafts with one offset: 0 for SSMs; 1 for draft heads, whose
+// rows have the slot of the position before their token's. The root has slot 0, each node the next slot of its tree.
 class Places {
-    Placing level;
-    std::vector<int64_t> context, num_slots, row_of_slot, above, placed;
+    const Trees& t;
+    const int64_t offset;
+    std::vector<int64_t> row_of_slot, paths_above;  // row_of_slot: by tree, row minus slot in the level above
 
   public:
-    Places(const Placing& from, int64_t trees, int64_t offset)
-        : level(from), context(from.context, from.context + trees), num_slots(from.num_slots, from.num_slots + trees),
-          row_of_slot(from.row_of_slot, from.row_of_slot + trees) {
-        for (int64_t& positions : context) positions -= offset;
-        level.context = context.data(), level.num_slots = num_slots.data(), level.row_of_slot = row_of_slot.data();
-    }
-    Places(Places&&) = default;
+    // slots, and rows of the rotations, [num_rows]; rows: `tables`, `direct`, `starts` and `counts` of a Batch; paths:
+    // slots of the ancestors and of the node itself, [num_rows, depth + 1]
+    std::vector<int64_t> slots, positions, rows, paths;
 
-    // Assigns slots to the nodes of the frontier, of this depth; returns false if there is no page for a node.
-    bool extend(const Growth& g, int64_t depth) {
-        above.swap(placed);
-        if (depth > 1) level.paths_above = above.data() + 6 * level.num_rows;
-        placed.resize(g.num_rows * (depth + 7));
-        level.num_rows = g.num_rows, level.depth = depth, level.owners = g.row_owners, level.above = g.row_above;
-        level.slots = placed.data(), level.positions = level.slots + g.num_rows;
-        level.rows = level.positions + g.num_rows, level.paths = level.rows + 4 * g.num_rows;
-        return place(level);
+    Places(const Trees& trees, int64_t offset) : t(trees), offset(offset), row_of_slot(trees.num_trees) {}
+
+    // Returns the slot of a position, on a page that the tree has.
+    static int64_t slot_at(const Trees& t, int64_t tree, int64_t position) {
+        return t.pages[t.first_page[tree] + position / t.page_size] * t.page_size + position % t.page_size;
     }
 
-    const Placing& get() const { return level; }
+    // Assigns slots to the nodes of the frontier; returns false if there is no page for a node.
+    bool extend(const Growth& g) {
+        const int64_t n = g.rows.size(), width = g.depth + 1;
+        paths_above.swap(paths);
+        slots.resize(n), positions.resize(n), rows.resize(4 * n), paths.resize(n * width);
+        for (int64_t first = 0, last; first < n; first = last) {
+            const int64_t tree = g.rows.owners[first], slot = g.num_slots[tree], context = t.context[tree] - offset;
+            for (last = first; last < n && g.rows.owners[last] == tree; last++) {
+                const int64_t logical = context + slot + last - first;
+                if (t.first_page[tree] + logical / t.page_size >= t.first_page[tree + 1]) return false;
+                slots[last] = slot_at(t, tree, logical);
+                if (g.depth == 1) paths[last * width] = slot_at(t, tree, context);
+                else std::copy_n(&paths_above[(g.rows.above[last] + row_of_slot[tree]) * g.depth], g.depth,
+                                 &paths[last * width]);
+                paths[last * width + g.depth] = slots[last];
+                positions[last] = context + g.depth;
+                rows[last] = t.first_page[tree], rows[n + last] = context;
+                rows[2 * n + last] = last * width, rows[3 * n + last] = width;
+            }
+            row_of_slot[tree] = first - slot;
+        }
+        return true;
+    }
 };
 
 // What a draft head passes on from the nodes that it scored.
@@ -152,9 +217,9 @@ void run_pass(Draft& draft, Batch batch, int64_t scored, int64_t trees, const ch
 std::pair<std::vector<int64_t>, int64_t> scored_rows(const Growth& g, const int64_t* active) {
     std::vector<int64_t> rows;
     int64_t trees = 0;
-    for (int64_t i = 0; i < g.num_rows; i++)
-        if (active[g.row_owners[i]]) {
-            trees += rows.empty() || g.row_owners[rows.back()] != g.row_owners[i];
+    for (int64_t i = 0; i < g.rows.size(); i++)
+        if (active[g.rows.owners[i]]) {
+            trees += rows.empty() || g.rows.owners[rows.back()] != g.rows.owners[i];
             rows.push_back(i);
         }
     return {rows, trees};
@@ -162,44 +227,45 @@ std::pair<std::vector<int64_t>, int64_t> scored_rows(const Growth& g, const int6
 
 // Scores the roots of `rows`, in a pass that first reads the committed tokens before them that the draft has not read.
 // valid, first_rotations: [num_trees].
-void score_roots(const Growth& g, const Placing& p, const Levels& levels, Draft& draft, const int64_t* valid,
-                 const int64_t* first_rotations, const std::vector<int64_t>& rows, Passed& passed) {
+void score_roots(const Growth& g, Draft& draft, const int64_t* valid, const int64_t* first_rotations,
+                 const std::vector<int64_t>& rows, Passed& passed) {
+    const Trees& t = g.t;
     const int64_t offset = draft.pairs ? 1 : 0;
     std::vector<int64_t> trees, positions;
     for (int64_t row : rows)
-        for (int64_t position = valid[g.row_owners[row]]; position < p.context[g.row_owners[row]]; position++)
-            trees.push_back(g.row_owners[row]), positions.push_back(position);
+        for (int64_t tree = g.rows.owners[row], position = valid[tree]; position < t.context[tree]; position++)
+            trees.push_back(tree), positions.push_back(position);
     const int64_t num_read = positions.size();
-    for (int64_t row : rows) trees.push_back(g.row_owners[row]), positions.push_back(p.context[g.row_owners[row]]);
+    for (int64_t row : rows) trees.push_back(g.rows.owners[row]), positions.push_back(t.context[g.rows.owners[row]]);
     const int64_t n = positions.size();
     std::vector<int64_t> tokens, slots, tables, direct, zeros(n);
     for (int64_t i = 0; i < n; i++) {
         const int64_t tree = trees[i], position = positions[i];
-        tokens.push_back(levels.tokens[levels.first_token[tree + 1] - 1 - (p.context[tree] - position)]);
-        slots.push_back(slot_at(p, tree, position - offset));
-        tables.push_back(p.first_page[tree]), direct.push_back(position + 1 - offset);
+        tokens.push_back(t.tokens[t.first_token[tree + 1] - 1 - (t.context[tree] - position)]);
+        slots.push_back(Places::slot_at(t, tree, position - offset));
+        tables.push_back(t.first_page[tree]), direct.push_back(position + 1 - offset);
         positions[i] += first_rotations[tree] - offset;
     }
     Batch batch{};
     batch.num_rows = n, batch.tokens = tokens.data(), batch.slots = slots.data(), batch.tables = tables.data();
-    batch.direct = direct.data(), batch.starts = batch.counts = zeros.data(), batch.pages = p.pages;
+    batch.direct = direct.data(), batch.starts = batch.counts = zeros.data(), batch.pages = t.pages;
     batch.paths = zeros.data(), batch.positions = positions.data();
-    draft.num_read = levels.reads ? num_read : 0;
-    passed.rows.assign(levels.num_trees, {});
-    for (size_t i = 0; i < rows.size(); i++) passed.rows[g.row_owners[rows[i]]].push_back(draft.num_read + int64_t(i));
+    draft.num_read = t.reads ? num_read : 0;
+    passed.rows.assign(t.num_trees, {});
+    for (size_t i = 0; i < rows.size(); i++) passed.rows[g.rows.owners[rows[i]]].push_back(draft.num_read + int64_t(i));
     run_pass(draft, batch, draft.num_read + int64_t(rows.size()), rows.size(), draft.features, passed);
 }
 
 // Scores the nodes of `rows`. first_rotations: [num_trees].
-void score(const Growth& g, const Placing& p, Draft& draft, const int64_t* first_rotations,
+void score(const Growth& g, const Places& p, Draft& draft, const int64_t* first_rotations,
            const std::vector<int64_t>& rows, int64_t trees, Passed& passed) {
-    const int64_t all = p.num_rows, n = rows.size();
+    const int64_t all = g.rows.size(), n = rows.size();
     Batch batch{};
-    batch.num_rows = n, batch.tokens = g.row_tokens, batch.slots = p.slots, batch.tables = p.rows;
-    batch.direct = p.rows + all, batch.starts = p.rows + 2 * all, batch.counts = p.rows + 3 * all;
-    batch.pages = p.pages, batch.paths = p.paths;
+    batch.num_rows = n, batch.tokens = g.rows.tokens.data(), batch.slots = p.slots.data();
+    batch.tables = p.rows.data(), batch.direct = batch.tables + all, batch.starts = batch.tables + 2 * all;
+    batch.counts = batch.tables + 3 * all, batch.pages = g.t.pages, batch.paths = p.paths.data();
     std::vector<int64_t> gathered, positions;
-    for (int64_t i : rows) positions.push_back(p.positions[i] + first_rotations[g.row_owners[i]]);
+    for (int64_t i : rows) positions.push_back(p.positions[i] + first_rotations[g.rows.owners[i]]);
     batch.positions = positions.data();
     gathered.reserve(6 * n);
     if (n < all)
@@ -210,8 +276,8 @@ void score(const Growth& g, const Placing& p, Draft& draft, const int64_t* first
         }
     std::vector<char> features;
     for (int64_t i = 0; draft.pairs && i < n; i++) {
-        std::vector<int64_t>& slots = passed.rows[g.row_owners[rows[i]]];
-        const char* from = passed.features.data() + slots[g.row_above[rows[i]]] * draft.hidden_bytes;
+        std::vector<int64_t>& slots = passed.rows[g.rows.owners[rows[i]]];
+        const char* from = passed.features.data() + slots[g.rows.above[rows[i]]] * draft.hidden_bytes;
         features.insert(features.end(), from, from + draft.hidden_bytes);
         slots.push_back(draft.num_rows + i);
     }
@@ -219,26 +285,27 @@ void score(const Growth& g, const Placing& p, Draft& draft, const int64_t* first
 }
 
 // Scores the nodes of `rows` by what a block draft predicts of their depth.
-void score_block(const Growth& g, Draft& draft, const std::vector<int64_t>& rows, int64_t trees, int64_t depth) {
+void score_block(const Growth& g, Draft& draft, const std::vector<int64_t>& rows, int64_t trees) {
     for (int64_t row : rows)
-        std::copy_n(draft.block_probs + (g.row_owners[row] * draft.block_depths + depth) * draft.width, draft.width,
+        std::copy_n(draft.block_probs + (g.rows.owners[row] * draft.block_depths + g.depth) * draft.width, draft.width,
                     draft.out + draft.num_rows++ * draft.width);
     draft.passes++, draft.tree_passes += trees;
 }
 
 // Leaves out the weights of drafts that predict no nodes of this depth, so that the others' sum is 1, and marks trees
 // without any other. weights: [num_trees, num_ssms], replaces those of `g`.
-std::vector<uint8_t> end_drafts(Growth& g, const Draft* drafts, int64_t num_drafts, int64_t num_trees, int64_t depth,
+std::vector<uint8_t> end_drafts(Growth& g, const Draft* drafts, int64_t num_drafts, int64_t depth,
                                 std::vector<float>& weights) {
-    std::vector<float> shares(num_trees * g.num_ssms);
-    std::vector<uint8_t> stops(num_trees);
-    for (int64_t tree = 0; tree < num_trees; tree++) {
-        const int64_t first = tree * g.num_ssms;
+    const int64_t num_ssms = g.t.num_ssms;
+    std::vector<float> shares(g.t.num_trees * num_ssms);
+    std::vector<uint8_t> stops(g.t.num_trees);
+    for (int64_t tree = 0; tree < g.t.num_trees; tree++) {
+        const int64_t first = tree * num_ssms;
         double sum = 0.0;
         for (int64_t i = 0; i < num_drafts; i++)
             if (!drafts[i].block_probs || depth < drafts[i].block_depths)
                 sum += shares[first + drafts[i].ssm] = g.weights[first + drafts[i].ssm];
-        for (int64_t i = 0; i < g.num_ssms; i++) shares[first + i] = float(shares[first + i] / std::max(sum, 1e-9));
+        for (int64_t i = 0; i < num_ssms; i++) shares[first + i] = float(shares[first + i] / std::max(sum, 1e-9));
         stops[tree] = sum == 0.0;
     }
     weights.swap(shares), g.weights = weights.data();

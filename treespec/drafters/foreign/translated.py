@@ -17,7 +17,6 @@ from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.foreign.foreign_drafter import ForeignDrafter, ForeignState, roots
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
-from treespec.drafters.ssm.reference_forest import ReferenceForest
 from treespec.drafters.ssm.ssm_state import grown_masks, rows_of_level
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -83,7 +82,7 @@ class TranslatedDrafter(ForeignDrafter):
             for request, depth in zip(requests, depths, strict=True)
         ]
         if not random:
-            return ReferenceForest(roots(requests), limits, 1, SeedEvidence())
+            return Forest(roots(requests), limits, 1, SeedEvidence())
         adaptive = [request.spec.is_adaptive for request in requests]
         return DrawnForest(requests, roots(requests), limits, adaptive, self.prices.least_value)
 

@@ -1,27 +1,24 @@
-"""Deterministic growth of a batch's token trees, in C++: by one call per level, or for all levels.
+"""Deterministic growth of a batch's token trees in numpy: the reference of compiled growth, and of use without it.
 
-The specification is treespec_kernels/tree/tree_merge.py. Growth on the host adds static branching, and removes nodes
-early that cannot be among a tree's best, which changes no selected tree (reference_forest.py). The C++ is
-`growth_cpu.cpp`. Python's overhead dominates a call (the address of an array alone takes 1 us), so its inputs are
-packed into one array of integers, and its outputs into one array per type.
+The specification is treespec_kernels/tree/tree_merge.py, whose `merge_children` merges the proposals. Growth on the
+host adds static branching, and removes nodes early that cannot be among a tree's best, which changes no selected tree.
 """
 
-import ctypes
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from treespec.drafters.evidence import SeedEvidence
 from treespec.tree import TokenTree, join_seed_tree
-from treespec_kernels.cpu.cpu_library import address_of
-from treespec_kernels.cpu.growth_cpu import NO_PAGE, STRUCTS, CallPasses, ScoredRows, packed
-from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, SEEDS, frontier_width, level_widths
-from treespec_kernels.tree.level_rule import LevelRule
+from treespec_kernels.sampling.logit_transforms import topk_rows
+from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, SEEDS, frontier_width
+from treespec_kernels.tree.tree_merge import merge_children
+
+_ZERO, _NOT_PROPOSED = np.float32(0), np.float32(np.nan)
 
 
 class Level(NamedTuple):
@@ -85,7 +82,54 @@ class TreeLimits:
         return self.branching[min(depth, len(self.branching) - 1)] if self.branching else 0
 
 
-class Forest(ABC):
+class Seeds(NamedTuple):
+    """The nodes that other sources proposed for a batch, tree by tree."""
+
+    trees: list[TokenTree]
+    first: list[int]  # by tree, the number of its root
+    tokens: np.ndarray  # int64 [num_seeds]
+    probs: np.ndarray  # float32 [num_seeds]
+    ratios: np.ndarray  # float32 [num_seeds], evidence ratios
+    # int64 [num_seeds + 1, width], the numbers of each seed's children, padded with -1. The last row is empty, so that
+    # number -1 (no seed) has none.
+    children: np.ndarray
+
+    @classmethod
+    def join(cls, trees: Sequence[TokenTree], limits: Sequence[TreeLimits], evidence: SeedEvidence) -> "Seeds":
+        """Concatenate the columns of the seed trees; trees that grow use their best `SEEDS`."""
+        trees = [tree.best(1 + SEEDS) if limit.max_depth else tree for tree, limit in zip(trees, limits, strict=True)]
+        sizes = [len(tree) for tree in trees]
+        first = [*accumulate(sizes, initial=0)][:-1]
+        tokens = np.concatenate([tree.tokens for tree in trees])
+        probs = np.concatenate([tree.probs for tree in trees]).astype(np.float32)
+        parents = np.concatenate([tree.parents for tree in trees])
+        below = np.flatnonzero(parents >= 0)
+        parents = parents + np.repeat(first, sizes)  # invalid for roots
+        order = below[np.argsort(parents[below], kind="stable")]
+        above = parents[order]
+        rank = np.arange(len(order)) - np.searchsorted(above, above)
+        children = np.full((len(parents) + 1, int(rank.max(initial=0)) + 1), -1)
+        children[above, rank] = order
+        return cls(trees, first, tokens, probs, evidence.ratios(probs), children)
+
+
+def grown_tree(
+    nodes: Level,  # of one tree; `seeds` are those of its own seed tree
+    depths: np.ndarray,
+    slots: np.ndarray,
+    names: tuple[str, ...],  # of the SSMs
+    seed_tree: TokenTree | None,
+    complete: bool,  # whether to add the seeds that growth did not reach
+) -> TokenTree:
+    """Build a tree from the columns of its nodes, joined with its seed tree."""
+    drawn, sources = np.nonzero(nodes.proposed)
+    draws = drawn, sources, nodes.draft_probs[drawn, sources].astype(np.float64)
+    probs, values = nodes.probs.astype(np.float64), nodes.values.astype(np.float64)
+    tree = TokenTree(nodes.tokens, nodes.parents, depths, probs, *draws, names, slots=slots).with_values(values)
+    return tree if seed_tree is None or len(seed_tree) == 1 else join_seed_tree(tree, seed_tree, nodes.seeds, complete)
+
+
+class Forest:
     """One growing tree per request, which merges the SSMs' proposals with those of other sources (the seeds)."""
 
     def __init__(
@@ -100,13 +144,10 @@ class Forest(ABC):
         count = len(seed_trees)
         self.limits, self.num_ssms = limits, num_ssms
         self.max_children, self.max_frontier = max_children, max_frontier
-        pairs = zip(seed_trees, limits, strict=True)
-        # Seed i of tree t is number `first_seeds[t] + i` of all seeds.
-        self.seed_trees = [tree.best(1 + SEEDS) if limit.max_depth else tree for tree, limit in pairs]
-        self._join_seeds(evidence)
-        roots, trees, one = self.first_seeds[:-1], np.arange(count), np.ones(count, dtype=np.float32)
+        self.seeds = seeds = Seeds.join(seed_trees, limits, evidence)
+        roots, trees, one = np.array(seeds.first), np.arange(count), np.ones(count, dtype=np.float32)
         proposed = np.zeros((count, num_ssms), dtype=bool)
-        tokens = self.seed_tokens[roots]
+        tokens = seeds.tokens[roots]
         draft_probs = np.zeros((count, num_ssms), dtype=np.float32)
         self._levels = [Level(tokens, np.full(count, -1), trees, roots, one, one, proposed, draft_probs)]
         self._size, self._level_nodes = count, [count]
@@ -114,40 +155,102 @@ class Forest(ABC):
         self.frontier = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
         self.stop(np.array([not limit.max_depth for limit in limits]))
 
-    def _join_seeds(self, evidence: SeedEvidence) -> None:
-        """Concatenate the columns of the seed trees, and list each seed's children, padded with -1.
-
-        `seed_children` is int64 [num_seeds + 1, width]. Its last row is empty, so that number -1 (no seed) has none.
-        """
-        trees, sizes = self.seed_trees, [len(tree) for tree in self.seed_trees]
-        self.first_seeds = np.array([0, *accumulate(sizes)])
-        self.seed_tokens = np.concatenate([tree.tokens for tree in trees])
-        self.seed_probs = np.concatenate([tree.probs for tree in trees]).astype(np.float32)
-        if len(self.seed_tokens) == len(trees):  # only roots, as in most rounds
-            self.seed_ratios = np.ones(len(trees), dtype=np.float32)
-            self.seed_children = np.full((len(trees) + 1, 1), -1)
-            return
-        self.seed_ratios = evidence.ratios(self.seed_probs)
-        parents = np.concatenate([tree.parents for tree in trees])
-        below = np.flatnonzero(parents >= 0)
-        parents = parents + np.repeat(self.first_seeds[:-1], sizes)  # invalid for roots
-        order = below[np.argsort(parents[below], kind="stable")]
-        above = parents[order]
-        rank = np.arange(len(order)) - np.searchsorted(above, above)
-        self.seed_children = np.full((len(parents) + 1, int(rank.max(initial=0)) + 1), -1)
-        self.seed_children[above, rank] = order
-
     @property
     def depth(self) -> int:
         return len(self._level_nodes) - 1
 
-    @abstractmethod
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
         """Add the children that SSMs and seeds propose for the frontier, and select the next frontier.
 
         `weights` are by tree the SSMs' mixture weights, float [num_ssms]; sum 1, 0 for an SSM that did not score.
         Returns bool [frontier rows]: True, and ignored, where an SSM's top probabilities are not finite.
         """
+        frontier, levels, frontiers = self.frontier, list[Level](), list[Frontier]()
+        proposals, broken = self._proposals(ssm_probs)
+        mixture = np.array(weights, dtype=np.float32)
+        for owner, part in frontier.slices().items():
+            rows, level = self._children(owner, part, proposals, mixture[owner])
+            least = self._least_value(owner, level)
+            kept = self._kept(owner, rows, level, least)
+            rows, level = rows[kept], level.select(kept)
+            slots = sum(map(len, self.slots[owner])) + rows - part.start  # the rows take the next slots of their tree
+            self.slots[owner].append(frontier.nodes[part])
+            best = self._expanded(owner, level, least)
+            columns = level.tokens, level.owners, level.seeds, slots, level.values
+            frontiers.append(Frontier(self._size + best, *(column[best] for column in columns)))
+            self._size += len(rows)
+            levels.append(level)
+        self._levels.append(Level(*map(np.concatenate, zip(*levels, strict=True))))
+        self._level_nodes.append(len(self._levels[-1].tokens))
+        self.frontier = Frontier(*map(np.concatenate, zip(*frontiers, strict=True)))
+        return broken
+
+    def _proposals(self, ssm_probs: Sequence[SsmProbs]) -> tuple[list[dict[int, dict[int, np.float32]]], np.ndarray]:
+        """Return the probabilities that SSMs propose, by frontier row, SSM and token, and the broken rows."""
+        frontier = self.frontier
+        widest = max(self.children_at(owner) for owner in frontier.owners.tolist())
+        proposals: list[dict[int, dict[int, np.float32]]] = [{} for _ in frontier.nodes]
+        broken = np.zeros(len(frontier.nodes), dtype=bool)
+        for ssm, rows, probs, vocabulary in ssm_probs:
+            values, columns = top_tokens(probs, widest)
+            tokens = (columns if vocabulary is None else vocabulary[columns]).tolist()
+            finite = np.isfinite(values).all(1)  # top-k sorts NaN first
+            broken[rows[~finite]] = True
+            for i in np.flatnonzero(finite):
+                proposals[rows[i]][ssm] = dict(zip(tokens[i], values[i], strict=True))
+        return proposals, broken
+
+    def _children(
+        self, owner: int, part: slice, proposals: Sequence[dict[int, dict[int, np.float32]]], weights: np.ndarray
+    ) -> tuple[np.ndarray, Level]:
+        """Merge the proposals of SSMs and seeds below one tree's part of the frontier; return rows and nodes."""
+        frontier, nodes, draft_probs = self.frontier, list[Any](), list[list[np.float32]]()
+        for row in range(part.start, part.stop):
+            probs_of = proposals[row]
+            shares = [{token: weights[ssm] * prob for token, prob in probs.items()} for ssm, probs in probs_of.items()]
+            children = self.seeds.children[frontier.seeds[row]]
+            below = {int(self.seeds.tokens[seed]): seed for seed in children[children >= 0].tolist()}
+            merged = merge_children(shares, below, self.max_children, self.seeds.probs, self.seeds.ratios)
+            for token, (prob, seed) in merged.items():
+                nodes.append((row, token, frontier.nodes[row], seed, prob, frontier.values[row] * prob))
+                draft_probs.append([probs_of.get(ssm, {}).get(token, _NOT_PROPOSED) for ssm in range(self.num_ssms)])
+        rows, tokens, parents, seed_nodes = (np.array([node[i] for node in nodes], dtype=np.int64) for i in range(4))
+        probs, values = (np.array([node[i] for node in nodes], dtype=np.float32) for i in (4, 5))
+        by_ssm = np.array(draft_probs, dtype=np.float32).reshape(len(nodes), self.num_ssms)
+        proposed, owners = ~np.isnan(by_ssm), np.full(len(nodes), owner)
+        by_ssm = np.where(proposed, by_ssm, _ZERO)
+        return rows, Level(tokens, parents, owners, seed_nodes, probs, values, proposed, by_ssm)
+
+    def _least_value(self, owner: int, level: Level) -> np.float32:
+        """Return the least value of one tree's best `nodes` nodes, its newest level included; 0 if it has fewer."""
+        values = np.concatenate([*(nodes.values[nodes.owners == owner] for nodes in self._levels), level.values])
+        most = self.limits[owner].nodes
+        return np.partition(values, -most)[-most] if len(values) > most else _ZERO
+
+    def _kept(self, owner: int, rows: np.ndarray, level: Level, least: np.float32) -> np.ndarray:
+        """Return which new nodes of one tree are kept, bool [num_nodes]; `rows` are the frontier rows of their parents.
+
+        Static branching keeps a fixed number of children per node, otherwise nodes that may be among the tree's best.
+        """
+        limit, values = self.limits[owner], level.values
+        if limit.branching:
+            ranks = np.empty(len(rows), dtype=np.int64)
+            ranks[np.lexsort((-values, rows))] = np.arange(len(rows)) - np.searchsorted(rows, rows)
+            return ranks < self.children_at(owner)
+        # Seeds are always kept: `finish` adds missing seeds with their own probability, a different value.
+        return (values >= least) | (level.seeds >= 0)
+
+    def _expanded(self, owner: int, level: Level, least: np.float32) -> np.ndarray:
+        """Select the nodes to expand next among one tree's newest nodes; indices, best first without branching."""
+        limit, depth, values = self.limits[owner], self.depth + 1, level.values
+        if depth >= limit.max_depth:
+            return np.empty(0, dtype=np.int64)
+        growable = ~np.isin(level.tokens, limit.end_tokens)
+        if limit.branching:
+            return np.flatnonzero(growable)
+        growable &= (values > 0) & (values >= least)
+        order = np.argsort(-values, kind="stable")
+        return order[growable[order]][: frontier_width(depth, self.max_frontier)]
 
     def paths(self) -> list[list[int]]:
         """Return the path of each frontier row: the tokens from the root (exclusive) to the node."""
@@ -175,8 +278,8 @@ class Forest(ABC):
         This is the probability that its frontier is reached and that the next token is not among the seeds.
         """
         frontier = self.frontier
-        below = self.seed_children[frontier.seeds]
-        covered = np.cumsum(self.seed_probs[below] * (below >= 0), axis=1)[:, -1]  # unlike `sum`, in order
+        below = self.seeds.children[frontier.seeds]
+        covered = np.cumsum(self.seeds.probs[below] * (below >= 0), axis=1)[:, -1]  # unlike `sum`, in order
         values = frontier.values * np.maximum(1 - covered, 0.0)
         return np.bincount(frontier.owners, values, minlength=len(self.limits))
 
@@ -198,200 +301,21 @@ class Forest(ABC):
     def _finish(self, owner: int, nodes: Level, depths: np.ndarray, names: Sequence[str]) -> TokenTree:
         """Build one tree from all levels of all trees."""
         expanded = np.concatenate(self.slots[owner]) if self.slots[owner] else np.empty(0, dtype=np.int64)
-        if len(self.limits) > 1:
-            of_tree = np.flatnonzero(nodes.owners == owner)
-            nodes, depths, expanded = nodes.select(of_tree), depths[of_tree], np.searchsorted(of_tree, expanded)
-            nodes.parents[1:] = np.searchsorted(of_tree, nodes.parents[1:])
+        of_tree = np.flatnonzero(nodes.owners == owner)
+        nodes, depths, expanded = nodes.select(of_tree), depths[of_tree], np.searchsorted(of_tree, expanded)
+        nodes.parents[1:] = np.searchsorted(of_tree, nodes.parents[1:])
         slots = np.full(len(nodes.tokens), -1)
         slots[expanded] = np.arange(len(expanded))
-        drawn, sources = np.nonzero(nodes.proposed)
-        draws = drawn, sources, nodes.draft_probs[drawn, sources].astype(np.float64)
-        probs = nodes.probs.astype(np.float64)
-        tree = TokenTree(nodes.tokens, nodes.parents, depths, probs, *draws, tuple(names), slots=slots)
-        tree.with_values(nodes.values.astype(np.float64))
-        seed_tree = self.seed_trees[owner]
-        if len(seed_tree) == 1:
-            return tree
         complete = not self.limits[owner].branching or not self.slots[owner]
-        return join_seed_tree(tree, seed_tree, nodes.seeds - self.first_seeds[owner], complete)
+        nodes = nodes._replace(seeds=nodes.seeds - self.seeds.first[owner])
+        return grown_tree(nodes, depths, slots, tuple(names), self.seeds.trees[owner], complete)
 
 
-class CompiledForest(Forest):
-    """`Forest` with compiled growth; bit-identical."""
-
-    def __init__(self, *arguments: Any, library: ctypes.CDLL, **options: Any):
-        super().__init__(*arguments, **options)
-        limits = self.limits
-        count, nodes, ends = len(limits), [max(limit.nodes, 1) for limit in limits], [s.end_tokens for s in limits]
-        starts, slots, values = [*accumulate(map(len, ends), initial=0)], [0] * count, [1] * count  # counts of them
-        depths = [limit.max_depth for limit in limits]
-        ints, addresses = packed(depths, nodes, [*chain(*ends)], starts, slots, values)
-        floats = np.zeros((1 + max(nodes), count), dtype=np.float32)  # least value, and best values [num_trees, nodes]
-        floats[1:].reshape(count, -1)[:, 0] = 1.0
-        self._library, self._held = library, (ints, floats)
-        self._growth = STRUCTS["Growth"](
-            num_ssms=self.num_ssms,
-            most_nodes=max(nodes),
-            max_depths=addresses[0],
-            nodes=addresses[1],
-            end_tokens=addresses[2],
-            end_starts=addresses[3],
-            num_slots=addresses[4],
-            num_values=addresses[5],
-            least=(least := address_of(floats, np.float32)),
-            best=least + 4 * count,
-            seed_width=self.seed_children.shape[1],
-            seed_children=address_of(self.seed_children),
-            seed_tokens=address_of(self.seed_tokens),
-            seed_probs=address_of(self.seed_probs, np.float32),
-            seed_ratios=address_of(self.seed_ratios, np.float32),
-            max_seeds=self.max_children,
-        )
-        self._grown: Frontier | None = None  # the frontier of which the library has the addresses
-        self._weights: Sequence[np.ndarray] | None = None
-
-    def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
-        frontier, g, rows = self.frontier, self._growth, len(self.frontier.nodes)
-        slices = frontier.slices()
-        for owner, part in slices.items():
-            self.slots[owner].append(frontier.nodes[part])
-        structs = (STRUCTS["SsmProbs"] * len(ssm_probs))(
-            *(
-                (
-                    address_of(probs, np.float32),
-                    None if len(scored) == rows else address_of(scored),
-                    None if tokens is None else address_of(tokens),
-                    len(scored),
-                    ssm,
-                    probs.shape[1],
-                )
-                for ssm, scored, probs, tokens in ssm_probs
-            )
-        )
-        branching = np.array([limit.children_at(self.depth) for limit in self.limits])
-        self._mix(weights)
-        g.num_scored, g.ssm_probs = len(ssm_probs), ctypes.addressof(structs)
-        g.depth, g.size, g.branching = self.depth, self._size, address_of(branching)
-        g.children = max(self.children_at(owner) for owner in slices)
-        g.next_width = frontier_width(self.depth + 1, self.max_frontier)
-        if frontier is not self._grown:
-            self._set_rows(address_of(column) for column in frontier[:5])
-            g.row_values = address_of(frontier.values, np.float32)
-        room = rows * (len(ssm_probs) * g.children + self.seed_children.shape[1])
-        level, expanded, broken = self._begin(rows, room, room)
-        count = self._library.treespec_grow(ctypes.byref(g))
-        self._set_rows((g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above))
-        g.row_values, self._grown = g.next_values, expanded.select(slice(g.num_next))
-        self._append(level.select(slice(count)), [count], self._grown)
-        return broken[:rows]
-
-    def draft(
-        self, passes: CallPasses, weights: Sequence[np.ndarray], rule: LevelRule, adaptive: Sequence[bool]
-    ) -> ScoredRows:
-        """Run the SSMs' passes and extend the trees by all levels, in one call.
-
-        `adaptive`, by tree, says where `rule` may end growth early; it is empty if no tree is adaptive.
-        """
-        roots, g, num_levels = self.frontier, self._growth, max(limit.max_depth for limit in self.limits)
-        level, expanded, broken = self._begin(len(roots.nodes), *self.room)
-        widths = [frontier_width(depth, self.max_frontier) for depth in range(1, num_levels + 1)]
-        ints, addresses = packed(
-            *(column.tolist() for column in roots[:5]),
-            passes.tokens,
-            passes.first_token,
-            [*chain(*passes.active)],
-            [*chain(*passes.valid)],
-            [*chain(*passes.first_rotations)],
-            widths,
-            [limit.children_at(depth) for depth in range(num_levels) for limit in self.limits],
-            adaptive,
-            [0] * (2 * num_levels),
-        )
-        self._mix(weights)
-        self._set_rows(addresses[:5])
-        g.row_values, g.size = address_of(roots.values, np.float32), len(self.limits)
-        grown = STRUCTS["Levels"](
-            g.size, self.max_children, passes.reads, *addresses[5:12], 0, addresses[13], addresses[13] + 8 * num_levels
-        )
-        if passes.sampling is not None:
-            temperatures = (ctypes.c_double * g.size)(*passes.sampling.temperatures)
-            keys = packed(*passes.sampling[1:])
-            sampling = STRUCTS["Sampling"](ctypes.addressof(temperatures), *keys[1])
-            grown.sampling = ctypes.addressof(sampling)
-        drafts, scores = passes.models.drafts, passes.allocate_scores(self.room[1])
-        numbers = rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value
-        token_weights = (ctypes.c_double * len(adaptive))(*rule.token_weights[: len(adaptive)])
-        stop = STRUCTS["Rule"](*numbers, addresses[12], ctypes.addressof(token_weights))
-        placed = self._library.treespec_draft(
-            ctypes.byref(g),
-            ctypes.byref(passes.places.placing),
-            drafts,
-            len(drafts),
-            ctypes.byref(grown),
-            ctypes.byref(stop) if adaptive else None,
-        )
-        assert placed, NO_PAGE
-        level_rows, level_nodes = (ints[-first:][: grown.num_levels] for first in (2 * num_levels, num_levels))
-        below = sum(level_rows) - level_rows[0]
-        nodes = np.concatenate([roots.nodes, expanded.nodes[:below]])
-        owners = np.concatenate([roots.owners, expanded.owners[:below]])
-        for owner in roots.owners.tolist():
-            self.slots[owner].append(nodes[owners == owner])
-        self._append(level.select(slice(sum(level_nodes))), level_nodes, roots.select(slice(0)))
-        scores = [probs[: draft.num_rows] for probs, draft in zip(scores, drafts, strict=True)]
-        return ScoredRows(level_rows, owners, broken[: sum(level_rows)], scores)
-
-    @cached_property
-    def room(self) -> tuple[int, int]:
-        """Maximum numbers of nodes, and of nodes to expand, that trees grow from their roots."""
-        widest = max([self.max_children, *(max(limit.branching) for limit in self.limits if limit.branching)])
-        nodes = expanded = 0
-        for limit in self.limits:
-            widths = level_widths(limit.max_depth, limit.branching, self.max_frontier)
-            expanded += sum(widths)
-            nodes += sum(widths) * (
-                max(limit.branching) if limit.branching else self.num_ssms * widest + self.seed_children.shape[1]
-            )
-        return nodes, expanded
-
-    def _mix(self, weights: Sequence[np.ndarray]) -> None:
-        if self._weights is not weights:
-            self._weights, self._mixture = weights, np.array(weights, dtype=np.float32)
-            assert np.isfinite(self._mixture).all()
-            self._growth.weights = address_of(self._mixture, np.float32)
-
-    def _set_rows(self, addresses: Iterable[int]) -> None:
-        g = self._growth
-        g.row_nodes, g.row_tokens, g.row_owners, g.row_seeds, g.row_above = addresses
-
-    def _begin(self, rows: int, nodes: int, expanded: int) -> tuple[Level, Frontier, np.ndarray]:
-        """Pass the frontier's number of rows, and allocate outputs: new nodes, nodes to expand, and broken rows."""
-        g, ssms = self._growth, self.num_ssms
-        ints = np.empty(4 * nodes + 5 * expanded, dtype=np.int64)
-        floats = np.empty(expanded + (2 + ssms) * nodes, dtype=np.float32)
-        flags = np.empty(nodes * ssms + expanded, dtype=bool)
-        g.num_rows = rows
-        address = address_of(ints)
-        g.tokens, g.parents, g.owners, g.seeds = range(address, address + 32 * nodes, 8 * nodes)
-        address += 32 * nodes
-        g.next_nodes, g.next_tokens, g.next_owners, g.next_seeds, g.next_above = range(
-            address, address + 40 * expanded, 8 * expanded
-        )
-        g.next_values = address = address_of(floats, np.float32)
-        address += 4 * expanded
-        g.probs, g.values, g.draft_probs = range(address, address + 12 * nodes, 4 * nodes)
-        g.proposed = address_of(flags, np.bool_)
-        g.broken = g.proposed + nodes * ssms
-        self._outputs = ints, floats, flags  # kept alive, since the library has addresses of them
-        probs, values = floats[expanded:][: 2 * nodes].reshape(2, nodes)
-        by_ssm = flags[: nodes * ssms].reshape(nodes, ssms), floats[expanded + 2 * nodes :].reshape(nodes, ssms)
-        columns: list[np.ndarray] = [*ints[: 4 * nodes].reshape(4, nodes), probs, values, *by_ssm]
-        columns_of_frontier: list[np.ndarray] = [*ints[4 * nodes :].reshape(5, expanded), floats[:expanded]]
-        return Level(*columns), Frontier(*columns_of_frontier), flags[nodes * ssms :]
-
-    def _append(self, nodes: Level, level_nodes: Sequence[int], frontier: Frontier) -> None:
-        """Append one or more levels, and set the frontier."""
-        self._levels.append(nodes)
-        self._level_nodes += level_nodes
-        self._size += len(nodes.tokens)
-        self.frontier = frontier
+def top_tokens(probs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the largest probabilities of each row and their tokens, descending, lower tokens first among equals."""
+    values, tokens = (part.numpy() for part in topk_rows(torch.from_numpy(probs), count))
+    smallest = values[:, -1:]
+    # Where a tie crosses the cut, top-k returns an arbitrary subset of the tied tokens.
+    for row in np.flatnonzero((probs == smallest).sum(1) > (values == smallest).sum(1)):
+        tokens[row] = np.argsort(-probs[row], kind="stable")[: tokens.shape[1]]
+    return values, np.take_along_axis(tokens, np.lexsort((tokens, -values)), 1)

@@ -14,7 +14,7 @@ import torch
 from treespec.cache.kv_cache import KVCache
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs
-from treespec.drafters.ssm.levels import CompiledLevels, PlannedLevels
+from treespec.drafters.ssm.levels import PlannedLevels
 from treespec.drafters.ssm.scoring import (
     NO_FEATURES,
     Chain,
@@ -49,7 +49,7 @@ class GrowingTrees:
     adaptive: Sequence[bool]  # by tree, whether `rule` chooses its depth
     rule: LevelRule  # decides whether another level pays
     drafted: Drafted  # work of the round; updated
-    levels: PlannedLevels | CompiledLevels = field(init=False)  # of the trees, if they grow level by level
+    levels: PlannedLevels = field(init=False)  # of the trees, if they grow level by level
     layouts: dict[object, Pass] = field(default_factory=dict)  # over the roots, for all with equal plan keys
     weights: list[np.ndarray] = field(init=False)  # by tree, of the drafts that score the frontier; sum 1 or 0
 

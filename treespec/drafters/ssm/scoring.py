@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from treespec.cache.kv_cache import KVCache
-from treespec.drafters.ssm.forest import SsmProbs
-from treespec.drafters.ssm.reference_forest import top_tokens
+from treespec.drafters.ssm.forest import SsmProbs, top_tokens
 from treespec.models.block_draft import BlockDraft, Unread
 from treespec.models.decoder import Pass
 from treespec.models.group_model import GroupModel, StepModel

@@ -18,11 +18,11 @@ from treespec.cache.kv_cache import KVCache
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.additions import Additions
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
+from treespec.drafters.ssm.compiled_growth import CompiledGrowth, DraftReads
 from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import CompiledForest, Forest, TreeLimits
+from treespec.drafters.ssm.forest import Forest, TreeLimits
 from treespec.drafters.ssm.group_draft import CATCH_UP_CHUNK, GroupDraft, GrowingTrees, group_draft
-from treespec.drafters.ssm.levels import levels_for, stop_unprofitable
-from treespec.drafters.ssm.reference_forest import ReferenceForest
+from treespec.drafters.ssm.levels import PlannedLevels, stop_unprofitable
 from treespec.drafters.ssm.scoring import Rows
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass
 from treespec.models.group_model import GroupModel
@@ -30,12 +30,11 @@ from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.trust import WINDOW, Trust
-from treespec_kernels.cpu.growth_cpu import CallPasses, DraftInputs, DraftModels, DraftSampling, TreePlaces
+from treespec_kernels.cpu.growth_cpu import DraftModels
 from treespec_kernels.tree.level_rule import LevelRule
 
 MIN_READ = 32  # tokens, as each pass reads all weights
 NULL_PAGE = np.zeros(1, dtype=np.int64)
-MAX_SCORES = 1 << 27  # maximum probabilities of one SSM that a compiled call has room for
 
 
 class SsmDrafter:
@@ -56,6 +55,7 @@ class SsmDrafter:
         self._catch_up_policy = CatchUpPolicy(len(models))
         self._by_sources: dict[Sequence[str] | None, list[int]] = {}
         self._compiled_models: dict[tuple[int, ...], DraftModels] = {}  # kept between rounds
+        self._growth = CompiledGrowth(names, self.evidence)
         self.drafts = [group_draft(ssm, model, cache, len(models) > 1) for ssm, model in enumerate(models)]
 
     def propose(
@@ -93,34 +93,38 @@ class SsmDrafter:
                 TreeLimits(plans[i].levels * drafting[i], plans[i].nodes, plans[i].branching, requests[i].end_tokens)
                 for i in group
             ]
-            forest: Forest | DrawnForest
-            if kind:
-                forest = DrawnForest(of_kind, seeds, limits, adaptive, rule.least_value)
-            elif (library := self.models[0].growth) is None:
-                forest = ReferenceForest(seeds, limits, len(self.models), self.evidence)
-            else:
-                forest = CompiledForest(seeds, limits, len(self.models), self.evidence, library=library)
-            self._grow(GrowingTrees(of_kind, states, forest, adaptive, rule.select(group), self.drafted))
-            self.drafted.levels += forest.depth
-            for i, state, tree in zip(group, states, forest.finish(self.names), strict=True):
+            self._begin(of_kind, states, limits)
+            of_group = rule.select(group)
+            grown = None if kind else self._grow_compiled(of_kind, states, seeds, limits, of_group, adaptive)
+            if grown is None:
+                forest: Forest | DrawnForest
+                if kind:
+                    forest = DrawnForest(of_kind, seeds, limits, adaptive, rule.least_value)
+                else:
+                    forest = Forest(seeds, limits, len(self.models), self.evidence)
+                self._grow(GrowingTrees(of_kind, states, forest, adaptive, of_group, self.drafted))
+                self.drafted.levels += forest.depth
+                grown = forest.finish(self.names)
+            for i, state, tree in zip(group, states, grown, strict=True):
                 state.slots, state.seed_tree = (tree.slots, seed_trees[i]) if drafting[i] else (None, None)
                 trees[i] = tree
         return trees
 
-    def _grow(self, trees: GrowingTrees) -> None:
-        """Score and extend trees, in one compiled call if possible, else level by level."""
-        forest, adaptive, roots = trees.forest, np.array(trees.adaptive), trees.forest.frontier.owners.tolist()
+    def _begin(self, requests: Sequence[Request], states: Sequence[SsmState], limits: Sequence[TreeLimits]) -> None:
+        """Let the active SSMs of growing trees read what is too long for the first pass."""
+        growing = [(r, state) for r, state, limit in zip(requests, states, limits, strict=True) if limit.max_depth]
         for draft in self.drafts:
-            drafting = [tree for tree in roots if draft.ssm in trees.states[tree].active]
-            chains = [trees.unread(draft.ssm, tree) for tree in drafting]
-            self.read(draft, [request for request, start, root in chains if root - 1 - start >= CATCH_UP_CHUNK])
-        for state in (trees.states[tree] for tree in roots):
+            ssm = draft.ssm
+            unread = [r for r, s in growing if ssm in s.active and r.context_len - s.valid[ssm] >= CATCH_UP_CHUNK]
+            if unread:
+                self.read(draft, unread)
+        for _, state in growing:
             state.scores, state.blocks = {ssm: [] for ssm in state.active}, {}
-        if isinstance(forest, CompiledForest) and (passes := self._compiled_passes(trees, forest)):
-            self._draft_compiled(trees, forest, passes)
-            return
-        active = {ssm for tree in roots for ssm in trees.states[tree].active}
-        trees.levels = levels_for(self.models, active, self.cache, trees.requests)
+
+    def _grow(self, trees: GrowingTrees) -> None:
+        """Score and extend trees level by level."""
+        forest, adaptive = trees.forest, np.array(trees.adaptive)
+        trees.levels = PlannedLevels(self.models, self.cache, trees.requests)
         last_open_mass = forest.open_mass()
         while len(forest.frontier.nodes):
             if forest.depth and adaptive.any():
@@ -133,56 +137,87 @@ class SsmDrafter:
                 forest.stop(ended)
                 continue
             broken = forest.extend(trees.score(self.drafts), weights)
-            self._mark_broken(trees.requests, owners[broken])
+            self._mark_broken([trees.requests[owner] for owner in owners[broken]])
 
-    def _mark_broken(self, requests: Sequence[Request], owners: np.ndarray) -> None:
-        """Mark the requests, at these indices, of nodes whose probabilities are not finite."""
-        for owner in owners:  # NaN in K/V must not reach the next request that gets these slots
-            requests[owner].poisoned = True
-        if len(owners):  # padding rows of the pass may have written NaN to the null page
+    def _mark_broken(self, requests: Sequence[Request]) -> None:
+        """Mark requests with nodes whose probabilities are not finite."""
+        for request in requests:  # NaN in K/V must not reach the next request that gets these slots
+            request.poisoned = True
+        if requests:  # padding rows of the pass may have written NaN to the null page
             self.cache.scrub(NULL_PAGE)
 
-    def _compiled_passes(self, trees: GrowingTrees, forest: CompiledForest) -> CallPasses | None:
-        """Return the passes of all levels for one compiled call, or None.
+    def _grow_compiled(
+        self,
+        requests: Sequence[Request],
+        states: Sequence[SsmState],
+        seeds: Sequence[TokenTree],
+        limits: Sequence[TreeLimits],
+        rule: LevelRule,
+        adaptive: Sequence[bool],
+    ) -> list[TokenTree] | None:
+        """Grow all levels in one compiled call; return the trees.
 
-        None with restricted requests, models without entry points, or too much memory for probabilities.
+        None, without any pass, for restricted requests, models without entry points, and too much memory for scores.
         """
-        requests, states = trees.requests, trees.states
-        if any(request.restriction is not None for request in requests):
+        if self.models[0].growth is None or any(request.restriction is not None for request in requests):
             return None
-        roots = set(forest.frontier.owners.tolist())
-        ssms = tuple(sorted({ssm for owner in roots for ssm in states[owner].active}))
-        depth = max(limit.max_depth for limit in forest.limits)
+        grows = [limit.max_depth > 0 for limit in limits]
+        ssms = tuple(sorted({ssm for state, own in zip(states, grows, strict=True) if own for ssm in state.active}))
+        depth = max(limit.max_depth for limit in limits)
         models = self._models_for_call(ssms, max(r.context_len for r in requests) + 1 + depth)
-        if models is None or forest.room[1] * max(draft.width for draft in models.drafts) > MAX_SCORES:
+        if models is None or not self._growth.has_room(models, limits):
             return None
-        owners = {ssm: [owner for owner in sorted(roots) if ssm in states[owner].active] for ssm in ssms}
+        reads = [self._reads(ssm, requests, states, grows) for ssm in ssms]
+        weights = [state.weights for state in states]
+        trees, scored = self._growth.grow(models, requests, seeds, limits, reads, weights, rule, adaptive)
+        self.drafted.levels += self._growth.num_levels
+        for draft in models.drafts:
+            self.drafted.passes += draft.passes
+            self.drafted.request_passes += draft.tree_passes
+        for ssm, read, probs in zip(ssms, reads, scored.scores, strict=True):
+            self._keep_scores(ssm, requests, states, read, scored.owners, probs)
+        self._mark_broken([requests[i] for i in scored.broken])
+        return trees
+
+    def _reads(
+        self, ssm: int, requests: Sequence[Request], states: Sequence[SsmState], grows: Sequence[bool]
+    ) -> DraftReads:
+        """Return what an SSM reads and scores in the first pass of a compiled call."""
+        active = [own and ssm in state.active for state, own in zip(states, grows, strict=True)]
         # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
-        valid = [np.minimum(state.valid, r.context_len) for r, state in zip(requests, states, strict=True)]
-        inputs: list[DraftInputs] = []
-        for ssm in ssms:
-            chains = [(requests[owner], int(valid[owner][ssm]), requests[owner].context_len) for owner in owners[ssm]]
-            inputs.append(self.drafts[ssm].call_inputs(chains, owners[ssm], len(requests)))
-            if inputs[-1].block_probs is not None:
-                for owner in owners[ssm]:
-                    valid[owner][ssm] = requests[owner].context_len
-        tokens, starts = list[int](), [0]
-        for owner, request in enumerate(requests):
-            unread = [int(valid[owner][ssm]) for ssm in ssms if owner in owners[ssm]]
-            tokens += request.tokens[min(unread, default=request.context_len) :]
-            starts.append(len(tokens))
-        return CallPasses(
-            models,
-            TreePlaces(models.library, [r.context_len for r in requests], [r.pages for r in requests]),
-            [[owner in owners[ssm] for owner in range(len(requests))] for ssm in ssms],
-            [[int(lengths[ssm]) for lengths in valid] for ssm in ssms],
-            [[self.models[ssm].config.first_rotation(request.max_len) for request in requests] for ssm in ssms],
-            tokens,
-            starts,
-            len(self.models) > 1,
-            inputs,
-            _sampling_of(requests),
-        )
+        valid = [min(int(state.valid[ssm]), r.context_len) for r, state in zip(requests, states, strict=True)]
+        owners = [i for i, drafts in enumerate(active) if drafts]
+        chains = [(requests[i], valid[i], requests[i].context_len) for i in owners]
+        inputs = self.drafts[ssm].call_inputs(chains, owners, len(requests))
+        if inputs.block_probs is not None:
+            valid = [r.context_len if drafts else n for r, n, drafts in zip(requests, valid, active, strict=True)]
+        rotations = [self.models[ssm].config.first_rotation(request.max_len) for request in requests]
+        return DraftReads(active, valid, rotations, inputs)
+
+    def _keep_scores(
+        self,
+        ssm: int,
+        requests: Sequence[Request],
+        states: Sequence[SsmState],
+        read: DraftReads,
+        owners: np.ndarray,
+        probs: np.ndarray,
+    ) -> None:
+        """Keep what an SSM scored in a compiled call; arguments as in `ScoredRows`."""
+        rows, first = Rows(probs, head=self.models[ssm].head_vocabulary), 0
+        for request, state, start, drafts in zip(requests, states, read.valid, read.active, strict=True):
+            if not drafts:
+                continue
+            state.valid[ssm] = request.context_len
+            if len(self.models) > 1 and start < request.context_len:
+                last = first + request.context_len - start
+                read_probs = rows.probs_of(np.arange(first, last), request.tokens[start + 1 :])
+                state.trust.observe(ssm, start + 1, read_probs)
+                first = last
+        if len(self.models) > 1:
+            of_ssm = owners[np.array(read.active)[owners]][: len(probs) - first]  # a block draft ends before the others
+            for i in np.flatnonzero(read.active).tolist():
+                states[i].scores[ssm].append(rows.select(first + np.flatnonzero(of_ssm == i)))
 
     def _models_for_call(self, ssms: tuple[int, ...], num_positions: int) -> DraftModels | None:
         """Return these SSMs for passes at positions below `num_positions`; None if any lacks entry points."""
@@ -199,32 +234,6 @@ class SsmDrafter:
             found = DraftModels(decoders[0].growth, ssms, entries, rotations, pools, heads)
             self._compiled_models[ssms] = found
         return self._compiled_models[ssms]
-
-    def _draft_compiled(self, trees: GrowingTrees, forest: CompiledForest, passes: CallPasses) -> None:
-        requests, states, adaptive = trees.requests, trees.states, trees.adaptive
-        roots = forest.frontier.owners.tolist()
-        drafted = forest.draft(passes, trees.weights, trees.rule, adaptive if any(adaptive) else ())
-        runs = list(drafted.runs())
-        for draft, scores, inputs in zip(passes.models.drafts, drafted.scores, passes.inputs, strict=True):
-            ssm, first = draft.ssm, 0
-            rows = Rows(scores, head=self.models[ssm].head_vocabulary)
-            self.drafted.passes += draft.passes
-            self.drafted.request_passes += draft.tree_passes
-            for owner in roots:
-                request, state = requests[owner], states[owner]
-                if ssm not in state.active:
-                    continue
-                start = min(int(state.valid[ssm]), request.context_len)
-                state.valid[ssm] = request.context_len
-                if passes.reads and start < request.context_len and inputs.block_probs is None:
-                    last = first + request.context_len - start
-                    probs = rows.probs_of(np.arange(first, last), request.tokens[start + 1 :])
-                    state.trust.observe(ssm, start + 1, probs)
-                    first = last
-            for owner, count in runs:
-                if ssm in states[owner].active:
-                    states[owner].scores[ssm].append(rows.select(slice(first, first := first + count)))
-        self._mark_broken(requests, drafted.owners[drafted.broken])
 
     def prefill(self, requests: Sequence[Request]) -> None:
         """Compute the SSMs' K/V of all committed positions, and score the SSMs on these tokens."""
@@ -396,17 +405,3 @@ class SsmDrafter:
                     state.trust.observe(ssm, stop - count + 1, probs)
                     first += count
         self.drafted.read_seconds += time.perf_counter() - began
-
-
-def _sampling_of(requests: Sequence[Request]) -> DraftSampling | None:
-    """Return how the targets of the requests' trees choose; None if none of them samples."""
-    if not any(request.is_sampled for request in requests):
-        return None
-    samplers = [request.sampler for request in requests]
-    keys = [(0, 0) if sampler is None else sampler.key for sampler in samplers]
-    return DraftSampling(
-        [0.0 if sampler is None else sampler.temperature for sampler in samplers],
-        [request.spec.verification == "coupled" for request in requests],
-        [seed for seed, _ in keys],
-        [sample for _, sample in keys],
-    )

@@ -1,0 +1,231 @@
+"""Growth of a batch's trees by all levels in one C++ call, equal to that of `Forest`.
+
+Python's overhead dominates a call (the address of an array alone takes 1 us), so the inputs are packed into one array
+of integers, and the outputs are columns with a capacity, which are written in place.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from ctypes import addressof
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from treespec.drafters.evidence import SeedEvidence
+from treespec.drafters.ssm.forest import Level, Seeds, TreeLimits, grown_tree
+from treespec.request import Request
+from treespec.tree import TokenTree
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
+from treespec_kernels.cpu.cpu_library import address_of
+from treespec_kernels.cpu.growth_cpu import NO_PAGE, STRUCTS, DraftInputs, DraftModels, packed
+from treespec_kernels.tree.growth_limits import CHILDREN, DEEPEST, FRONTIER, frontier_width, level_widths
+from treespec_kernels.tree.level_rule import LevelRule
+
+MAX_SCORES = 1 << 27  # maximum probabilities of one SSM that a call has room for
+# Inputs that are lists of integers, in the order in which they are packed
+_LISTS = (
+    *("max_depths", "nodes", "context", "first_seeds", "first_page", "first_token", "end_starts", "tokens"),
+    *("end_tokens", "active", "valid", "first_rotations"),
+)
+
+
+class DraftReads(NamedTuple):
+    """What one draft reads and scores in a call, by tree."""
+
+    active: Sequence[bool]  # whether it drafts for the tree
+    valid: Sequence[int]  # number of leading positions with K/V, at most the root's
+    first_rotations: Sequence[int]  # row of its rotations for position 0
+    inputs: DraftInputs
+
+
+class ScoredRows(NamedTuple):
+    """What the drafts scored in a call."""
+
+    owners: np.ndarray  # int64 [num_rows], the trees of the expanded nodes, by level
+    broken: list[int]  # the trees of which a draft's probabilities are not finite
+    # By draft, float32 [num_rows, width], overwritten by the next call: probabilities without temperature and noise,
+    # after the committed tokens that it read, if there are several SSMs, and then after the nodes that it scored
+    scores: list[np.ndarray]
+
+
+class CompiledGrowth:
+    """Grows the trees of one batch after the other."""
+
+    def __init__(
+        self,
+        names: Sequence[str],  # of all SSMs
+        evidence: SeedEvidence,
+        max_children: int = CHILDREN,  # this and `max_frontier`: as of `Forest`
+        max_frontier: int = FRONTIER,
+    ):
+        self.names, self.evidence = tuple(names), evidence
+        self.num_levels = 0  # of the last batch
+        self._max_children, self._max_frontier = max_children, max_frontier
+        widths = [frontier_width(depth, max_frontier) for depth in range(1, DEEPEST + 2)]
+        self._widths, (address,) = packed(widths)
+        self._trees = STRUCTS["Trees"](
+            num_ssms=len(names), page_size=PAGE_SIZE, max_children=max_children, num_widths=len(widths), widths=address
+        )
+        self._scores: dict[int, np.ndarray] = {}  # by SSM
+        self._capacity = [0, 0, 0]  # numbers of trees, nodes and expanded nodes
+
+    def has_room(self, models: DraftModels, limits: Sequence[TreeLimits]) -> bool:
+        """Return whether a call's scores take a tolerable amount of memory."""
+        return self._room(limits)[1] * max(draft.width for draft in models.drafts) <= MAX_SCORES
+
+    def grow(
+        self,
+        models: DraftModels,  # those that draft for any tree
+        requests: Sequence[Request],
+        seed_trees: Sequence[TokenTree],  # by request, proposed by other sources
+        limits: Sequence[TreeLimits],  # by request
+        reads: Sequence[DraftReads],  # by model
+        weights: Sequence[np.ndarray],  # by request, the SSMs' mixture weights, float [num_ssms]; sum 1
+        rule: LevelRule,  # ends the growth of adaptive trees
+        adaptive: Sequence[bool],  # by request
+    ) -> tuple[list[TokenTree], ScoredRows]:
+        """Return the trees and what was scored."""
+        t, count, drafts = self._trees, len(requests), models.drafts
+        seeds = Seeds.join(seed_trees, limits, self.evidence) if any(len(tree) > 1 for tree in seed_trees) else None
+        t.num_trees, t.num_drafts, t.reads = count, len(drafts), t.num_ssms > 1
+        t.seed_width = 1 if seeds is None else seeds.children.shape[1]
+        nodes, rows = self._room(limits)
+        self._reserve(count, count + nodes, rows)
+        firsts = [
+            min([read.valid[i] for read in reads if read.active[i]], default=request.context_len)
+            for i, request in enumerate(requests)
+        ]
+        tokens = [r.tokens[first : r.context_len + 1] for r, first in zip(requests, firsts, strict=True)]
+        held = [self._pack(requests, seeds, limits, reads, tokens, rule, adaptive), _pack_sampling(t, requests)]
+        held.append(mixture := np.array(weights, dtype=np.float32))
+        assert np.isfinite(mixture).all()
+        t.weights = address_of(mixture, np.float32)
+        num_read = sum(map(len, tokens)) - count if t.reads else 0
+        for draft, read in zip(drafts, reads, strict=True):
+            (features, block), probs = read.inputs, self._scores.get(draft.ssm)
+            if probs is None or len(probs) < rows + num_read:
+                probs = self._scores[draft.ssm] = np.empty((rows + num_read, draft.width), dtype=np.float32)
+            draft.out = address_of(probs, np.float32)
+            draft.features = None if features is None else features.data_ptr()
+            draft.block_probs = None if block is None else address_of(block, np.float32)
+            draft.block_depths = 0 if block is None else block.shape[1]
+        placed = models.library.treespec_draft(ctypes.byref(t), drafts)
+        assert placed, NO_PAGE
+        self.num_levels = t.num_levels
+        scores = [self._scores[draft.ssm][: draft.num_rows] for draft in drafts]
+        scored = ScoredRows(self._row_owners[: t.num_rows], np.flatnonzero(self._broken[:count]).tolist(), scores)
+        return self._finish(limits, seeds), scored
+
+    def _pack(
+        self,
+        requests: Sequence[Request],
+        seeds: Seeds | None,
+        limits: Sequence[TreeLimits],
+        reads: Sequence[DraftReads],
+        tokens: Sequence[Sequence[int]],  # by request, its last committed tokens, the root last
+        rule: LevelRule,
+        adaptive: Sequence[bool],
+    ) -> Any:
+        """Pass the call its lists, and return what holds them."""
+        t, count = self._trees, len(requests)
+        pages, ends = [request.pages for request in requests], [limit.end_tokens for limit in limits]
+        depths, is_fixed = [limit.max_depth for limit in limits], any(limit.branching for limit in limits)
+        numbers, addresses = packed(
+            depths,
+            [max(limit.nodes, 1) for limit in limits],
+            [request.context_len for request in requests],
+            range(count) if seeds is None else seeds.first,
+            *([*accumulate(map(len, parts), initial=0)] for parts in (pages, tokens, ends)),
+            [*chain(*tokens)],
+            [*chain(*ends)],
+            [*chain(*(read.active for read in reads))],
+            [*chain(*(read.valid for read in reads))],
+            [*chain(*(read.first_rotations for read in reads))],
+            adaptive,
+            [limit.children_at(depth) for depth in range(max(depths)) for limit in limits] if is_fixed else (),
+            [-1] * (count + 1),
+        )
+        for name, address in zip(_LISTS, addresses, strict=False):
+            setattr(t, name, address)
+        of_rule, branching, no_children = addresses[len(_LISTS) :]
+        t.branching = branching if is_fixed else None
+        all_pages = pages[0] if count == 1 else np.concatenate(pages)
+        t.pages, t.seed_children = address_of(all_pages), no_children
+        if seeds is not None:
+            t.seed_children, t.seed_tokens = address_of(seeds.children), address_of(seeds.tokens)
+            t.seed_probs, t.seed_ratios = address_of(seeds.probs, np.float32), address_of(seeds.ratios, np.float32)
+        token_weights = (ctypes.c_double * count)(*rule.token_weights)
+        costs = rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value
+        of_call = STRUCTS["Rule"](*costs, of_rule, addressof(token_weights))
+        t.rule = addressof(of_call) if any(adaptive) else None
+        return numbers, all_pages, seeds, token_weights, of_call
+
+    def _room(self, limits: Sequence[TreeLimits]) -> tuple[int, int]:
+        """Return the maximum numbers of nodes that trees grow from their roots, and of nodes that they expand."""
+        widest = max([self._max_children, *(max(limit.branching) for limit in limits if limit.branching)])
+        nodes = expanded = 0
+        for limit in limits:
+            rows = _expanded_nodes(limit.max_depth, limit.branching, self._max_frontier)
+            below = max(limit.branching) if limit.branching else self._trees.num_ssms * widest + self._trees.seed_width
+            nodes, expanded = nodes + rows * below, expanded + rows
+        return nodes, expanded
+
+    def _reserve(self, *needed: int) -> None:
+        """Allocate the outputs for numbers of trees, nodes and expanded nodes, unless they have room for them."""
+        if all(map(int.__le__, needed, self._capacity)):
+            return
+        t = self._trees
+        trees, nodes, rows = self._capacity = [*map(max, needed, self._capacity)]
+        self._ints, self._floats = np.empty((6, nodes), dtype=np.int64), np.empty((2, nodes), dtype=np.float32)
+        self._draft_probs = np.empty((nodes, t.num_ssms), dtype=np.float32)
+        self._proposed = np.empty((nodes, t.num_ssms), dtype=np.uint8)
+        self._broken, self._row_owners = np.empty(trees, dtype=np.uint8), np.empty(rows, dtype=np.int64)
+        first, step = address_of(self._ints), 8 * nodes
+        t.new_tokens, t.parents, t.owners, t.seeds, t.depths, t.slots = range(first, first + 6 * step, step)
+        t.probs = address_of(self._floats, np.float32)
+        t.values, t.draft_probs = t.probs + 4 * nodes, address_of(self._draft_probs, np.float32)
+        t.proposed, t.broken = address_of(self._proposed, np.uint8), address_of(self._broken, np.uint8)
+        t.row_owners = address_of(self._row_owners)
+
+    def _finish(self, limits: Sequence[TreeLimits], seeds: Seeds | None) -> list[TokenTree]:
+        """Build the trees from the columns of all nodes."""
+        size, trees = self._trees.num_nodes, list[TokenTree]()
+        tokens, parents, owners, seed_nodes, depths, slots = self._ints[:, :size].copy()
+        probs, values = self._floats[:, :size]
+        of_ssms = self._proposed[:size], self._draft_probs[:size]
+        nodes = Level(tokens, parents, owners, seed_nodes, probs, values, *of_ssms)
+        for owner, limit in enumerate(limits):
+            own, own_depths, own_slots = nodes, depths, slots
+            if len(limits) > 1:
+                of_tree = np.flatnonzero(owners == owner)
+                own, own_depths, own_slots = nodes.select(of_tree), depths[of_tree], slots[of_tree]
+                own.parents[1:] = np.searchsorted(of_tree, own.parents[1:])
+            complete, seed_tree = not limit.branching or own_slots[0] < 0, None
+            if seeds is not None:
+                own, seed_tree = own._replace(seeds=own.seeds - seeds.first[owner]), seeds.trees[owner]
+            trees.append(grown_tree(own, own_depths, own_slots, self.names, seed_tree, complete))
+        return trees
+
+
+@functools.cache
+def _expanded_nodes(depth: int, branching: Sequence[int] | None, widest: int) -> int:
+    """Return the maximum number of nodes of a tree to expand; arguments as of `level_widths`."""
+    return sum(level_widths(depth, branching, widest))
+
+
+def _pack_sampling(trees: Any, requests: Sequence[Request]) -> Any:
+    """Pass the call how the requests' targets choose, and return what holds it."""
+    trees.sampling = None
+    if not any(request.is_sampled for request in requests):
+        return None
+    samplers = [request.sampler for request in requests]
+    keys = [(0, 0) if sampler is None else sampler.key for sampler in samplers]
+    adds_noise = [request.spec.verification == "coupled" for request in requests]
+    numbers, addresses = packed(adds_noise, *([*column] for column in zip(*keys, strict=True)))
+    temperatures = [0.0 if sampler is None else sampler.temperature for sampler in samplers]
+    of_trees = (ctypes.c_double * len(requests))(*temperatures)
+    sampling = STRUCTS["Sampling"](addressof(of_trees), *addresses)
+    trees.sampling = addressof(sampling)
+    return numbers, of_trees, sampling

@@ -38,11 +38,12 @@ def random_tree(rng: np.random.Generator, nodes: int) -> TokenTree:
     return tree_of(3, paths)
 
 
-def planner_at(gain: float, requests: list[Request]) -> Planner:
+def planner_at(gain: float, requests: list[Request], cost: CostCurve = COST) -> Planner:
     """Time is worth `gain` times what plain decoding makes of it; tokens of all requests are worth the same."""
-    planner = Planner(COST)
+    planner = Planner(cost)
     planner.draft_plans(requests, 256, others_wait=True)
     planner._state.gain = gain
+    planner.draft_plans(requests, 256, others_wait=True)
     return planner
 
 
@@ -90,9 +91,7 @@ def test_a_level_is_drafted_where_it_promises_more_than_its_time() -> None:
     request, only = request_of(), np.array([0])
     row = float(COST.verify(17) - COST.verify(1)) / 16
     for gain, opened in itertools.product((1.0, 1.5, 3.0), (0.4, 0.7, 1.0)):
-        planner = Planner(STARTING)
-        planner.draft_plans([request], 256)
-        planner._state.gain = gain
+        planner = planner_at(gain, [request], STARTING)
         rule, start, level = planner.level_rule(), gain / 1e-3 * 3e-4, gain / 1e-3 * (2e-4 + row)
         pays = opened * rule.first_gain > start + level
         assert rule.worth_a_level(only, np.array([opened]), None).tolist() == [pays]

@@ -108,6 +108,9 @@ class PlannedRound:
     token_weights: list[float]  # by request, see `_weights_of_tokens`
     asks_sources: bool = False  # whether any source is asked to draft
     adaptive_depth: int = 0  # most levels of a captured round's adaptive trees
+    # Weighted tokens that a second, and a further row of the target pass, are worth; None until they are asked for
+    prices: tuple[float, float] | None = None
+    rule: LevelRule | None = None  # None until it is asked for
 
     @property
     def size(self) -> int:
@@ -322,7 +325,15 @@ class Planner:
     @property
     def rate(self) -> float:
         """Price of time in weighted tokens per second: recent throughput of this batch, at least plain decoding's."""
-        return max(self._state.gain, 1.0) * sum(self.round.token_weights) / self.costs.plain
+        return self._prices[0]
+
+    @property
+    def _prices(self) -> tuple[float, float]:
+        if self.round.prices is None:
+            count, rate = self.round.size, max(self._state.gain, 1.0) * sum(self.round.token_weights) / self.costs.plain
+            rows = self.costs.verify(count + ROW_WINDOW) - self.costs.verify(count)
+            self.round.prices = rate, rate * rows / ROW_WINDOW
+        return self.round.prices
 
     def _weights_of_tokens(self, requests: Sequence[Request]) -> list[float]:
         """Return the weight of one token of each request, for a batch with no requests queued.
@@ -343,13 +354,7 @@ class Planner:
     @property
     def least_value(self) -> float:
         """Minimum value at which a node pays for its row of the target pass."""
-        return self._row_price / max(self.round.token_weights)
-
-    @property
-    def _row_price(self) -> float:
-        """Weighted tokens that the time of a further row of the target pass is worth."""
-        count = self.round.size
-        return self.rate * (self.costs.verify(count + ROW_WINDOW) - self.costs.verify(count)) / ROW_WINDOW
+        return self._prices[1] / max(self.round.token_weights)
 
     @property
     def _state(self) -> _BatchSizeState:
@@ -374,13 +379,15 @@ class Planner:
 
         A level also costs a row of the target pass, for at least one of its nodes.
         """
-        curve, price, row = self.costs.curve, self.rate * self.costs.draft_scale, self._row_price
-        state = self._state
+        if self.round.rule is not None:
+            return self.round.rule
+        (rate, row), curve, state = self._prices, self.costs.curve, self._state
+        price = rate * self.costs.draft_scale
         start, level = price * curve.draft_start_seconds, price * curve.draft_seconds + row
         gain = max(state.gain, 1.0) * self._drafted_gain(start + level + 1e-6)
         if self._num_drafted < WARMUP and start + level < MOST_TO_LEARN:
             gain = max(gain, start + level + 1e-6)
-        return LevelRule(
+        self.round.rule = LevelRule(
             self.calibration,
             gain,
             self.round.token_weights,
@@ -389,6 +396,7 @@ class Planner:
             price * curve.draft_request_seconds + row,
             self.least_value,
         )
+        return self.round.rule
 
     def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Return the nodes of each tree to verify: as many as configured or, with nodes="auto", those that pay.
@@ -441,6 +449,7 @@ class Planner:
             return
         if planned is not None:
             self.round, self.costs.batch = planned, planned.costed
+        self.round.prices = self.round.rule = None
         sizes = [len(tree.values) for tree in trees]
         rows, grows = sum(sizes) if rows is None else rows, max(sizes) > 1
         speculates = self.round.asks_sources or drafted.levels > 0

@@ -1,7 +1,7 @@
 """Runs the target model: prefill chunks and tree passes."""
 
-import itertools
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from treespec.cache.kv_cache import KVCache
 from treespec.errors import RequestError
+from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
 from treespec.request import Request
 from treespec.sampling.logprobs import logprobs_of
@@ -29,7 +30,6 @@ class Choices(NamedTuple):
 
 def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
     """Attention rows of a tree after the request's committed positions."""
-    assert request.context_len + len(tree) <= len(request.pages) * PAGE_SIZE, "a tree outgrew its request's pages"
     if len(tree) == 1:
         return RequestRows.chain(request.context_len, 1, request.pages, request.max_len)
     nodes = np.arange(len(tree))
@@ -57,6 +57,8 @@ class Runner:
         captured: CapturedPasses | None = None,  # captured tree passes; None to launch all kernels one by one
     ):
         self.target, self.cache, self.max_rows, self.captured = target, cache, max_rows, captured
+        # Hidden states that heads read take further calls.
+        self._compiled = target.compiled if captured is None and cache.features is None else None
 
     def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Prefill the next `counts[i]` tokens of each request in one pass: of the prompt, or of a preempted request.
@@ -107,7 +109,7 @@ class Runner:
             half = len(requests) // 2
             return self.forward(requests[:half], trees[:half]) + self.forward(requests[half:], trees[half:])
         logits = self.logits(requests, trees)
-        bounds = list(itertools.pairwise(np.cumsum([0] + [len(tree) for tree in trees]).tolist()))
+        bounds = pairwise(accumulate(map(len, trees), initial=0))
         # A non-finite hidden state makes all of its logits non-finite, so one column suffices; samplers check the rows
         # they read.
         best, choices = logits[:, 0], None
@@ -126,12 +128,30 @@ class Runner:
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
         """[total nodes, vocab] logits of a tree pass, in the model's dtype."""
+        for request, tree in zip(requests, trees, strict=True):
+            outgrown = request.context_len + len(tree) > len(request.pages) * PAGE_SIZE
+            assert not outgrown, "a tree outgrew its request's pages"
 
         def launch() -> Tensor:  # all kernels one by one
             rows = [tree_rows(request, tree) for request, tree in zip(requests, trees, strict=True)]
             return self.target.logits(self.run_pass(rows, np.concatenate([tree.tokens for tree in trees])))
 
-        return launch() if self.captured is None else self.captured.logits(requests, trees, launch)
+        if self.captured is not None:
+            return self.captured.logits(requests, trees, launch)
+        logits = None if self._compiled is None else self._compiled_logits(self._compiled, requests, trees)
+        return launch() if logits is None else logits
+
+    def _compiled_logits(
+        self, target: CompiledDecoder, requests: Sequence[Request], trees: Sequence[TokenTree]
+    ) -> Tensor | None:
+        columns = [
+            getattr(trees[0], name) if len(trees) == 1 else np.concatenate([getattr(tree, name) for tree in trees])
+            for name in ("tokens", "parents", "depths")
+        ]
+        first_rows = [*accumulate(map(len, trees), initial=0)]
+        contexts, lengths = [request.context_len for request in requests], [request.max_len for request in requests]
+        pages = [request.pages for request in requests]
+        return target.tree_logits(columns, first_rows, contexts, pages, lengths, self.cache.pools[0])
 
     def wait(self) -> None:
         if self.target.device.type == "cuda":

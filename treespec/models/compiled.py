@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -162,6 +163,23 @@ class CompiledDecoder(Decoder):
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
         layer_kv = kv[:num_layers]
         return self.model.forward(tokens, layout.attention, layout.rotation, layer_kv, len(layer_kv), layout.positions)
+
+    def tree_logits(
+        self,
+        columns: Sequence[np.ndarray],
+        first_rows: Sequence[int],
+        contexts: Sequence[int],
+        pages: Sequence[np.ndarray],
+        max_lens: Sequence[int],  # by tree, maximum number of positions that its request may reach
+        kv: Tensor,
+    ) -> Tensor | None:
+        """Run a pass over whole trees, as `CompiledModel.tree_logits`; None if it takes more than one call."""
+        if self.positions is not None or self.config.logit_cap is not None or self.head_vocabulary is not None:
+            return None
+        first = [*map(self.config.first_rotation, max_lens)]
+        num_positions = max(contexts) + max(first) + first_rows[-1]
+        rotation = self.rotations_to(num_positions)
+        return self.model.tree_logits(columns, first_rows, contexts, pages, first, rotation, kv)
 
     def forward_with_states(
         self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int], stream: StreamInput | None = None

@@ -23,4 +23,12 @@ struct Batch {
     int64_t num_states;
 };
 
+struct TreeRows {  // whole trees that a pass runs over, tree by tree
+    int64_t num_trees, page_size;
+    const int64_t *tokens, *parents, *depths;  // [num_rows], of nodes in their trees, roots first; -1: no parent
+    // Per tree: start of its rows and of its pages, committed positions, and row of the rotations for position 0
+    const int64_t *first_row, *first_page, *context, *first_rotation;
+    const int64_t* pages;
+};
+
 }  // extern "C"

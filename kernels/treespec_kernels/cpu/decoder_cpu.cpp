@@ -334,12 +334,53 @@ class Pass {
     }
 };
 
+// Sets the slots, and what they attend to, of the rows of whole trees: node i has logical slot context + i. A tree of one
+// row reads all its positions through the pages, like a step of plain decoding.
+class TreeLayout {
+    std::vector<int64_t> columns, paths{0};
+
+  public:
+    TreeLayout(const TreeRows& trees, Batch& batch) {
+        const int64_t n = trees.first_row[trees.num_trees];
+        columns.resize(6 * n);
+        int64_t *slots = columns.data(), *tables = slots + n, *direct = tables + n, *starts = direct + n;
+        int64_t *counts = starts + n, *positions = counts + n;
+        for (int64_t t = 0; t < trees.num_trees; t++) {
+            const int64_t first = trees.first_row[t], last = trees.first_row[t + 1], context = trees.context[t];
+            const int64_t* pages = trees.pages + trees.first_page[t];
+            for (int64_t i = first; i < last; i++) {
+                const int64_t logical = context + i - first, parent = trees.parents[i];
+                slots[i] = pages[logical / trees.page_size] * trees.page_size + logical % trees.page_size;
+                tables[i] = trees.first_page[t], positions[i] = trees.first_rotation[t] + context + trees.depths[i];
+                direct[i] = context + (last - first == 1), starts[i] = paths.size(), counts[i] = 0;
+                if (last - first == 1) continue;
+                if (parent >= 0)
+                    for (int64_t j = 0; j < counts[first + parent]; j++)
+                        paths.push_back(paths[starts[first + parent] + j]);
+                paths.push_back(slots[i]), counts[i] = trees.depths[i] + 1;
+            }
+        }
+        batch.num_rows = n, batch.tokens = trees.tokens, batch.slots = slots, batch.tables = tables;
+        batch.direct = direct, batch.starts = starts, batch.counts = counts, batch.positions = positions;
+        batch.pages = trees.pages, batch.paths = paths.data();
+    }
+};
+
 }  // namespace
 
 extern "C" {
 
 // Writes the rows' hidden states after the final norm to batch->out, and their K and V to their slots of the cache.
 void treespec_forward(const Model* model, const Batch* batch) { Pass(*model, *batch).run(); }
+
+// Runs a pass over whole trees, and writes the logits [num_rows, outputs of the head]. batch: the cache and the rotations.
+void treespec_tree_logits(const Model* model, const Linear* head, Batch* batch, const TreeRows* trees, scalar* logits) {
+    static thread_local std::vector<scalar> hidden;
+    const TreeLayout layout(*trees, *batch);
+    hidden.resize(batch->num_rows * model->hidden), batch->out = hidden.data();
+    Pass(*model, *batch).run();
+    linear(*head, hidden.data(), batch->num_rows, logits, ROUND, int(model->threads));
+}
 
 // Writes the projections of batch->inputs to the rows' slots of the cache, as K and V of all layers.
 void treespec_write_context(const Model* model, const Batch* batch) { Pass(*model, *batch).write_context(); }

@@ -8,13 +8,16 @@ import copy
 import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
-from treespec_kernels.cpu.cpu_library import l3_bytes
+from treespec_kernels.cpu.cpu_library import address_of, l3_bytes
 from treespec_kernels.cpu.decoder_library import DTYPES, STRUCTS, PanelLinear, Weight
 from treespec_kernels.cpu.huge_pages import HugePages
 from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight
@@ -269,6 +272,46 @@ class CompiledModel:
         batch.state_layers, batch.num_states = ctypes.addressof(layer_indices), len(state_layers)
         self._library.treespec_forward(ctypes.byref(self._model), ctypes.byref(batch))
         return out
+
+    def tree_logits(
+        self,
+        columns: Sequence[np.ndarray],  # tokens, parents and depths of all trees' nodes, int64 [num_rows] each
+        first_rows: Sequence[int],  # start of each tree's rows, and their number
+        contexts: Sequence[int],  # by tree, its request's committed positions
+        pages: Sequence[np.ndarray],  # by tree, its request's pages, int64
+        first_rotations: Sequence[int],  # by tree, row of the rotations for position 0
+        rotation: Tensor,  # this and `kv`: as in `forward`
+        kv: Tensor,
+    ) -> Tensor:
+        """Run a pass over whole trees: return the logits, and write node i's K/V to its request's slot context + i."""
+        assert rotation.is_contiguous() and rotation.dtype == torch.float32 and kv.is_contiguous()
+        count, num_rows = len(contexts), first_rows[-1]
+        first_pages = [*accumulate(map(len, pages), initial=0)]
+        held = (ctypes.c_int64 * (4 * count + 2))(*first_rows, *first_pages, *contexts, *first_rotations)
+        lists, size = ctypes.addressof(held), 8 * count
+        all_pages = pages[0] if count == 1 else np.concatenate(pages)
+        trees = STRUCTS["TreeRows"](
+            count,
+            PAGE_SIZE,
+            *map(address_of, columns),
+            lists,
+            lists + size + 8,
+            lists + 2 * size + 16,
+            lists + 3 * size + 16,
+            address_of(all_pages),
+        )
+        batch = STRUCTS["Batch"](
+            num_layers=len(self._layers), rotation=rotation.data_ptr(), cache=kv.data_ptr(), num_pages=kv.shape[2]
+        )
+        logits = torch.empty(num_rows, self.vocab_size, dtype=self.dtype, device="cpu")
+        self._library.treespec_tree_logits(
+            ctypes.byref(self._model),
+            ctypes.byref(self._head),
+            ctypes.byref(batch),
+            ctypes.byref(trees),
+            logits.data_ptr(),
+        )
+        return logits
 
     def write_context(self, rows: Tensor, plan: CompiledPlan, rotation: Tensor, kv: Tensor) -> None:
         """Write the projections of rows, [num_rows, hidden_size], to their slots, as K and V of all layers."""

@@ -144,9 +144,8 @@ def verify_request(request: Request, tree: TokenTree, choices: Choices) -> tuple
     sampler = request.sampler
     if sampler is None:
         assert choices.tokens is not None
-        wanted = choices.tokens.tolist()
-        path = tree.follow(wanted)
-        return path, wanted[path[-1]]
+        path = tree.follow(choices.tokens)
+        return path, choices.tokens[path[-1]]
     if request.draws_at_random and len(tree) > 1:
         return sampler.verify_drawn(request.spec.verification, tree, choices.logits, request.tokens)
     return sampler.walk(tree, choices.logits, request.tokens, request.tokens_left)

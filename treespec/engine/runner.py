@@ -1,7 +1,8 @@
 """Runs the target model: prefill chunks and tree passes."""
 
+import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ _SCORED_ROWS = 64  # prompt rows whose logits are computed at once: 20 MB in bfl
 class Choices(NamedTuple):
     """Target outputs for one request's tree."""
 
-    tokens: np.ndarray | None  # int64 [num_nodes], the argmax; None if the request has a sampler
+    tokens: list[int] | None  # by node, the argmax; None if the request has a sampler
     finite: bool  # no NaN or infinity
     logits: Tensor  # [num_nodes, vocab]
 
@@ -108,23 +109,20 @@ class Runner:
         if self.max_rows is not None and len(requests) > 1 and sum(map(len, trees)) > self.max_rows:
             half = len(requests) // 2
             return self.forward(requests[:half], trees[:half]) + self.forward(requests[half:], trees[half:])
-        logits = self.logits(requests, trees)
-        bounds = pairwise(accumulate(map(len, trees), initial=0))
+        logits, sizes = self.logits(requests, trees), [len(tree) for tree in trees]
         # A non-finite hidden state makes all of its logits non-finite, so one column suffices; samplers check the rows
         # they read.
-        best, choices = logits[:, 0], None
+        best, choices = logits[:, 0], list[int]()
         if any(request.sampler is None for request in requests):
             best, tokens = self.target.best(logits)
-            choices = tokens.cpu().numpy()
-        finite = np.isfinite(best.float().cpu().numpy())
-        return [
-            Choices(
-                choices[start:stop] if choices is not None and request.sampler is None else None,
-                bool(finite[start:stop].all()),
-                logits[start:stop],
-            )
-            for request, (start, stop) in zip(requests, bounds, strict=True)
-        ]
+            choices = tokens.tolist()
+        finite, results = [*map(math.isfinite, best.tolist())], list[Choices]()
+        parts = [logits] if len(trees) == 1 else logits.split(sizes)  # a slice takes 5 us after a pass
+        for request, rows, first, size in zip(requests, parts, accumulate(sizes, initial=0), sizes, strict=False):
+            part = slice(first, first + size)
+            wanted = choices[part] if request.sampler is None else None
+            results.append(Choices(wanted, all(finite[part]), rows))
+        return results
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
         """[total nodes, vocab] logits of a tree pass, in the model's dtype."""

@@ -1,7 +1,7 @@
 """Tree merge: turns the proposals of SSMs and seeds for one level of every tree into candidates and the next frontier.
 
-This is the reference for growing trees. Growth on the host without a compiler (reference_forest.py of the drafters)
-merges with the same function, and growth_cpu is bit-identical to it.
+This is the reference for growing trees. Growth in numpy (forest.py of the drafters) merges with the same function, and
+growth_cpu is bit-identical to it.
 
 Proposals of the same token below one frontier node are merged: the first one, in the order of (source, proposal), is
 the candidate, and the others are dropped. The seeds are the last source. If a frontier node is the root or a seed (its

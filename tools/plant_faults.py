@@ -379,8 +379,8 @@ FAULTS = (
     Fault(
         "kernels: drafted nodes stand one position further on",
         CPU + "drafts_cpu.h",
-        "p.positions[last] = p.context[tree] + p.depth;",
-        "p.positions[last] = p.context[tree] + p.depth + 1;",
+        "positions[last] = context + g.depth;",
+        "positions[last] = context + g.depth + 1;",
         "drafters/test_compile_drafting.py::test_trees_are_those_of_the_general_path",
     ),
     Fault(

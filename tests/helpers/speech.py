@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
@@ -66,7 +65,7 @@ def scripted(llm: LLM, sequences: Sequence[Sequence[int]], depth: int = 8) -> It
         for request, tree, choices in zip(requests, trees, original(requests, trees), strict=True):
             prefixes = prefixes_of(request, tree)
             said = [continuation.get(prefix, 1 + (prefix[-1] * 7 + len(prefix)) % (VOCAB - 1)) for prefix in prefixes]
-            results.append(choices._replace(tokens=np.array(said)))
+            results.append(choices._replace(tokens=said))
         return results
 
     oracle = OracleDrafter(sequences, depth)

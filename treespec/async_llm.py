@@ -117,7 +117,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         """Return the next output, or the error of making it, which ends the reader and no round."""
         try:
             if self._samples[0].params.logprobs is not None and not self._has_ended:
-                self._engine.llm.engine.learn()  # those of a round that overlaps with the next one
+                self._engine.llm.engine.run_deferred()  # those of a round that overlaps with the next one
             return self._take()
         except Exception as error:  # of a tokenizer, too
             return error
@@ -340,7 +340,7 @@ class AsyncLLM:
                         try:
                             rounds.step()
                         except BaseException:  # its requests have ended, others go on; user code may raise anything
-                            logger.exception("a round broke off")
+                            logger.exception("a round failed")
                         self._hand_over()
                 rounds.yield_lock()
         finally:

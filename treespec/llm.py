@@ -146,9 +146,7 @@ class LLM:
     def _generate(self, prompts: list[Any], use_tqdm: Any, *arguments: Any) -> list[RequestOutput]:
         """Generate for texts, token ids or conversations, with the arguments of `new_requests`."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
-            raise ConfigError(
-                f"use_tqdm={short_repr(use_tqdm)}; valid: True, False, or what takes the place of tqdm.tqdm"
-            )
+            raise ConfigError(f"use_tqdm={short_repr(use_tqdm)}; valid: True, False, or a replacement for tqdm.tqdm")
         with self.between_rounds():
             entries = new_requests(self, prompts, *arguments)
             self.engine.stats.add_rejected(sum(isinstance(entry, RequestOutput) for entry in entries))
@@ -359,7 +357,7 @@ def new_requests(
             f"priority={short_repr(priority)} for {len(prompts)} prompts; valid: an int, or a list of one for each"
         )
     if any(priorities) and llm.config.scheduling_policy != "priority":
-        raise ConfigError(f'priority={short_repr(priority)} goes with LLM(scheduling_policy="priority")')
+        raise ConfigError(f'priority={short_repr(priority)} requires LLM(scheduling_policy="priority")')
     snapshots = {key: value.snapshot() for key, value in {id(value): value for value in params}.items()}
     resolved = SpecConfig.resolve(spec, llm.spec)
     llm.check_sources(resolved)

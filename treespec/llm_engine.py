@@ -71,7 +71,7 @@ class LLMEngine:
         with rounds.between():
             if any(not sample.finished for samples in self._open.values() for sample in samples):
                 rounds.step()
-                self.llm.engine.learn()  # the outputs tell what this round accepted
+                self.llm.engine.run_deferred()  # the outputs tell what this round accepted
             outputs = []
             for request_id, samples in list(self._open.items()):
                 generated, finished = sum(s.num_generated for s in samples), all(s.finished for s in samples)

@@ -11,12 +11,12 @@ import numpy as np
 
 from treespec.config.configs import RANDOM_DRAWS, SpecConfig
 from treespec.errors import RequestError, TreespecError
+from treespec.mixture_weights import MixtureWeights
 from treespec.sampling.logprobs import Logprob
 from treespec.sampling.restriction import Restriction
 from treespec.sampling.sampler import Sampler
 from treespec.sampling_params import SamplingParams
 from treespec.text.detokenizer import Detokenizer
-from treespec.trust import Trust
 
 if TYPE_CHECKING:
     from treespec.planning.learning import DraftedMeans
@@ -47,7 +47,7 @@ class PromptGroup:
     leader: "Request | None" = field(default=None, repr=False)
     kept: np.ndarray | None = None  # prompt pages held by the group; None while a sample leads or nothing is computed
     waiting: int = 0  # number of samples not yet admitted
-    trust: Trust | None = None  # in the SSMs after the prompt; None if they have not prefilled it
+    mixture: MixtureWeights | None = None  # in the SSMs after the prompt; None if they have not prefilled it
     without_ssms: bool = False  # the SSMs never prefill the prompt: no sample was expected to gain from them
 
     @property

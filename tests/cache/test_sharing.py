@@ -54,7 +54,7 @@ def test_tokens_and_bits_are_those_of_samples_on_their_own(
     assert len({tuple(request.tokens[:-1]) for request in group}) > 1, "the samples all say the same"
     assert [request.prefill_passes for request in group] == [int(length > 1)] + [0] * (len(group) - 1)
     assert llm.stats()["prefill_tokens"] - before == (len(group) + 1) * (length - 1)
-    if spec == NODES:  # the SSMs' K/V and trust are the same too: so are their trees
+    if spec == NODES:  # the SSMs' K/V and mixture weights are the same too: so are their trees
         assert alone.logits.keys() == shared.logits.keys()
 
 

@@ -146,7 +146,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "mm_processor_kwargs": ((None, {}), ({"a": 1},), "prompts are text or token ids"),
 }
 
-# name: values that ask for nothing, hints, refused values, what to do instead
+# name: no-op values, hints, refused values, what to do instead
 ENGINE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], str]] = {
     "tensor_parallel_size": ((1, None), (), (2,), "a model runs on one device"),
     "gpu_memory_utilization": ((0.9, None), (0.5, 1), (), "max_num_seqs and max_model_len bound the memory"),

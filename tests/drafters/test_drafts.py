@@ -12,8 +12,8 @@ from tests.helpers.models import assert_same_tree, exact_in, greedy, open_llm, r
 from treespec import LLM, SpecConfig
 from treespec.drawing.recording import watch
 from treespec.engine.round_record import RoundRecord
+from treespec.mixture_weights import MixtureWeights
 from treespec.tree import TokenTree
-from treespec.trust import Trust
 
 TOKENS = 24
 LENGTHS = (1, 30, 62, 63, 64, 126)
@@ -60,7 +60,7 @@ def first_proposals(llm: LLM, keys: Iterable[tuple[int, ...]], spec: SpecConfig)
 @pytest.fixture
 def equal_trust(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of the SSMs, which remember more than the tokens of a new request's prompt, stay equal."""
-    monkeypatch.setattr(Trust, "weights", lambda self, ssms: np.full(len(ssms), 1 / len(ssms)))
+    monkeypatch.setattr(MixtureWeights, "weights", lambda self, ssms: np.full(len(ssms), 1 / len(ssms)))
 
 
 SSMS_24 = SpecConfig(nodes=24, max_depth=5, sources=("ssm",))

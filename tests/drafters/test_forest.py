@@ -77,8 +77,8 @@ def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
             mass = stop_unprofitable(forest, adaptive, rule, mass)
             if not len(forest.frontier.nodes):
                 break
-        owners = forest.frontier.owners
-        broken |= {*owners[forest.extend(said_by(case, forest), case.weights)].tolist()}
+        tree_ids = forest.frontier.tree_ids
+        broken |= {*tree_ids[forest.extend(said_by(case, forest), case.weights)].tolist()}
     expected = forest.finish([f"ssm-{i}" for i in range(sizes.ssms)])
 
     trees, scored = grown_compiled(case, limits, rule, adaptive.tolist(), **options)

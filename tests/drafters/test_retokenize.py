@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.tokenizers_made import TEXT, byte_level, letters, save_tokenizer, sentencepiece_like
-from treespec.drafters.foreign.retokenize import MAX_WORD, Context, Translation
+from treespec.drafters.cross_tokenizer.retokenize import MAX_WORD, Context, Translation
 from treespec.errors import CheckpointError
 from treespec_weights import default_folder
 from treespec_weights.codec import Codec

@@ -32,10 +32,10 @@ from tests.helpers.sharing import assert_clean
 from tests.helpers.speech import speaking_folder
 from tests.helpers.tokenizers_made import TEXT, byte_level, permuted, resized, save_tokenizer, sentencepiece_like
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.drafters.foreign.by_text import TextDrafter
-from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
-from treespec.drafters.foreign.retokenize import Context
-from treespec.drafters.foreign.translated import TranslatedDrafter
+from treespec.drafters.cross_tokenizer.by_text import TextDrafter
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter
+from treespec.drafters.cross_tokenizer.retokenize import Context
+from treespec.drafters.cross_tokenizer.translated import TranslatedDrafter
 from treespec.drawing.recording import watch
 from treespec.outputs import RequestOutput
 from treespec_weights import default_folder
@@ -98,8 +98,8 @@ def accepted(outputs: Sequence[RequestOutput]) -> list[tuple[list[int], int]]:
     return [(list(o.metrics.accepted_by_source.values()), o.metrics.target_passes) for o in outputs]
 
 
-def foreigners(llm: LLM) -> list[ForeignDrafter]:
-    return [each for each in llm.engine.sources.others if isinstance(each, ForeignDrafter)]
+def cross_tokenizer_drafters_of(llm: LLM) -> list[CrossTokenizerDrafter]:
+    return [each for each in llm.engine.sources.others if isinstance(each, CrossTokenizerDrafter)]
 
 
 # --- the tokens of plain decoding
@@ -160,7 +160,7 @@ def test_a_shuffled_vocabulary_accepts_as_the_original(batch: int, spec: str, op
 def test_a_tree_does_not_depend_on_the_rounds_before(name: str) -> None:
     """Each equals the first one of a new request with the same tokens, also where a word was written anew."""
     llm = llm_of(name)
-    drafter = foreigners(llm)[0]
+    drafter = cross_tokenizer_drafters_of(llm)[0]
     spec = SpecConfig(nodes=16, max_depth=4, sources=("ssm",))
     prompts = random_prompts((5, 40, 23, 31))
     with watch(llm.engine) as rounds:
@@ -212,7 +212,7 @@ def test_a_larger_vocabulary_is_the_same_one() -> None:
         both = [accepted(llm_of(n).generate(prompts, greedy(30, **options), spec=TREE)) for n in ("same-1", "larger")]
         assert both[0] == both[1] and sum(both[0][0][0]) > 15
     assert llm_of("larger").stats()["draft_vocabularies"] == {"larger": "padded"}
-    assert llm_of("larger").engine.sources.ssms is not None and not foreigners(llm_of("larger"))
+    assert llm_of("larger").engine.sources.ssms is not None and not cross_tokenizer_drafters_of(llm_of("larger"))
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -252,7 +252,7 @@ def test_a_draft_that_computes_nan_is_silent(tmp_path: Path) -> None:
     for text in (False, True):
         with by_text(text):
             llm = open_llm(speaking_folder(), [folders()["same-1"], broken])
-        assert isinstance(foreigners(llm)[0], TextDrafter if text else TranslatedDrafter)
+        assert isinstance(cross_tokenizer_drafters_of(llm)[0], TextDrafter if text else TranslatedDrafter)
         for spec in (TREE, SpecConfig(nodes=16, verification="rejection")):
             params = greedy(20, temperature=0.7, seed=2)
             outputs = llm.generate(random_prompts((9, 30)), params, spec=spec)
@@ -260,7 +260,7 @@ def test_a_draft_that_computes_nan_is_silent(tmp_path: Path) -> None:
                 plain = llm.generate(random_prompts((9, 30)), params, spec="off")
                 assert tokens_of(outputs) == tokens_of(plain)
             assert all("broken" not in o.metrics.accepted_by_source for o in outputs)
-        cache = foreigners(llm)[0].cache
+        cache = cross_tokenizer_drafters_of(llm)[0].cache
         assert all(torch.isfinite(pool).all() for pool in cache.pools)
 
 
@@ -294,7 +294,7 @@ def test_samples_aborts_and_streams_leave_nothing_behind() -> None:
 
 def test_nothing_is_drafted_where_it_does_not_pay() -> None:
     llm = llm_of("unigram")
-    drafter = foreigners(llm)[0]
+    drafter = cross_tokenizer_drafters_of(llm)[0]
     with mock.patch.object(drafter, "_forward", wraps=drafter._forward) as passes:
         (output,) = llm.generate(random_prompts((20,)), greedy(150), spec=SpecConfig(sources=("ssm",)))
     assert output.metrics.target_passes > 100

@@ -14,7 +14,7 @@ from tests.helpers.tokenizers_made import letters, save_tokenizer
 from tests.sampling.test_sampled_distribution import ALPHA, PROMPT, sampled, timeless
 from tests.sampling.test_sampled_distribution import folders as tiny_folders
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter
 from treespec.drawing.recording import watch
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def sampling_llm(*drafts: Path, text: bool = False, **options: Any) -> LLM:
     with mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 1.1 if text else 0.0):
         llm = timeless(open_llm(folders()[0], drafts, **options))
     for drafter in llm.engine.sources.others:
-        assert isinstance(drafter, ForeignDrafter)
+        assert isinstance(drafter, CrossTokenizerDrafter)
         drafter.pass_value.pays = lambda expected: expected > 0.01  # type: ignore[method-assign]
     return llm
 

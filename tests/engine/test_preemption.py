@@ -215,5 +215,5 @@ def test_the_size_of_the_cache() -> None:
 def test_priorities_that_are_refused(priority: Any) -> None:
     with pytest.raises(ConfigError, match="priority"):
         crowded(8).generate(random_prompts((5, 5)), greedy(3), priority=priority)
-    with pytest.raises(ConfigError, match='goes with LLM\\(scheduling_policy="priority"\\)'):
+    with pytest.raises(ConfigError, match='requires LLM\\(scheduling_policy="priority"\\)'):
         tiny_llm().generate(random_prompts((5, 5)), greedy(3), priority=[0, 1])

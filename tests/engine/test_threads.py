@@ -120,7 +120,7 @@ def test_a_round_that_breaks_off_tells_the_other_callers(error: type[BaseExcepti
     if error is KeyboardInterrupt:
         assert next(stream).finish_reason == "abort"
     else:
-        with pytest.raises(RequestError, match="a round broke off: OSError: enough"):
+        with pytest.raises(RequestError, match="a round failed: OSError: enough"):
             next(stream)
     assert_idle(llm)
     assert len(generated(llm, PROMPTS[1], greedy(24))[0]) == 24

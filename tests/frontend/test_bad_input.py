@@ -27,7 +27,7 @@ SPEC_CASES: list[tuple[dict[str, Any], str]] = [
     ({"policy": "dynamic", "branching": (2, 1)}, "branching=(2, 1)"),
     ({"verification": "coupld"}, "verification='coupld'; valid: 'coupled'"),
     ({"verification": "rejection", "policy": "dynamic"}, "needs all of them"),
-    ({"draws": "with-replacement"}, "draws='with-replacement' goes with"),
+    ({"draws": "with-replacement"}, "draws='with-replacement' requires"),
     ({"branching": ()}, "branching=()"),
     ({"branching": "42"}, "branching='42'"),
     ({"branching": (64, 64)}, "makes 4161 nodes"),

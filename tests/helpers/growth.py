@@ -179,11 +179,11 @@ def growth_case(number: int) -> GrowthCase:
 
 def said_by(case: GrowthCase, forest: Forest) -> list[SsmProbs]:
     """What those SSMs that speak say of the frontier."""
-    owners, paths, said = forest.frontier.owners, [tuple(path) for path in forest.paths()], []
+    tree_ids, paths, said = forest.frontier.tree_ids, [tuple(path) for path in forest.paths()], []
     for ssm in range(case.weights.shape[1]):
-        rows = np.flatnonzero(case.weights[owners, ssm] > 0)
+        rows = np.flatnonzero(case.weights[tree_ids, ssm] > 0)
         if len(rows):
-            said.append(SsmProbs(ssm, rows, np.stack([case.probs(int(owners[i]), ssm, paths[i]) for i in rows])))
+            said.append(SsmProbs(ssm, rows, np.stack([case.probs(int(tree_ids[i]), ssm, paths[i]) for i in rows])))
     return said
 
 
@@ -202,9 +202,9 @@ def grown_on_host(case: GrowthCase) -> list[TokenTree]:
 class SpokenDrafts:
     """The drafts of a case in the place of compiled models: their passes look up what the case says of a path."""
 
-    def __init__(self, case: GrowthCase, ssms: Sequence[int], owners: dict[int, int]):
+    def __init__(self, case: GrowthCase, ssms: Sequence[int], tree_ids: dict[int, int]):
         self.case, self.library = case, growth_library(find_compiler(), LIBRARIES)
-        self._owners, self._paths, self._rows = owners, dict[int, tuple[int, Path]](), list[tuple[int, Path]]()
+        self._owners, self._paths, self._rows = tree_ids, dict[int, tuple[int, Path]](), list[tuple[int, Path]]()
         batch = ctypes.POINTER(STRUCTS["Batch"])
         self._forward = ctypes.CFUNCTYPE(None, ctypes.c_void_p, batch)(self._run_pass)
         floats = ctypes.POINTER(ctypes.c_float)
@@ -236,7 +236,7 @@ class SpokenDrafts:
             self._rows.append(row)
 
     def _score(self, head: int, hidden: int, count: int, out: Any, threads: int) -> None:
-        rows = [self.case.probs(owner, head - 1, path) for owner, path in self._rows[-count:]]
+        rows = [self.case.probs(tree_id, head - 1, path) for tree_id, path in self._rows[-count:]]
         np.ctypeslib.as_array(out, (count, self.case.vocab))[:] = rows
 
 

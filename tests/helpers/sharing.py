@@ -16,7 +16,7 @@ from tests.helpers.models import VOCAB, greedy, random_prompts
 from tests.helpers.speech import altered_logits
 from treespec import LLM, LLMEngine, RequestOutput, SamplingParams, SpecConfig
 from treespec.cache.kv_cache import KVCache
-from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.models.decoder import Decoder
 from treespec.request import PromptGroup, Request
@@ -186,7 +186,7 @@ def remembered(llm: LLM) -> list[str]:
     engine = llm.engine
     found = [] if engine.sources.ssms is None else list(engine.sources.ssms._states)
     for drafter in (engine.sources.lookup, *engine.sources.others):
-        if isinstance(drafter, ForeignDrafter):
+        if isinstance(drafter, CrossTokenizerDrafter):
             drafter.cache.check_integrity()
             found += [*drafter._states, *drafter.cache._held]
         elif isinstance(drafter, LookupDrafter):

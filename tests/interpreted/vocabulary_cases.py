@@ -11,7 +11,7 @@ from tests.helpers.models import greedy, make_draft, make_llama, new_folder, ope
 from tests.helpers.tokenizers_made import letters, permuted, resized, save_tokenizer
 from tests.interpreted.engines import SMALL, TRITON
 from treespec import SpecConfig
-from treespec.drafters.foreign.translated import TranslatedDrafter
+from treespec.drafters.cross_tokenizer.translated import TranslatedDrafter
 from treespec.drawing.recording import watch
 from treespec.graphs.batch_round import BatchRound
 from treespec_weights.draft_vocabulary import rank_tokens

@@ -29,11 +29,11 @@ from treespec import LLM, SamplingParams, SpecConfig
 from treespec.config.configs import DRAWS
 from treespec.drawing.recording import watch
 from treespec.engine.round_record import RoundRecord
+from treespec.mixture_weights import MixtureWeights
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
 from treespec.sampling.sampler import DRAFT_STREAM, Sampler
 from treespec.tree import TokenTree
-from treespec.trust import Trust
 from treespec.verification.oracle import RandomOracle
 
 ALPHA = 1e-6
@@ -146,10 +146,10 @@ def sampled(llm: LLM, spec: SpecConfig, seed: int = 1, **options: Any) -> tuple[
     params = SamplingParams(
         **({"temperature": TEMPERATURE, "seed": seed, "max_tokens": deep, "n": SAMPLES, "ignore_eos": True} | options)
     )
-    own_trust = Trust.weights
+    own_trust = MixtureWeights.weights
     # Fixed trees give both drafts a turn at every node; left to itself, the better one takes nearly all.
     weights = (lambda self, ssms: np.full(len(ssms), 1 / len(ssms))) if spec.branching else own_trust
-    with mock.patch.object(Trust, "weights", weights):
+    with mock.patch.object(MixtureWeights, "weights", weights):
         [output] = llm.generate([PROMPT], params, spec=spec)
     llm.engine.check_integrity()
     return worst_p([each.token_ids for each in output.outputs], params), output.metrics.acceptance_length

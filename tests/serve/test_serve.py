@@ -353,9 +353,9 @@ def test_a_request_that_fails_ends_with_an_error(client: OpenAI, llm: LLM, monke
         raise RuntimeError("broken")
 
     monkeypatch.setattr(llm.engine, "prefill", prefill)
-    with pytest.raises(openai.InternalServerError, match="a round broke off: RuntimeError: broken"):
+    with pytest.raises(openai.InternalServerError, match="a round failed: RuntimeError: broken"):
         client.completions.create(model=NAME, prompt="x")
-    with pytest.raises(openai.APIError, match="a round broke off: RuntimeError: broken"):
+    with pytest.raises(openai.APIError, match="a round failed: RuntimeError: broken"):
         list(client.completions.create(model=NAME, prompt="x", stream=True))
     monkeypatch.undo()
     assert client.completions.create(model=NAME, prompt="x", max_tokens=2).choices

@@ -91,7 +91,7 @@ def profiled(engine: Engine) -> Iterator[Sample]:
         for kind, choose in implementations.items():
             kind.choose = choose  # type: ignore[method-assign]
         spent = {stage: seconds - before[stage] for stage, seconds in clock.seconds.items()}
-        spent["draft"] += spent.pop("foreign") + spent.pop("search")
+        spent["draft"] += spent.pop("cross_tokenizer") + spent.pop("search")
         sample.prefill_seconds = spent["prefill"]
         sample.stages = {stage: spent[stage] for stage in MEANING}
         sample.accepted, sample.rounds = stats.accepted_lengths - accepted, stats.rounds - rounds

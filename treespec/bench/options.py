@@ -1,4 +1,4 @@
-"""Options of a benchmark, of which the flags of `treespec bench` are made."""
+"""Options of a benchmark, from which the flags of `treespec bench` are generated."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class GenerationFlags:
         max_tokens: maximum number of new tokens.
         temperature: 0 is greedy.
         top_p: keep the most likely tokens with this total probability.
-        top_k: keep so many of the most likely tokens.
-        min_p: keep tokens with at least so many times the top probability.
+        top_k: keep only the k most likely tokens.
+        min_p: drop tokens below min_p times the top probability.
         seed: RNG seed; a new one if not set.
         verification: acceptance rule of sampled tokens: coupled (default) or naive emit exactly the tokens of plain
             decoding; rejection or traversal preserve their distribution.

@@ -83,7 +83,7 @@ class SpecConfig:
             )
         if self.verification not in RANDOM_DRAWS and self.draws != DRAWS[0]:
             raise ConfigError(
-                f'draws={self.draws!r} goes with verification="rejection" or "traversal"; {self.verification!r} draws '
+                f'draws={self.draws!r} requires verification="rejection" or "traversal"; {self.verification!r} draws '
                 "nothing at random"
             )
         self._check_branching()
@@ -97,7 +97,7 @@ class SpecConfig:
                 raise ConfigError('policy="static" needs branching, children per node by depth, such as (4, 2, 1)')
             return
         if self.policy == "dynamic":
-            raise ConfigError(f'branching={self.branching!r} goes with policy="static", not with "dynamic"')
+            raise ConfigError(f'branching={self.branching!r} requires policy="static", not "dynamic"')
         if not isinstance(self.branching, tuple) or not self.branching or len(self.branching) > self.max_depth:
             raise ConfigError(
                 f"branching={self.branching!r}; valid: a tuple of 1 to max_depth={self.max_depth} ints, as (4, 2, 1)"

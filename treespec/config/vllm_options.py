@@ -1,6 +1,6 @@
 """vLLM's options and methods that treespec does not have.
 
-Options that ask for nothing pass. Hints, which change speed or memory but no token, are logged. The rest is refused.
+No-op values are accepted. Hints, which change speed or memory but no token, are logged. The rest is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Absent(NamedTuple):
     """Handling of an option that treespec does not have."""
 
     instead: str  # the alternative, for errors and log lines
-    neutral: tuple[Any, ...] = (False, "", {})  # values that ask for nothing, as None does; lists of them too
+    neutral: tuple[Any, ...] = (False, "", {})  # no-op values, as None is; lists of them too
     is_hint: bool = False  # other values are ignored with a log line, not refused
 
 

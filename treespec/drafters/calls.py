@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from treespec.drafters.base import Drafter, check_proposal
-from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter, LookupProposals
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.drafters.table.table_drafter import TableDrafter
@@ -31,11 +31,11 @@ _REMEDY = "return a list with one TokenTree per request; TokenTree.root(request.
 
 def is_custom(drafter: Committing) -> bool:
     """Return whether a drafter is a user-defined object rather than one of the engine's own."""
-    return not isinstance(drafter, SsmDrafter | LookupDrafter | LookupProposals | TableDrafter | ForeignDrafter)
+    return not isinstance(drafter, SsmDrafter | LookupDrafter | LookupProposals | TableDrafter | CrossTokenizerDrafter)
 
 
 def may_draft(drafter: Drafter, request: Request) -> bool:
-    if isinstance(drafter, ForeignDrafter):
+    if isinstance(drafter, CrossTokenizerDrafter):
         return drafter.allows(request)
     return request.spec.allows(drafter.name, drafter.name)
 

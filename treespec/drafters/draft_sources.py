@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from treespec.drafters.base import Drafter, ModelFreeDrafter
-from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.drafters.table.table_drafter import TableDrafter
@@ -32,5 +32,5 @@ class DraftSources:
     def evict(self, request: Request) -> None:
         """Release the K/V of a preempted request. Sources without K/V depend on its tokens alone, which stay."""
         for source in self:
-            if isinstance(source, SsmDrafter | ForeignDrafter):
+            if isinstance(source, SsmDrafter | CrossTokenizerDrafter):
                 source.evict(request)

@@ -1,8 +1,8 @@
 """Evidence ratios: combine the SSMs' probabilities with the proposals of other sources.
 
-A *seed* is a node proposed by lookup, suffix, grammar or a foreign draft. If the SSMs' mixture gives a token the
-probability m and a seed with the same token has its own probability q, the combined odds are the odds of m times the
-seed's *evidence ratio*, a likelihood ratio:
+A *seed* is a node proposed by lookup, suffix, grammar or a cross-tokenizer draft. If the SSMs' mixture gives a token
+the probability m and a seed with the same token has its own probability q, the combined odds are the odds of m times
+the seed's *evidence ratio*, a likelihood ratio:
 
     log ratio = bias + slope * logit(q)
 

@@ -51,7 +51,7 @@ class Engine:
         self.observers = RoundObservers()  # called after every round, once per request
         self.clock = StageClock()
         self._failures: Failures = {}  # drafter failures of this round, by request
-        self._lessons = deque[Callable[[], None]]()  # what `learn` learns, from committed rounds
+        self._deferred = deque[Callable[[], None]]()  # updates of committed rounds, which `run_deferred` makes
 
     def step(self) -> list[Request]:
         """Run one round. Return its requests; finished ones have a `finish_reason`."""
@@ -66,7 +66,7 @@ class Engine:
                 continue
             self.clock.enter("host")
             began = self.clock.mark()
-            execution = executor.run(served, bool(self.scheduler.waiting), self.clock, self.learn)
+            execution = executor.run(served, bool(self.scheduler.waiting), self.clock, self.run_deferred)
             self.commit(execution, began)
             remaining = [request for request in remaining if request not in served or request in execution.undecided]
         self.clock.enter("update")
@@ -81,7 +81,7 @@ class Engine:
     def _grow(self) -> None:
         """Reserve the pages of the next round, before it is launched. Where too few are free, preempt requests."""
         while (request := self.scheduler.grow()) is not None:
-            self.learn()
+            self.run_deferred()
             if (ssms := self.sources.ssms) is not None:
                 request.draft_lengths = ssms.lengths(request)
             self.scheduler.preempt(request)
@@ -127,9 +127,9 @@ class Engine:
         if (ssms := self.sources.ssms) is not None:
             computed = [r for r in batch.prefill if not r.finished and not r.spec.is_plain]
             for request in computed:
-                group = request.group
+                group, adaptive = request.group, request.spec.is_adaptive
                 # A preempted sample does not decide again: others may share the prompt by then, without the SSMs' K/V.
-                if group is not None and group.trust is None and request.spec.is_adaptive and not request.num_generated:
+                if group is not None and group.mixture is None and adaptive and not request.num_generated:
                     group.without_ssms = not self._expects_ssms(request)
             ssms.fork(batch.forked)
             ssms.prefill([r for r in computed if not r.spec.is_adaptive or (r.group and not r.group.without_ssms)])
@@ -145,7 +145,7 @@ class Engine:
         return executor.expects_ssms(together[: scheduler.max_num_seqs])
 
     def commit(self, execution: Execution, began: tuple[float, ...]) -> None:
-        """Append verified tokens to their requests, up to a stop, and learn from the round, at once or in the next."""
+        """Append verified tokens to their requests, up to a stop, and update counters, drafters and planner."""
         self._failures |= execution.failures
         for request, error in execution.failed:
             self.finish(request, "error", error)
@@ -162,25 +162,25 @@ class Engine:
         seconds, other = self.clock.since(began, execution.drafted.read_seconds)
         seconds = execution.seconds or seconds
         if overlaps:
-            self._lessons.append(partial(self._notify_sources, execution, emitted))
-        self._lessons.append(partial(self._learn_from, execution, emitted, seconds))
+            self._deferred.append(partial(self._notify_sources, execution, emitted))
+        self._deferred.append(partial(self._update_from, execution, emitted, seconds))
         if not overlaps:
-            self.learn()
+            self.run_deferred()
         if self.observers:
             for result, tokens in zip(execution.verified, emitted, strict=True):
                 reasons = execution.plain_reasons(result)
                 self.observers.notify(RoundRecord.of(result, len(tokens), seconds, other, reasons))
 
-    def learn(self) -> None:
-        """Learn from all rounds that were not learned from yet.
+    def run_deferred(self) -> None:
+        """Run the deferred post-round updates of counters, drafters and planner.
 
-        Captured rounds leave it for the time when the device computes the next one. What is drafted then depends on the
-        rounds before the last.
+        After captured rounds they run while the device computes the next round, whose drafts therefore do not depend on
+        them.
         """
-        while self._lessons:
-            self._lessons.popleft()()
+        while self._deferred:
+            self._deferred.popleft()()
 
-    def _learn_from(self, execution: Execution, emitted: Sequence[list[int]], seconds: RoundSeconds) -> None:
+    def _update_from(self, execution: Execution, emitted: Sequence[list[int]], seconds: RoundSeconds) -> None:
         """Update log-probabilities, counters, evidence, the SSMs' weights and the planner from a round."""
         if any(result.path_logits is not None or result.logprobs is not None for result in execution.verified):
             _add_logprobs(execution.verified, emitted, self.runner.target.growth)
@@ -233,7 +233,7 @@ class Engine:
         """End a request and free its resources, even if a drafter fails to release it."""
         if request.finished:
             return
-        self.learn()
+        self.run_deferred()
         if isinstance(error, TreespecError):
             request.failure, error = error, str(error)
         if self.sources.ssms is not None:

@@ -20,7 +20,21 @@ from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
 from treespec.tree import TokenTree
 
-STAGES = ("idle", "host", "prefill", "draft", "foreign", "search", "merge", "forward", "verify", "commit", "update")
+STAGES = (
+    *(
+        "idle",
+        "host",
+        "prefill",
+        "draft",
+        "cross_tokenizer",
+        "search",
+        "merge",
+        "forward",
+        "verify",
+        "commit",
+        "update",
+    ),
+)
 
 
 @dataclass(eq=False)
@@ -50,8 +64,8 @@ class VerifiedRequest:
 class StageClock:
     """Accumulates wall time by stage; time counts for the stage that was entered last.
 
-    Stages: prefill; draft (the SSMs), foreign (drafts with other tokenizers), search (other drafters), merge (planning,
-    merging and cutting trees), forward, verify, commit, update; host between them, and idle between steps.
+    Stages: prefill; draft (the SSMs), cross_tokenizer (drafts with another tokenizer), search (other drafters), merge
+    (planning, merging and cutting trees), forward, verify, commit, update; host between them, and idle between steps.
     """
 
     def __init__(self) -> None:
@@ -74,15 +88,15 @@ class StageClock:
     def mark(self) -> tuple[float, ...]:
         """Return a marker for `since`: the start of the current stage."""
         seconds = self.seconds
-        return self._since, seconds["draft"], seconds["forward"], seconds["foreign"]
+        return self._since, seconds["draft"], seconds["forward"], seconds["cross_tokenizer"]
 
     def since(self, mark: tuple[float, ...], read: float) -> tuple[RoundSeconds, float]:
         """Return the seconds from a mark to the start of the current stage, `read` of them for prefilling the SSMs.
 
-        First by the parts that the planner models, then those of foreign drafts, which have their own cost model.
+        First by the parts that the planner models, then those of cross-tokenizer drafts, which have another cost model.
         """
-        whole, draft, forward, foreign = (now - then for now, then in zip(self.mark(), mark, strict=True))
-        return RoundSeconds(draft - read, read, forward, whole - draft - forward - foreign), foreign
+        whole, draft, forward, others = (now - then for now, then in zip(self.mark(), mark, strict=True))
+        return RoundSeconds(draft - read, read, forward, whole - draft - forward - others), others
 
 
 @dataclass

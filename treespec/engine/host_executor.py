@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from treespec.drafters.calls import call_propose
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter
 from treespec.drafters.draft_sources import DraftSources
-from treespec.drafters.foreign.foreign_drafter import ForeignDrafter
 from treespec.engine.executor import Execution, Executor, StageClock, VerifiedRequest
 from treespec.engine.runner import Choices, Runner
 from treespec.errors import DraftError, RequestError
@@ -45,7 +45,7 @@ class HostExecutor(Executor[HostExecution]):
     def propose(self, execution: HostExecution, clock: StageClock) -> None:
         """Draft with every source, and merge the proposals into one tree per request, cut to the nodes worth verifying.
 
-        Model-free sources and foreign drafts propose first; the SSMs then extend the merged proposals.
+        Model-free sources and cross-tokenizer drafts propose first; the SSMs then extend the merged proposals.
         """
         ssms, planner = self.sources.ssms, self.planner
         requests, plans = execution.requests, execution.plans
@@ -55,7 +55,7 @@ class HostExecutor(Executor[HostExecution]):
             return
         ids, depths = [request.request_id for request in requests], [plan.max_depth for plan in plans]
         for drafter in self.sources.others:
-            clock.enter("foreign" if isinstance(drafter, ForeignDrafter) else "search")
+            clock.enter("cross_tokenizer" if isinstance(drafter, CrossTokenizerDrafter) else "search")
             trees, failures = call_propose(drafter, requests, depths, self.runner.target.vocab_size)
             execution.failures |= failures
             execution.proposals.append((drafter, trees))

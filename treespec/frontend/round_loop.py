@@ -85,7 +85,7 @@ class RoundLoop:
         except BaseException as error:
             ending: tuple[Any, ...] = ("abort",)  # Ctrl-C
             if isinstance(error, Exception):
-                ending = "error", f"a round broke off: {describe_error(error)}"
+                ending = "error", f"a round failed: {describe_error(error)}"
             with ExitStack() as ends:
                 for request in list(self._engine.scheduler.running):
                     ends.callback(self._engine.finish, request, *ending)
@@ -99,7 +99,7 @@ class RoundLoop:
     def between(self) -> Iterator[None]:
         """Hold the lock, after the engine has learned from the last round."""
         with self.turn():
-            self._engine.learn()
+            self._engine.run_deferred()
             yield
 
     def end(self, requests: Sequence[Request]) -> None:

@@ -122,7 +122,7 @@ def planned_bytes(
     prefill_chunk: int,  # rows of a prefill pass
     dtype: torch.dtype,  # of activations
 ) -> int:
-    """Return bytes beside weights and cache: of the largest round (all share memory) and of a prefill pass."""
+    """Return bytes excluding weights and cache: of the largest round (all share memory) and of a prefill pass."""
     longest = limits.max_context + limits.nodes[-1]
     needed = MARGIN
     for i, model in enumerate(models):

@@ -1,6 +1,6 @@
 """Online estimates of the planner: backoff, calibration of node values, and expected tokens by tree shape.
 
-Percentages beside mechanisms: see round_costs.py.
+Percentages in comments: see round_costs.py.
 """
 
 from collections.abc import Sequence

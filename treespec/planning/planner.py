@@ -32,7 +32,7 @@ tokens(T) / seconds(T) predicted from earlier trees (`TreeYield`).
 Measured once per machine and set of models: the `CostCurve` (target passes by rows, draft levels, their start).
 Learned from rounds: corrections of the curve (`RoundCosts`), the calibration c, the gain over plain decoding, and
 backoff. Gain and backoff use modelled seconds and counted tokens, so that one disturbed round does not pause
-speculation. Percentages beside mechanisms: see round_costs.py.
+speculation. Percentages in comments: see round_costs.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ modelled by the `CostCurve`, measured on an idle machine, times learned correcti
 All modelled seconds are those of the idle machine. Measured rounds contribute ratios: each part of a round is divided
 by the slowdown of its own target pass. Otherwise a busy machine would make drafting look expensive.
 
-Percentages beside mechanisms are the time per token without them, relative to that with them: the largest of 37 cases,
+Percentages in comments are the time per token without them, relative to that with them: the largest of 37 cases,
 which replay recorded trees of the embedded models and of SmolLM2 (greedy and sampled, batches of 1 to 7, useless
 drafts) with assumed costs of six machines, and with curves that are wrong by a factor of two. Most were taken in a
 planner with further mechanisms, which changed less and are gone.

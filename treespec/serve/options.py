@@ -75,7 +75,7 @@ class ServerOptions:
             raise ConfigError(f'allowed_origins={self.allowed_origins!r}; valid: origins, or ["*"] as JSON') from None
         object.__setattr__(self, "allowed_origins", [*itertools.chain.from_iterable(lists)])
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise ConfigError(f"ssl_keyfile={self.ssl_keyfile!r} goes with ssl_certfile")
+            raise ConfigError(f"ssl_keyfile={self.ssl_keyfile!r} requires ssl_certfile")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path={self.root_path!r}; valid: a path that begins with /")
 

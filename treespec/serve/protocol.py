@@ -47,7 +47,7 @@ class ResponseFormat(Strict):
     def structured_outputs(self) -> dict[str, Any] | None:
         """Return the keywords of `StructuredOutputsParams`; None for text."""
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ConfigError("response_format: json_schema goes with type 'json_schema', and only with it")
+            raise ConfigError("response_format: json_schema and type 'json_schema' require each other")
         if self.json_schema is not None:
             return {"json": self.json_schema.schema_}
         return {"json_object": True} if self.type == "json_object" else None
@@ -59,7 +59,7 @@ class GenerationBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)  # `check` refuses unknown names
     endpoint: ClassVar[str]
     openai: ClassVar[type]  # the fields that OpenAI has; those that are not below change no token
-    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]]  # values that ask for nothing, and what to do instead
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]]  # no-op values, and what to do instead
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: int | None = None
@@ -105,7 +105,7 @@ class GenerationBody(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise ConfigError("stream_options go with stream=true")
         if self.rounds and not self.stream:
-            raise ConfigError("rounds=true goes with stream=true")
+            raise ConfigError("rounds=true requires stream=true")
 
     @property
     def includes_usage(self) -> bool:
@@ -241,7 +241,7 @@ class ChatBody(TemplateFields, GenerationBody):
     def check(self) -> None:
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
-            raise ConfigError("top_logprobs goes with logprobs=true")
+            raise ConfigError("top_logprobs requires logprobs=true")
         names = [tool.function.name for tool in self.tools or ()]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"tools: {min(repeated)!r} is there more than once")

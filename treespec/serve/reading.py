@@ -1,4 +1,4 @@
-"""Read the streams and the rounds of a request until they end, its time is over, or its client leaves."""
+"""Read a request's streams and rounds until they end, it times out or the client disconnects."""
 
 import asyncio
 import math

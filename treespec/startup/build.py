@@ -42,7 +42,7 @@ from treespec.startup.load import libraries_folder
 from treespec.startup.memory import MemoryPlan, plan_memory
 from treespec.startup.options import Resolved, resolve
 from treespec.startup.selftest import differing_rows, proven_rounds
-from treespec.startup.vocabularies import Draft, foreign_drafters
+from treespec.startup.vocabularies import Draft, cross_tokenizer_drafters
 from treespec.utils.torch_state import one_thread
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
@@ -237,12 +237,14 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
             logger.warning("%s", issue)
     scheduler = Scheduler(cache, options.max_num_seqs, chunk, plan.scratch, resolved.target.short_context)
 
-    def load_foreign(draft: Draft, positions: int) -> tuple[Decoder, KVCache]:
+    def load_cross_tokenizer(draft: Draft, positions: int) -> tuple[Decoder, KVCache]:
         model, pages = loader.load_draft(draft, positions), options.max_num_seqs * pages_for(positions)
         return model, KVCache([draft.config.shape], pages, plan.cache_dtype, model.device)
 
     sizes, others = (length, plan.scratch), bool(resolved.drafters)
-    foreign = foreign_drafters(resolved.foreign, load_foreign, resolved.target, *sizes, planner, ssms, others)
+    cross_tokenizer = cross_tokenizer_drafters(
+        resolved.cross_tokenizer, load_cross_tokenizer, resolved.target, *sizes, planner, ssms, others
+    )
     lookup = None
     if options.suffix_tokens or resolved.spec.allows("lookup", "lookup"):
         lookup = LookupDrafter(_search_library(options.compile, lookup_library), options.suffix_tokens)
@@ -252,7 +254,7 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
         if isinstance(resolved.table, Path):
             stored = StoredTable.load(resolved.table, resolved.target.shape.vocab_size)
         table = TableDrafter(stored, _search_library(options.compile, table_library), options.suffix_tokens)
-    sources = DraftSources(ssms, lookup, table, [*resolved.drafters, *foreign])
+    sources = DraftSources(ssms, lookup, table, [*resolved.drafters, *cross_tokenizer])
     host = HostExecutor(runner, planner, sources, length)
     captured = None
     if rounds := _capture_rounds(resolved, plan, host, scheduler):
@@ -261,7 +263,7 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
         captured = GraphExecutor(runner, sources, rounds, length)
     if options.enable_prefix_caching:  # from now on, so that measurements and proofs compute their prompts
         cache.prefixes = PrefixCache(plan.num_pages + 1, 0 if ssms is None else len(ssms.models))
-    drafts = [*(ssms.models if ssms else ()), *(drafter.model for drafter in foreign)]
+    drafts = [*(ssms.models if ssms else ()), *(drafter.model for drafter in cross_tokenizer)]
     return Built(
         engine=Engine(runner, scheduler, sources, host, captured),
         config=EngineConfig(
@@ -284,7 +286,7 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
         memory={
             "target_weights": decoder.nbytes,
             "draft_weights": sum(model.nbytes for model in drafts),
-            "kv_cache": cache.nbytes + sum(drafter.cache.nbytes for drafter in foreign),
+            "kv_cache": cache.nbytes + sum(drafter.cache.nbytes for drafter in cross_tokenizer),
             "captured_rounds": 0 if rounds is None else rounds.nbytes,
             "suffix": 0 if lookup is None else lookup.nbytes,
             "table": 0 if table is None else table.nbytes,

@@ -9,7 +9,7 @@ import torch
 
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache.kv_cache import FeatureShape, KVCache, pages_for
-from treespec.drafters.foreign.foreign_drafter import CAPACITY_FACTOR
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CAPACITY_FACTOR
 from treespec.errors import CacheMemoryError, ConfigError
 from treespec.graphs.capture import SLOTS, planned_bytes, round_limits, stack_sizes
 from treespec.models.attention import make_attention
@@ -64,8 +64,9 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     if not resolved.compile:
         cache_dtype = make_attention(loader.attention, target.shape, loader.dtype, loader.device).cache_dtype
     page = KVCache.bytes_per_page([*shapes, *([features] if features else [])], cache_dtype)
-    foreign_page = int(
-        CAPACITY_FACTOR * KVCache.bytes_per_page([draft.config.shape for draft in resolved.foreign], cache_dtype)
+    cross_tokenizer_page = int(
+        CAPACITY_FACTOR
+        * KVCache.bytes_per_page([draft.config.shape for draft in resolved.cross_tokenizer], cache_dtype)
     )
     reserved, chunk = 0, options.max_num_batched_tokens or PREFILL_CHUNK
     if triton and loader.device.type == "cuda":  # a CPU's memory is not budgeted this closely
@@ -74,7 +75,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         reserved = _weight_bytes(resolved) + _round_bytes(resolved, scratch, chunk)
     max_num_seqs, cache_bytes = options.max_num_seqs, options.kv_cache_memory_bytes
     ssms = _natives(draft.config for draft in resolved.ssms)
-    bytes_per_page = page + (0 if cache_bytes else foreign_page)
+    bytes_per_page = page + (0 if cache_bytes else cross_tokenizer_page)
     length = resolve_max_model_len(
         options.max_model_len, target, bytes_per_page, max_num_seqs, scratch, loader.device, reserved, cache_bytes
     )

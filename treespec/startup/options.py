@@ -265,7 +265,7 @@ class Resolved:
     @property
     def ssms(self) -> list[Draft]:
         """Drafts that share the target's token ids."""
-        return [draft for draft in self.drafts if not draft.is_foreign]
+        return [draft for draft in self.drafts if not draft.is_cross_tokenizer]
 
     @property
     def group(self) -> list[ModelConfig | AdapterConfig]:
@@ -273,9 +273,9 @@ class Resolved:
         return [*(draft.config for draft in self.ssms), *(head.decoder for _, head in self.heads)]
 
     @property
-    def foreign(self) -> list[Draft]:
+    def cross_tokenizer(self) -> list[Draft]:
         """Drafts with another tokenizer than the target's."""
-        return [draft for draft in self.drafts if draft.is_foreign]
+        return [draft for draft in self.drafts if draft.is_cross_tokenizer]
 
 
 def resolve(options: EngineOptions) -> Resolved:

@@ -1,4 +1,4 @@
-"""Connects drafts to the target: as members of the SSM group, or as foreign drafts with another tokenizer."""
+"""Connects drafts to the target: as members of the SSM group, or as cross-tokenizer drafts with another tokenizer."""
 
 import hashlib
 import logging
@@ -17,10 +17,10 @@ import torch.nn.functional as F
 
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache.kv_cache import KVCache
-from treespec.drafters.foreign.by_text import TextDrafter
-from treespec.drafters.foreign.foreign_drafter import CAPACITY_FACTOR, ForeignDrafter
-from treespec.drafters.foreign.retokenize import Translation
-from treespec.drafters.foreign.translated import TranslatedDrafter
+from treespec.drafters.cross_tokenizer.by_text import TextDrafter
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CAPACITY_FACTOR, CrossTokenizerDrafter
+from treespec.drafters.cross_tokenizer.retokenize import Translation
+from treespec.drafters.cross_tokenizer.translated import TranslatedDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.errors import ConfigError, DraftError
 from treespec.models.decoder import Decoder
@@ -128,7 +128,7 @@ class Draft(NamedTuple):
         return f"{self.connection}{cut}"
 
     @property
-    def is_foreign(self) -> bool:
+    def is_cross_tokenizer(self) -> bool:
         """Whether the draft has another tokenizer than the target."""
         return self.connection.kind in ("translated", "text")
 
@@ -237,7 +237,7 @@ def _rows_of(matrix: Any, rows: np.ndarray | slice) -> Any:
     return matrix[rows if isinstance(rows, slice) else torch.from_numpy(rows).to(matrix.device)]
 
 
-def foreign_drafters(
+def cross_tokenizer_drafters(
     drafts: Sequence[Draft],
     load: Callable[[Draft, int], tuple[Decoder, KVCache]],
     target: ModelConfig | AdapterConfig,
@@ -246,14 +246,14 @@ def foreign_drafters(
     prices: Planner,
     ssms: SsmDrafter | None,
     has_others: bool,
-) -> list[ForeignDrafter]:
-    """Create the drafters of foreign drafts, translated ones first.
+) -> list[CrossTokenizerDrafter]:
+    """Create the drafters of cross-tokenizer drafts, translated ones first.
 
     `load` loads a draft's decoder, with a cache for a number of positions of every concurrent request: the longest has
     `length` and `scratch` slots for its tree. `has_others` says whether there are custom drafters, which may draw at
     random too.
     """
-    drafters: list[ForeignDrafter] = []
+    drafters: list[CrossTokenizerDrafter] = []
 
     def draws_for(name: str, request: Request) -> bool:
         """Return whether a translated draft draws at random for a request, which depends on the request only."""

@@ -1,4 +1,4 @@
-"""Settings of a training run, of which `train_drafts` and the flags of `treespec train` are made."""
+"""Settings of a training run, from which `train_drafts` and the flags of `treespec train` are generated."""
 
 from __future__ import annotations
 

@@ -58,10 +58,10 @@ struct Trees {  // a batch of trees to grow; the nodes that other sources propos
     // Outputs. Of all trees' nodes, the roots first, then by level, tree and parent. slots: in their trees, -1 if a node
     // was not expanded. draft_probs, proposed: [num_nodes, num_ssms].
     int64_t num_nodes, num_levels, num_rows;
-    int64_t *new_tokens, *parents, *owners, *seeds, *depths, *slots;
+    int64_t *new_tokens, *parents, *tree_ids, *seeds, *depths, *slots;
     float *probs, *values, *draft_probs;
     uint8_t *proposed, *broken;  // broken: [num_trees], whether an SSM's probabilities are not finite
-    int64_t* row_owners;         // [num_rows], trees of the expanded nodes
+    int64_t* row_trees;         // [num_rows], trees of the expanded nodes
 };
 
 }  // extern "C"
@@ -76,23 +76,23 @@ struct SsmProbs {  // an SSM's next-token probabilities at some or all rows of t
     const int64_t* row_tokens;  // [count, width], tokens of each row's columns, in place of `tokens`; null: none
 };
 
-struct Frontier {  // nodes to score, grouped by tree. seeds: index among the seeds, or -1. above: slot of the parent
-    std::vector<int64_t> nodes, tokens, owners, seeds, above;
+struct Frontier {  // nodes to score, grouped by tree. seeds: index among the seeds, or -1
+    std::vector<int64_t> nodes, tokens, tree_ids, seeds, parent_slots;
     std::vector<float> values;
 
     int64_t size() const { return nodes.size(); }
 
-    void clear() { nodes.clear(), tokens.clear(), owners.clear(), seeds.clear(), above.clear(), values.clear(); }
+    void clear() { nodes.clear(), tokens.clear(), tree_ids.clear(), seeds.clear(), parent_slots.clear(), values.clear(); }
 
-    void add(int64_t node, int64_t token, int64_t owner, int64_t seed, int64_t parent_slot, float value) {
-        nodes.push_back(node), tokens.push_back(token), owners.push_back(owner), seeds.push_back(seed);
-        above.push_back(parent_slot), values.push_back(value);
+    void add(int64_t node, int64_t token, int64_t tree_id, int64_t seed, int64_t parent_slot, float value) {
+        nodes.push_back(node), tokens.push_back(token), tree_ids.push_back(tree_id), seeds.push_back(seed);
+        parent_slots.push_back(parent_slot), values.push_back(value);
     }
 
     void remove(const std::vector<uint8_t>& trees) {
         Frontier kept;
         for (int64_t i = 0; i < size(); i++)
-            if (!trees[owners[i]]) kept.add(nodes[i], tokens[i], owners[i], seeds[i], above[i], values[i]);
+            if (!trees[tree_ids[i]]) kept.add(nodes[i], tokens[i], tree_ids[i], seeds[i], parent_slots[i], values[i]);
         std::swap(*this, kept);
     }
 };
@@ -123,7 +123,7 @@ struct Growth {
 
     int64_t add(int64_t token, int64_t parent, int64_t tree, int64_t seed, int64_t at, float prob, float value) {
         const int64_t i = t.num_nodes++;
-        t.new_tokens[i] = token, t.parents[i] = parent, t.owners[i] = tree, t.seeds[i] = seed;
+        t.new_tokens[i] = token, t.parents[i] = parent, t.tree_ids[i] = tree, t.seeds[i] = seed;
         t.depths[i] = at, t.slots[i] = -1, t.probs[i] = prob, t.values[i] = value;
         std::fill_n(t.draft_probs + i * t.num_ssms, t.num_ssms, 0.0f);
         std::fill_n(t.proposed + i * t.num_ssms, t.num_ssms, uint8_t(0));
@@ -156,13 +156,13 @@ class Places {
         paths_above.swap(paths);
         slots.resize(n), positions.resize(n), rows.resize(4 * n), paths.resize(n * width);
         for (int64_t first = 0, last; first < n; first = last) {
-            const int64_t tree = g.rows.owners[first], slot = g.num_slots[tree], context = t.context[tree] - offset;
-            for (last = first; last < n && g.rows.owners[last] == tree; last++) {
+            const int64_t tree = g.rows.tree_ids[first], slot = g.num_slots[tree], context = t.context[tree] - offset;
+            for (last = first; last < n && g.rows.tree_ids[last] == tree; last++) {
                 const int64_t logical = context + slot + last - first;
                 if (t.first_page[tree] + logical / t.page_size >= t.first_page[tree + 1]) return false;
                 slots[last] = slot_at(t, tree, logical);
                 if (g.depth == 1) paths[last * width] = slot_at(t, tree, context);
-                else std::copy_n(&paths_above[(g.rows.above[last] + row_of_slot[tree]) * g.depth], g.depth,
+                else std::copy_n(&paths_above[(g.rows.parent_slots[last] + row_of_slot[tree]) * g.depth], g.depth,
                                  &paths[last * width]);
                 paths[last * width + g.depth] = slots[last];
                 positions[last] = context + g.depth;
@@ -218,8 +218,8 @@ std::pair<std::vector<int64_t>, int64_t> scored_rows(const Growth& g, const int6
     std::vector<int64_t> rows;
     int64_t trees = 0;
     for (int64_t i = 0; i < g.rows.size(); i++)
-        if (active[g.rows.owners[i]]) {
-            trees += rows.empty() || g.rows.owners[rows.back()] != g.rows.owners[i];
+        if (active[g.rows.tree_ids[i]]) {
+            trees += rows.empty() || g.rows.tree_ids[rows.back()] != g.rows.tree_ids[i];
             rows.push_back(i);
         }
     return {rows, trees};
@@ -233,10 +233,10 @@ void score_roots(const Growth& g, Draft& draft, const int64_t* valid, const int6
     const int64_t offset = draft.pairs ? 1 : 0;
     std::vector<int64_t> trees, positions;
     for (int64_t row : rows)
-        for (int64_t tree = g.rows.owners[row], position = valid[tree]; position < t.context[tree]; position++)
+        for (int64_t tree = g.rows.tree_ids[row], position = valid[tree]; position < t.context[tree]; position++)
             trees.push_back(tree), positions.push_back(position);
     const int64_t num_read = positions.size();
-    for (int64_t row : rows) trees.push_back(g.rows.owners[row]), positions.push_back(t.context[g.rows.owners[row]]);
+    for (int64_t row : rows) trees.push_back(g.rows.tree_ids[row]), positions.push_back(t.context[g.rows.tree_ids[row]]);
     const int64_t n = positions.size();
     std::vector<int64_t> tokens, slots, tables, direct, zeros(n);
     for (int64_t i = 0; i < n; i++) {
@@ -252,7 +252,7 @@ void score_roots(const Growth& g, Draft& draft, const int64_t* valid, const int6
     batch.paths = zeros.data(), batch.positions = positions.data();
     draft.num_read = t.reads ? num_read : 0;
     passed.rows.assign(t.num_trees, {});
-    for (size_t i = 0; i < rows.size(); i++) passed.rows[g.rows.owners[rows[i]]].push_back(draft.num_read + int64_t(i));
+    for (size_t i = 0; i < rows.size(); i++) passed.rows[g.rows.tree_ids[rows[i]]].push_back(draft.num_read + int64_t(i));
     run_pass(draft, batch, draft.num_read + int64_t(rows.size()), rows.size(), draft.features, passed);
 }
 
@@ -265,7 +265,7 @@ void score(const Growth& g, const Places& p, Draft& draft, const int64_t* first_
     batch.tables = p.rows.data(), batch.direct = batch.tables + all, batch.starts = batch.tables + 2 * all;
     batch.counts = batch.tables + 3 * all, batch.pages = g.t.pages, batch.paths = p.paths.data();
     std::vector<int64_t> gathered, positions;
-    for (int64_t i : rows) positions.push_back(p.positions[i] + first_rotations[g.rows.owners[i]]);
+    for (int64_t i : rows) positions.push_back(p.positions[i] + first_rotations[g.rows.tree_ids[i]]);
     batch.positions = positions.data();
     gathered.reserve(6 * n);
     if (n < all)
@@ -276,8 +276,8 @@ void score(const Growth& g, const Places& p, Draft& draft, const int64_t* first_
         }
     std::vector<char> features;
     for (int64_t i = 0; draft.pairs && i < n; i++) {
-        std::vector<int64_t>& slots = passed.rows[g.rows.owners[rows[i]]];
-        const char* from = passed.features.data() + slots[g.rows.above[rows[i]]] * draft.hidden_bytes;
+        std::vector<int64_t>& slots = passed.rows[g.rows.tree_ids[rows[i]]];
+        const char* from = passed.features.data() + slots[g.rows.parent_slots[rows[i]]] * draft.hidden_bytes;
         features.insert(features.end(), from, from + draft.hidden_bytes);
         slots.push_back(draft.num_rows + i);
     }
@@ -287,7 +287,7 @@ void score(const Growth& g, const Places& p, Draft& draft, const int64_t* first_
 // Scores the nodes of `rows` by what a block draft predicts of their depth.
 void score_block(const Growth& g, Draft& draft, const std::vector<int64_t>& rows, int64_t trees) {
     for (int64_t row : rows)
-        std::copy_n(draft.block_probs + (g.rows.owners[row] * draft.block_depths + g.depth) * draft.width, draft.width,
+        std::copy_n(draft.block_probs + (g.rows.tree_ids[row] * draft.block_depths + g.depth) * draft.width, draft.width,
                     draft.out + draft.num_rows++ * draft.width);
     draft.passes++, draft.tree_passes += trees;
 }

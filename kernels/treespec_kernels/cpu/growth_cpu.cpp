@@ -88,7 +88,7 @@ class Level {
 
     // Appends the candidates below one row, with proposals of the same token merged.
     void merge(int64_t row) {
-        const int64_t tree = g.rows.owners[row], seed = g.rows.seeds[row], scored = g.scored.size();
+        const int64_t tree = g.rows.tree_ids[row], seed = g.rows.seeds[row], scored = g.scored.size();
         const float* weights = g.weights + tree * t.num_ssms;
         std::vector<Top> tops;
         std::vector<int64_t> tokens;
@@ -197,11 +197,11 @@ class Level {
     void run() {
         g.next.clear();
         for (int64_t first = 0, last; first < g.rows.size(); first = last) {
-            const int64_t tree = g.rows.owners[first], branching = g.branching(tree);
+            const int64_t tree = g.rows.tree_ids[first], branching = g.branching(tree);
             candidates.clear(), draft_probs.clear(), proposed.clear();
-            for (last = first; last < g.rows.size() && g.rows.owners[last] == tree; last++) {
+            for (last = first; last < g.rows.size() && g.rows.tree_ids[last] == tree; last++) {
                 t.slots[g.rows.nodes[last]] = g.num_slots[tree]++;
-                t.row_owners[t.num_rows++] = tree;
+                t.row_trees[t.num_rows++] = tree;
                 merge(last);
             }
             if (branching) keep_children(branching);
@@ -224,7 +224,7 @@ struct Choices {
         const int64_t count = rows.size(), width = std::max(CANDIDATES, g.children);
         probs.assign(count * width, -1.0f), tokens.assign(count * width, 0);
         for (int64_t i = 0; i < count; i++, row_probs += draft.width) {
-            const int64_t tree = g.rows.owners[rows[i]];
+            const int64_t tree = g.rows.tree_ids[rows[i]];
             if (sampling.temperatures[tree] > 0) {
                 predict_choice(sampling, tree, g.t.context[tree] + 1 + g.depth, row_probs, draft.width, draft.tokens,
                                &probs[i * width], &tokens[i * width]);
@@ -249,7 +249,7 @@ std::vector<double> open_mass(const Growth& g) {
         float covered = 0.0f;
         for (int64_t j = 0; g.rows.seeds[i] >= 0 && j < g.t.seed_width; j++)
             if (below[j] >= 0) covered += g.t.seed_probs[below[j]];
-        mass[g.rows.owners[i]] += double(g.rows.values[i] * std::max(1.0f - covered, 0.0f));
+        mass[g.rows.tree_ids[i]] += double(g.rows.values[i] * std::max(1.0f - covered, 0.0f));
     }
     return mass;
 }
@@ -261,9 +261,9 @@ void stop_unprofitable(Growth& g, const Rule& rule, std::vector<double>& last_op
     std::vector<double> reached(last_open_mass.size()), current = open_mass(g);
     const float least = float(rule.least_value);
     for (int64_t i = first; i < g.t.num_nodes; i++)
-        if (g.t.values[i] >= least && g.t.seeds[i] < 0) reached[g.t.owners[i]] += double(g.t.values[i]);
+        if (g.t.values[i] >= least && g.t.seeds[i] < 0) reached[g.t.tree_ids[i]] += double(g.t.values[i]);
     std::vector<int64_t> trees;  // those that the rule decides on
-    for (int64_t tree : g.rows.owners)
+    for (int64_t tree : g.rows.tree_ids)
         if (rule.adaptive[tree] && (trees.empty() || trees.back() != tree)) trees.push_back(tree);
     std::vector<double> expected;
     double all = 0.0, factor = rule.calibration;
@@ -302,7 +302,7 @@ int64_t treespec_draft(Trees* trees, Draft* drafts) {
         for (Places& offset_places : places)
             if (depth && !offset_places.extend(g)) return 0;
         g.children = 0;
-        for (int64_t tree : g.rows.owners) {
+        for (int64_t tree : g.rows.tree_ids) {
             const int64_t children = g.branching(tree);
             g.children = std::max(g.children, children ? children : t.max_children);
         }

@@ -7,7 +7,7 @@ import numpy as np
 from treespec.tree import TokenTree
 
 # Prior of the share of an additional SSM's tokens that no other source proposes, and its weight in accepted tokens.
-# Without SSMs that had 22 % of the trust, trees of 8 and 16 nodes, including lookup, lost 2 and 3 % of their tokens.
+# Without SSMs with a weight of 0.22, trees of 8 and 16 nodes, including lookup, lost 2 and 3 % of their tokens.
 INITIAL_SHARE, PRIOR_TOKENS = 0.12, 12.0
 MEMORY = 400.0  # accepted tokens after which an observation weighs 1 / e
 RECOVERY = 0.0015  # towards the prior, per round in which an SSM does not draft, so that it is tried again

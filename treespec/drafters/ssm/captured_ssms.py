@@ -11,7 +11,7 @@ from treespec.tree import TokenTree
 
 
 class CapturedSsms:
-    """The host's part of drafting in captured rounds: what the SSMs have read, and how they are weighed."""
+    """The host's part of drafting in captured rounds: what the SSMs have read, and their mixture weights."""
 
     def __init__(self, ssms: SsmDrafter):
         self.ssms = ssms
@@ -78,15 +78,15 @@ class CapturedSsms:
         """Score SSMs by their probabilities of the tokens from position `first` on."""
         state = self.ssms.state(request)
         for ssm in ssms:
-            state.trust.observe(ssm, first, probs[ssm])
+            state.mixture.observe(ssm, first, probs[ssm])
         state.captured_weights = self._weigh(request) if state.active else None
 
     def _weigh(self, request: Request) -> np.ndarray:
         """Return the mixture weights of at most `max_ssms` active SSMs."""
         state, most = self.ssms.state(request), request.spec.max_ssms
-        trust = state.trust.weights(state.active)
+        shares = state.mixture.weights(state.active)
         if most is not None:
-            trust[np.argsort(-trust, kind="stable")[most:]] = 0.0
+            shares[np.argsort(-shares, kind="stable")[most:]] = 0.0
         weights = np.full(len(state.valid), np.nan)
-        weights[state.active] = np.where(trust > 0, trust / trust.sum(), np.nan)
+        weights[state.active] = np.where(shares > 0, shares / shares.sum(), np.nan)
         return weights

@@ -58,10 +58,10 @@ class CatchUpPolicy:
     def learn(self) -> None:
         """Update the running means from the SSMs that have just read beside a leader."""
         for state, leader, ssm in self._compared:
-            gained = state.trust.advantage(ssm, leader)
+            gained = state.mixture.advantage(ssm, leader)
             if gained is not None:
                 self._advantage += EMA * (max(gained, 0.0) - self._advantage)
                 both = [leader, ssm]
-                share = self._weights[both].sum() * state.trust.weights(both)
+                share = self._weights[both].sum() * state.mixture.weights(both)
                 self._weights[both] += EMA * (share - self._weights[both])
         self._compared.clear()

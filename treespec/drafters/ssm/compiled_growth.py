@@ -43,7 +43,7 @@ class DraftReads(NamedTuple):
 class ScoredRows(NamedTuple):
     """What the drafts scored in a call."""
 
-    owners: np.ndarray  # int64 [num_rows], the trees of the expanded nodes, by level
+    tree_ids: np.ndarray  # int64 [num_rows], the trees of the expanded nodes, by level
     broken: list[int]  # the trees of which a draft's probabilities are not finite
     # By draft, float32 [num_rows, width], overwritten by the next call: probabilities without temperature and noise,
     # after the committed tokens that it read, if there are several SSMs, and then after the nodes that it scored
@@ -115,7 +115,7 @@ class CompiledGrowth:
         assert placed, NO_PAGE
         self.num_levels = t.num_levels
         scores = [self._scores[draft.ssm][: draft.num_rows] for draft in drafts]
-        scored = ScoredRows(self._row_owners[: t.num_rows], np.flatnonzero(self._broken[:count]).tolist(), scores)
+        scored = ScoredRows(self._row_trees[: t.num_rows], np.flatnonzero(self._broken[:count]).tolist(), scores)
         return self._finish(limits, seeds), scored
 
     def _pack(
@@ -181,30 +181,30 @@ class CompiledGrowth:
         self._ints, self._floats = np.empty((6, nodes), dtype=np.int64), np.empty((2, nodes), dtype=np.float32)
         self._draft_probs = np.empty((nodes, t.num_ssms), dtype=np.float32)
         self._proposed = np.empty((nodes, t.num_ssms), dtype=np.uint8)
-        self._broken, self._row_owners = np.empty(trees, dtype=np.uint8), np.empty(rows, dtype=np.int64)
+        self._broken, self._row_trees = np.empty(trees, dtype=np.uint8), np.empty(rows, dtype=np.int64)
         first, step = address_of(self._ints), 8 * nodes
-        t.new_tokens, t.parents, t.owners, t.seeds, t.depths, t.slots = range(first, first + 6 * step, step)
+        t.new_tokens, t.parents, t.tree_ids, t.seeds, t.depths, t.slots = range(first, first + 6 * step, step)
         t.probs = address_of(self._floats, np.float32)
         t.values, t.draft_probs = t.probs + 4 * nodes, address_of(self._draft_probs, np.float32)
         t.proposed, t.broken = address_of(self._proposed, np.uint8), address_of(self._broken, np.uint8)
-        t.row_owners = address_of(self._row_owners)
+        t.row_trees = address_of(self._row_trees)
 
     def _finish(self, limits: Sequence[TreeLimits], seeds: Seeds | None) -> list[TokenTree]:
         """Build the trees from the columns of all nodes."""
         size, trees = self._trees.num_nodes, list[TokenTree]()
-        tokens, parents, owners, seed_nodes, depths, slots = self._ints[:, :size].copy()
+        tokens, parents, tree_ids, seed_nodes, depths, slots = self._ints[:, :size].copy()
         probs, values = self._floats[:, :size]
         of_ssms = self._proposed[:size], self._draft_probs[:size]
-        nodes = Level(tokens, parents, owners, seed_nodes, probs, values, *of_ssms)
-        for owner, limit in enumerate(limits):
+        nodes = Level(tokens, parents, tree_ids, seed_nodes, probs, values, *of_ssms)
+        for tree_id, limit in enumerate(limits):
             own, own_depths, own_slots = nodes, depths, slots
             if len(limits) > 1:
-                of_tree = np.flatnonzero(owners == owner)
+                of_tree = np.flatnonzero(tree_ids == tree_id)
                 own, own_depths, own_slots = nodes.select(of_tree), depths[of_tree], slots[of_tree]
                 own.parents[1:] = np.searchsorted(of_tree, own.parents[1:])
             complete, seed_tree = not limit.branching or own_slots[0] < 0, None
             if seeds is not None:
-                own, seed_tree = own._replace(seeds=own.seeds - seeds.first[owner]), seeds.trees[owner]
+                own, seed_tree = own._replace(seeds=own.seeds - seeds.first[tree_id]), seeds.trees[tree_id]
             trees.append(grown_tree(own, own_depths, own_slots, self.names, seed_tree, complete))
         return trees
 

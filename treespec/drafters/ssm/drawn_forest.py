@@ -190,10 +190,10 @@ class DrawnForest:
         self.frontier = self._frontier([[0] if limit.max_depth else [] for limit in limits])
 
     def _frontier(self, nodes: Sequence[Sequence[int]]) -> Frontier:
-        rows = [(self._trees[owner], owner, node) for owner, of_tree in enumerate(nodes) for node in of_tree]
-        columns = [(n, t.tokens[n], owner, -1, t.slot_of_node.get(t.parents[n], -1)) for t, owner, n in rows]
-        index, tokens, owners, seeds, above = np.array(columns, dtype=np.int64).reshape(len(rows), 5).T.copy()
-        return Frontier(index, tokens, owners, seeds, above, np.array([t.values[n] for t, _, n in rows]))
+        rows = [(self._trees[tree_id], tree_id, node) for tree_id, of_tree in enumerate(nodes) for node in of_tree]
+        columns = [(n, t.tokens[n], tree_id, -1, t.slot_of_node.get(t.parents[n], -1)) for t, tree_id, n in rows]
+        index, tokens, tree_ids, seeds, above = np.array(columns, dtype=np.int64).reshape(len(rows), 5).T.copy()
+        return Frontier(index, tokens, tree_ids, seeds, above, np.array([t.values[n] for t, _, n in rows]))
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
         """Draw the children of the frontier, and select the next frontier; otherwise as `Forest.extend`."""
@@ -209,18 +209,18 @@ class DrawnForest:
         first = [len(tree.tokens) for tree in self._trees]
         order = np.argsort(-scored.values, kind="stable").tolist()
         nodes = {
-            row: _Node(int(scored.nodes[row]), weights[scored.owners[row]], by_row[row])
+            row: _Node(int(scored.nodes[row]), weights[scored.tree_ids[row]], by_row[row])
             for row in range(len(scored.nodes))
         }
         for row, node in nodes.items():  # slots are assigned in the order of the pass's rows
-            tree = self._trees[scored.owners[row]]
+            tree = self._trees[scored.tree_ids[row]]
             tree.slot_of_node[node.index] = len(tree.slot_of_node)
             tree.scored.append(node)
         for row in order:
-            self._trees[scored.owners[row]].grow(nodes[row])
+            self._trees[scored.tree_ids[row]].grow(nodes[row])
         self.depth += 1
         growing = np.zeros(len(self._trees), dtype=bool)
-        growing[scored.owners] = True
+        growing[scored.tree_ids] = True
         expanded = [
             self._expanded(tree, start) if grows else []
             for tree, start, grows in zip(self._trees, first, growing, strict=True)
@@ -233,8 +233,8 @@ class DrawnForest:
 
     def paths(self) -> list[list[int]]:
         """Return the path of each frontier row: the tokens from the root (exclusive) to the node."""
-        rows = zip(self.frontier.owners.tolist(), self.frontier.nodes.tolist(), strict=True)
-        return [self._trees[owner].path(node) for owner, node in rows]
+        rows = zip(self.frontier.tree_ids.tolist(), self.frontier.nodes.tolist(), strict=True)
+        return [self._trees[tree_id].path(node) for tree_id, node in rows]
 
     def _expanded(self, tree: _Tree, start: int) -> list[int]:
         """Select the nodes to score next among a tree's nodes from `start` on, ascending."""
@@ -247,13 +247,13 @@ class DrawnForest:
         room = max(min(FRONTIER, MAX_EXPANDED - len(tree.slot_of_node)), 0)
         return sorted(sorted(new, key=lambda node: -tree.values[node])[:room])
 
-    def stop(self, owners: np.ndarray) -> None:
-        remaining = ~owners[self.frontier.owners]
+    def stop(self, tree_ids: np.ndarray) -> None:
+        remaining = ~tree_ids[self.frontier.tree_ids]
         self.frontier = self.frontier.select(remaining)
 
     def open_mass(self) -> np.ndarray:
         """Return the probability that each tree's frontier is reached: float64 [num_trees]."""
-        return np.bincount(self.frontier.owners, self.frontier.values, minlength=len(self._trees))
+        return np.bincount(self.frontier.tree_ids, self.frontier.values, minlength=len(self._trees))
 
     def level_mass(self, least: float) -> np.ndarray:
         """Return the probability that each tree's newest level is reached: float64 [num_trees]. Ignores `least`."""

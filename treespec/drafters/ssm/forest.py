@@ -25,8 +25,8 @@ class Level(NamedTuple):
     """Nodes of one depth, ordered by tree and parent."""
 
     tokens: np.ndarray  # int64 [size]
-    parents: np.ndarray  # int64 [size], as `Frontier.nodes`; owners and seeds likewise
-    owners: np.ndarray
+    parents: np.ndarray  # int64 [size], as `Frontier.nodes`; tree_ids and seeds likewise
+    tree_ids: np.ndarray
     seeds: np.ndarray
     probs: np.ndarray  # float32 [size], probability after the parent
     values: np.ndarray  # float32 [size], product of probabilities along the path
@@ -42,9 +42,9 @@ class Frontier(NamedTuple):
 
     nodes: np.ndarray  # indices over all levels of all trees
     tokens: np.ndarray  # tokens of the nodes
-    owners: np.ndarray  # index of the tree
+    tree_ids: np.ndarray  # index of the tree
     seeds: np.ndarray  # index of the node among the seeds, or -1
-    above: np.ndarray  # slot of the parent in its tree
+    parent_slots: np.ndarray  # slot of the parent in its tree
     values: np.ndarray  # float32, product of probabilities along the path
 
     def select(self, rows: np.ndarray | slice) -> "Frontier":
@@ -52,11 +52,11 @@ class Frontier(NamedTuple):
 
     def slices(self) -> dict[int, slice]:
         """Return the slice of rows of each tree that has any, by tree index."""
-        if len(self.owners) and self.owners[0] == self.owners[-1]:
-            return {int(self.owners[0]): slice(0, len(self.owners))}
-        starts = [0, *(np.flatnonzero(self.owners[1:] != self.owners[:-1]) + 1).tolist()]
-        bounds = pairwise([*starts, len(self.owners)])
-        return {owner: slice(*bound) for owner, bound in zip(self.owners[starts].tolist(), bounds, strict=True)}
+        if len(self.tree_ids) and self.tree_ids[0] == self.tree_ids[-1]:
+            return {int(self.tree_ids[0]): slice(0, len(self.tree_ids))}
+        starts = [0, *(np.flatnonzero(self.tree_ids[1:] != self.tree_ids[:-1]) + 1).tolist()]
+        bounds = pairwise([*starts, len(self.tree_ids)])
+        return {tree_id: slice(*bound) for tree_id, bound in zip(self.tree_ids[starts].tolist(), bounds, strict=True)}
 
 
 class SsmProbs(NamedTuple):
@@ -168,15 +168,15 @@ class Forest:
         frontier, levels, frontiers = self.frontier, list[Level](), list[Frontier]()
         proposals, broken = self._proposals(ssm_probs)
         mixture = np.array(weights, dtype=np.float32)
-        for owner, part in frontier.slices().items():
-            rows, level = self._children(owner, part, proposals, mixture[owner])
-            least = self._least_value(owner, level)
-            kept = self._kept(owner, rows, level, least)
+        for tree_id, part in frontier.slices().items():
+            rows, level = self._children(tree_id, part, proposals, mixture[tree_id])
+            least = self._least_value(tree_id, level)
+            kept = self._kept(tree_id, rows, level, least)
             rows, level = rows[kept], level.select(kept)
-            slots = sum(map(len, self.slots[owner])) + rows - part.start  # the rows take the next slots of their tree
-            self.slots[owner].append(frontier.nodes[part])
-            best = self._expanded(owner, level, least)
-            columns = level.tokens, level.owners, level.seeds, slots, level.values
+            slots = sum(map(len, self.slots[tree_id])) + rows - part.start  # the rows take the next slots of their tree
+            self.slots[tree_id].append(frontier.nodes[part])
+            best = self._expanded(tree_id, level, least)
+            columns = level.tokens, level.tree_ids, level.seeds, slots, level.values
             frontiers.append(Frontier(self._size + best, *(column[best] for column in columns)))
             self._size += len(rows)
             levels.append(level)
@@ -188,7 +188,7 @@ class Forest:
     def _proposals(self, ssm_probs: Sequence[SsmProbs]) -> tuple[list[dict[int, dict[int, np.float32]]], np.ndarray]:
         """Return the probabilities that SSMs propose, by frontier row, SSM and token, and the broken rows."""
         frontier = self.frontier
-        widest = max(self.children_at(owner) for owner in frontier.owners.tolist())
+        widest = max(self.children_at(tree_id) for tree_id in frontier.tree_ids.tolist())
         proposals: list[dict[int, dict[int, np.float32]]] = [{} for _ in frontier.nodes]
         broken = np.zeros(len(frontier.nodes), dtype=bool)
         for ssm, rows, probs, vocabulary in ssm_probs:
@@ -201,7 +201,7 @@ class Forest:
         return proposals, broken
 
     def _children(
-        self, owner: int, part: slice, proposals: Sequence[dict[int, dict[int, np.float32]]], weights: np.ndarray
+        self, tree_id: int, part: slice, proposals: Sequence[dict[int, dict[int, np.float32]]], weights: np.ndarray
     ) -> tuple[np.ndarray, Level]:
         """Merge the proposals of SSMs and seeds below one tree's part of the frontier; return rows and nodes."""
         frontier, nodes, draft_probs = self.frontier, list[Any](), list[list[np.float32]]()
@@ -217,32 +217,32 @@ class Forest:
         rows, tokens, parents, seed_nodes = (np.array([node[i] for node in nodes], dtype=np.int64) for i in range(4))
         probs, values = (np.array([node[i] for node in nodes], dtype=np.float32) for i in (4, 5))
         by_ssm = np.array(draft_probs, dtype=np.float32).reshape(len(nodes), self.num_ssms)
-        proposed, owners = ~np.isnan(by_ssm), np.full(len(nodes), owner)
+        proposed, tree_ids = ~np.isnan(by_ssm), np.full(len(nodes), tree_id)
         by_ssm = np.where(proposed, by_ssm, _ZERO)
-        return rows, Level(tokens, parents, owners, seed_nodes, probs, values, proposed, by_ssm)
+        return rows, Level(tokens, parents, tree_ids, seed_nodes, probs, values, proposed, by_ssm)
 
-    def _least_value(self, owner: int, level: Level) -> np.float32:
+    def _least_value(self, tree_id: int, level: Level) -> np.float32:
         """Return the least value of one tree's best `nodes` nodes, its newest level included; 0 if it has fewer."""
-        values = np.concatenate([*(nodes.values[nodes.owners == owner] for nodes in self._levels), level.values])
-        most = self.limits[owner].nodes
+        values = np.concatenate([*(nodes.values[nodes.tree_ids == tree_id] for nodes in self._levels), level.values])
+        most = self.limits[tree_id].nodes
         return np.partition(values, -most)[-most] if len(values) > most else _ZERO
 
-    def _kept(self, owner: int, rows: np.ndarray, level: Level, least: np.float32) -> np.ndarray:
+    def _kept(self, tree_id: int, rows: np.ndarray, level: Level, least: np.float32) -> np.ndarray:
         """Return which new nodes of one tree are kept, bool [num_nodes]; `rows` are the frontier rows of their parents.
 
         Static branching keeps a fixed number of children per node, otherwise nodes that may be among the tree's best.
         """
-        limit, values = self.limits[owner], level.values
+        limit, values = self.limits[tree_id], level.values
         if limit.branching:
             ranks = np.empty(len(rows), dtype=np.int64)
             ranks[np.lexsort((-values, rows))] = np.arange(len(rows)) - np.searchsorted(rows, rows)
-            return ranks < self.children_at(owner)
+            return ranks < self.children_at(tree_id)
         # Seeds are always kept: `finish` adds missing seeds with their own probability, a different value.
         return (values >= least) | (level.seeds >= 0)
 
-    def _expanded(self, owner: int, level: Level, least: np.float32) -> np.ndarray:
+    def _expanded(self, tree_id: int, level: Level, least: np.float32) -> np.ndarray:
         """Select the nodes to expand next among one tree's newest nodes; indices, best first without branching."""
-        limit, depth, values = self.limits[owner], self.depth + 1, level.values
+        limit, depth, values = self.limits[tree_id], self.depth + 1, level.values
         if depth >= limit.max_depth:
             return np.empty(0, dtype=np.int64)
         growable = ~np.isin(level.tokens, limit.end_tokens)
@@ -262,14 +262,14 @@ class Forest:
             nodes = parents[nodes]
         return np.stack(reversed_path[::-1], axis=1).tolist() if reversed_path else [[] for _ in nodes]
 
-    def children_at(self, owner: int) -> int:
+    def children_at(self, tree_id: int) -> int:
         """Return the maximum number of children of a frontier node of one tree."""
-        return self.limits[owner].children_at(self.depth) or self.max_children
+        return self.limits[tree_id].children_at(self.depth) or self.max_children
 
-    def stop(self, owners: np.ndarray) -> None:
-        """Remove trees from the frontier; owners: bool [num_trees]."""
-        if owners.any():
-            remaining = ~owners[self.frontier.owners]
+    def stop(self, tree_ids: np.ndarray) -> None:
+        """Remove trees from the frontier; tree_ids: bool [num_trees]."""
+        if tree_ids.any():
+            remaining = ~tree_ids[self.frontier.tree_ids]
             self.frontier = self.frontier.select(remaining)
 
     def open_mass(self) -> np.ndarray:
@@ -281,7 +281,7 @@ class Forest:
         below = self.seeds.children[frontier.seeds]
         covered = np.cumsum(self.seeds.probs[below] * (below >= 0), axis=1)[:, -1]  # unlike `sum`, in order
         values = frontier.values * np.maximum(1 - covered, 0.0)
-        return np.bincount(frontier.owners, values, minlength=len(self.limits))
+        return np.bincount(frontier.tree_ids, values, minlength=len(self.limits))
 
     def level_mass(self, least: float) -> np.ndarray:
         """Return the probability that each tree's newest level is reached: float64 [num_trees].
@@ -290,25 +290,25 @@ class Forest:
         """
         level = self._levels[-1]
         counted = (level.values >= np.float32(least)) & (level.seeds < 0)
-        return np.bincount(level.owners[counted], level.values[counted], minlength=len(self.limits))
+        return np.bincount(level.tree_ids[counted], level.values[counted], minlength=len(self.limits))
 
     def finish(self, names: Sequence[str]) -> list[TokenTree]:
         """Build the trees, including seeds that were not reached; `names` are the SSMs'."""
         joined = Level(*(np.concatenate(columns) for columns in zip(*self._levels, strict=True)))
         depths = np.repeat(np.arange(len(self._level_nodes)), self._level_nodes)
-        return [self._finish(owner, joined, depths, names) for owner in range(len(self.limits))]
+        return [self._finish(tree_id, joined, depths, names) for tree_id in range(len(self.limits))]
 
-    def _finish(self, owner: int, nodes: Level, depths: np.ndarray, names: Sequence[str]) -> TokenTree:
+    def _finish(self, tree_id: int, nodes: Level, depths: np.ndarray, names: Sequence[str]) -> TokenTree:
         """Build one tree from all levels of all trees."""
-        expanded = np.concatenate(self.slots[owner]) if self.slots[owner] else np.empty(0, dtype=np.int64)
-        of_tree = np.flatnonzero(nodes.owners == owner)
+        expanded = np.concatenate(self.slots[tree_id]) if self.slots[tree_id] else np.empty(0, dtype=np.int64)
+        of_tree = np.flatnonzero(nodes.tree_ids == tree_id)
         nodes, depths, expanded = nodes.select(of_tree), depths[of_tree], np.searchsorted(of_tree, expanded)
         nodes.parents[1:] = np.searchsorted(of_tree, nodes.parents[1:])
         slots = np.full(len(nodes.tokens), -1)
         slots[expanded] = np.arange(len(expanded))
-        complete = not self.limits[owner].branching or not self.slots[owner]
-        nodes = nodes._replace(seeds=nodes.seeds - self.seeds.first[owner])
-        return grown_tree(nodes, depths, slots, tuple(names), self.seeds.trees[owner], complete)
+        complete = not self.limits[tree_id].branching or not self.slots[tree_id]
+        nodes = nodes._replace(seeds=nodes.seeds - self.seeds.first[tree_id])
+        return grown_tree(nodes, depths, slots, tuple(names), self.seeds.trees[tree_id], complete)
 
 
 def top_tokens(probs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

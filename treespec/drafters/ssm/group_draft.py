@@ -133,8 +133,8 @@ class StepDraft(GroupDraft):
         return score_rows(self.model, self.pool, layout, tokens, features, scored)
 
     def score_roots(self, trees: GrowingTrees, rows: Sequence[int]) -> SsmProbs:
-        owners = trees.forest.frontier.owners[rows].tolist()
-        chains = [trees.unread(self.ssm, tree) for tree in owners]
+        tree_ids = trees.forest.frontier.tree_ids[rows].tolist()
+        chains = [trees.unread(self.ssm, tree) for tree in tree_ids]
         tokens, features = inputs_of(self.model, self.cache, chains)
         key = self.model.plan_key, *((request.request_id, start) for request, start, _ in chains)
         if key not in trees.layouts:
@@ -149,11 +149,11 @@ class StepDraft(GroupDraft):
         scores = score_rows(self.model, self.pool, trees.layouts[key], tokens, features, scored, slices)
         trees.drafted.add_pass(len(chains))
         roots = scores.select(root_rows)
-        for i, (tree, (request, start, _), end) in enumerate(zip(owners, chains, last, strict=True)):
+        for i, (tree, (request, start, _), end) in enumerate(zip(tree_ids, chains, last, strict=True)):
             state = trees.states[tree]
             if self.is_compared:
                 probs = scores.probs_of(np.arange(end - request.context_len + start, end), request.tokens[start + 1 :])
-                state.trust.observe(self.ssm, start + 1, probs)
+                state.mixture.observe(self.ssm, start + 1, probs)
             state.valid[self.ssm] = request.context_len
             state.scores[self.ssm].append(roots.select(slice(i, i + 1)))
         return SsmProbs(self.ssm, np.array(rows), roots.probs, roots.tokens)
@@ -170,8 +170,8 @@ class StepDraft(GroupDraft):
         ]
         features = NO_FEATURES
         if model.columns:
-            above = [outputs_of(states[tree].scores[self.ssm], frontier.above[part]) for tree, part in slices.items()]
-            features = torch.cat(above)
+            parents = {tree: frontier.parent_slots[part] for tree, part in slices.items()}
+            features = torch.cat([outputs_of(states[tree].scores[self.ssm], slots) for tree, slots in parents.items()])
         layout = trees.levels.plan(self.ssm, rows)
         tokens = frontier.tokens[rows]
         scores = score_rows(model, self.pool, layout, tokens, features, np.arange(len(rows)), scored)
@@ -201,14 +201,14 @@ class OnePassDraft(GroupDraft):
 
     def score_roots(self, trees: GrowingTrees, rows: Sequence[int]) -> SsmProbs:
         frontier = trees.forest.frontier
-        owners = frontier.owners[rows].tolist()
-        blocks = score_blocks(self.model, self.cache, self.pool, [trees.unread(self.ssm, tree) for tree in owners])
-        for tree, block in zip(owners, blocks, strict=True):
+        tree_ids = frontier.tree_ids[rows].tolist()
+        blocks = score_blocks(self.model, self.cache, self.pool, [trees.unread(self.ssm, tree) for tree in tree_ids])
+        for tree, block in zip(tree_ids, blocks, strict=True):
             trees.states[tree].blocks[self.ssm] = block
             trees.states[tree].valid[self.ssm] = trees.requests[tree].context_len
         paths: list[Sequence[int]] = [()] * len(frontier.nodes)
         return self.score_level(
-            trees, {tree: slice(row, row + 1) for tree, row in zip(owners, rows, strict=True)}, paths
+            trees, {tree: slice(row, row + 1) for tree, row in zip(tree_ids, rows, strict=True)}, paths
         )
 
     def score_level(self, trees: GrowingTrees, slices: dict[int, slice], paths: Sequence[Sequence[int]]) -> SsmProbs:

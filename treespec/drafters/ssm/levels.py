@@ -28,20 +28,20 @@ class PlannedLevels:
     def extend(self, frontier: Frontier, depth: int) -> None:
         """Add a level: assign slots to the nodes of the frontier, which have this depth."""
         self._rows, self._plans = {}, dict[object, Pass]()
-        for owner, part in frontier.slices().items():
-            request, count = self._requests[owner], part.stop - part.start
-            masks = self._masks[owner] = grown_masks(self._masks[owner], frontier.above[part])
+        for tree_id, part in frontier.slices().items():
+            request, count = self._requests[tree_id], part.stop - part.start
+            masks = self._masks[tree_id] = grown_masks(self._masks[tree_id], frontier.parent_slots[part])
             for offset in self._offsets:
                 root = request.context_len - offset
-                self._rows[owner, offset] = rows_of_level(masks, count, root, request.pages, request.max_len)
-        self._row_owners = frontier.owners
+                self._rows[tree_id, offset] = rows_of_level(masks, count, root, request.pages, request.max_len)
+        self._row_trees = frontier.tree_ids
 
     def plan(self, ssm: int, rows: np.ndarray) -> Pass:
         """Lay out an SSM's pass over some rows of the newest level: int64, ascending; all or none of a tree's rows."""
-        owners = np.unique(self._row_owners[rows]).tolist()
-        key = self._models[ssm].plan_key, tuple(owners)
+        tree_ids = np.unique(self._row_trees[rows]).tolist()
+        key = self._models[ssm].plan_key, tuple(tree_ids)
         if key not in self._plans:
-            served = [self._rows[owner, self._models[ssm].offset] for owner in owners]
+            served = [self._rows[tree_id, self._models[ssm].offset] for tree_id in tree_ids]
             self._plans[key] = self._models[ssm].plan(served, self._cache.pools[1 + ssm])
         return self._plans[key]
 
@@ -53,7 +53,7 @@ def stop_unprofitable(
 
     `last_open_mass` is the open mass before the newest level.
     """
-    growing = np.unique(forest.frontier.owners)
+    growing = np.unique(forest.frontier.tree_ids)
     growing = growing[adaptive[growing]]
     current = forest.open_mass()
     reached = forest.level_mass(rule.least_value)[growing] / np.maximum(last_open_mass[growing], 1e-9)

@@ -25,11 +25,11 @@ from treespec.drafters.ssm.group_draft import CATCH_UP_CHUNK, GroupDraft, Growin
 from treespec.drafters.ssm.levels import PlannedLevels, stop_unprofitable
 from treespec.drafters.ssm.scoring import Rows
 from treespec.drafters.ssm.ssm_state import SsmState, open_mass
+from treespec.mixture_weights import WINDOW, MixtureWeights
 from treespec.models.group_model import GroupModel
 from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.request import Request
 from treespec.tree import TokenTree
-from treespec.trust import WINDOW, Trust
 from treespec_kernels.cpu.growth_cpu import DraftModels
 from treespec_kernels.tree.level_rule import LevelRule
 
@@ -51,7 +51,7 @@ class SsmDrafter:
         self.additions = Additions(len(models))
         self.drafted = Drafted()  # in the last round
         self._states: dict[str, SsmState] = {}
-        self._evicted: dict[str, Trust] = {}  # of preempted requests
+        self._evicted: dict[str, MixtureWeights] = {}  # of preempted requests
         self._catch_up_policy = CatchUpPolicy(len(models))
         self._by_sources: dict[Sequence[str] | None, list[int]] = {}
         self._compiled_models: dict[tuple[int, ...], DraftModels] = {}  # kept between rounds
@@ -132,12 +132,12 @@ class SsmDrafter:
                 if not len(forest.frontier.nodes):
                     break
             trees.end_drafts(self.drafts)
-            weights, owners = trees.weights, forest.frontier.owners
-            if (ended := np.array([not of_tree.any() for of_tree in weights]))[owners].any():
+            weights, tree_ids = trees.weights, forest.frontier.tree_ids
+            if (ended := np.array([not of_tree.any() for of_tree in weights]))[tree_ids].any():
                 forest.stop(ended)
                 continue
             broken = forest.extend(trees.score(self.drafts), weights)
-            self._mark_broken([trees.requests[owner] for owner in owners[broken]])
+            self._mark_broken([trees.requests[tree_id] for tree_id in tree_ids[broken]])
 
     def _mark_broken(self, requests: Sequence[Request]) -> None:
         """Mark requests with nodes whose probabilities are not finite."""
@@ -175,7 +175,7 @@ class SsmDrafter:
             self.drafted.passes += draft.passes
             self.drafted.request_passes += draft.tree_passes
         for ssm, read, probs in zip(ssms, reads, scored.scores, strict=True):
-            self._keep_scores(ssm, requests, states, read, scored.owners, probs)
+            self._keep_scores(ssm, requests, states, read, scored.tree_ids, probs)
         self._mark_broken([requests[i] for i in scored.broken])
         return trees
 
@@ -186,9 +186,9 @@ class SsmDrafter:
         active = [own and ssm in state.active for state, own in zip(states, grows, strict=True)]
         # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
         valid = [min(int(state.valid[ssm]), r.context_len) for r, state in zip(requests, states, strict=True)]
-        owners = [i for i, drafts in enumerate(active) if drafts]
-        chains = [(requests[i], valid[i], requests[i].context_len) for i in owners]
-        inputs = self.drafts[ssm].call_inputs(chains, owners, len(requests))
+        tree_ids = [i for i, drafts in enumerate(active) if drafts]
+        chains = [(requests[i], valid[i], requests[i].context_len) for i in tree_ids]
+        inputs = self.drafts[ssm].call_inputs(chains, tree_ids, len(requests))
         if inputs.block_probs is not None:
             valid = [r.context_len if drafts else n for r, n, drafts in zip(requests, valid, active, strict=True)]
         rotations = [self.models[ssm].config.first_rotation(request.max_len) for request in requests]
@@ -200,7 +200,7 @@ class SsmDrafter:
         requests: Sequence[Request],
         states: Sequence[SsmState],
         read: DraftReads,
-        owners: np.ndarray,
+        tree_ids: np.ndarray,
         probs: np.ndarray,
     ) -> None:
         """Keep what an SSM scored in a compiled call; arguments as in `ScoredRows`."""
@@ -212,10 +212,11 @@ class SsmDrafter:
             if len(self.models) > 1 and start < request.context_len:
                 last = first + request.context_len - start
                 read_probs = rows.probs_of(np.arange(first, last), request.tokens[start + 1 :])
-                state.trust.observe(ssm, start + 1, read_probs)
+                state.mixture.observe(ssm, start + 1, read_probs)
                 first = last
         if len(self.models) > 1:
-            of_ssm = owners[np.array(read.active)[owners]][: len(probs) - first]  # a block draft ends before the others
+            of_ssm = tree_ids[np.array(read.active)[tree_ids]]
+            of_ssm = of_ssm[: len(probs) - first]  # a block draft ends before the others
             for i in np.flatnonzero(read.active).tolist():
                 states[i].scores[ssm].append(rows.select(first + np.flatnonzero(of_ssm == i)))
 
@@ -241,21 +242,21 @@ class SsmDrafter:
             self.read(draft, [request for request in requests if draft.ssm in self.allowed(request)])
         for request in requests:
             if request.group is not None and not request.num_generated:
-                request.group.trust = self.state(request).trust.copy()
+                request.group.mixture = self.state(request).mixture.copy()
 
     def fork(self, requests: Sequence[Request]) -> None:
-        """Initialise samples whose pages already hold the prompt's K/V, with the group's trust after the prompt.
+        """Initialise samples whose pages already hold the prompt's K/V, with the group's mixture weights after it.
 
-        The prompt counts as read, so no SSM writes to its shared pages again. A preempted sample keeps its own trust.
+        The prompt counts as read, so no SSM writes to its shared pages again. A preempted sample keeps its own weights.
         """
         for request in requests:
             assert request.group is not None
             if request.spec.is_plain or request.group.without_ssms:
                 continue
-            assert request.group.trust is not None, "the group's prompt is not prefilled"
+            assert request.group.mixture is not None, "the group's prompt is not prefilled"
             state = self.state(request)
             if not request.num_generated:
-                state.trust = request.group.trust.copy()
+                state.mixture = request.group.mixture.copy()
             state.valid = np.maximum(state.valid, request.num_prompt - 1)
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
@@ -298,7 +299,7 @@ class SsmDrafter:
     def evict(self, request: Request) -> None:
         """Release what depends on a preempted request's pages."""
         if (state := self._states.pop(request.request_id, None)) is not None:
-            self._evicted[request.request_id] = state.trust
+            self._evicted[request.request_id] = state.mixture
 
     def assume_context(self, request: Request) -> None:
         """Mark the K/V of all committed positions as computed, for measurements that repeat an uncommitted round."""
@@ -316,8 +317,8 @@ class SsmDrafter:
         if request.request_id not in self._states:
             count, first = len(self.models), np.array([model.offset for model in self.models])
             valid = np.maximum(first, request.draft_lengths)
-            trust = self._evicted.pop(request.request_id, None) or Trust(count)
-            self._states[request.request_id] = SsmState(trust, valid, np.full(count, MIN_LAG), np.zeros(count))
+            mixture = self._evicted.pop(request.request_id, None) or MixtureWeights(count)
+            self._states[request.request_id] = SsmState(mixture, valid, np.full(count, MIN_LAG), np.zeros(count))
             self._catch_up_policy.begin_request()
         return self._states[request.request_id]
 
@@ -356,7 +357,7 @@ class SsmDrafter:
                 state.max_lags[candidates] = MIN_LAG
                 state.weights[candidates] = 1.0
                 continue
-            weights = state.trust.weights(candidates)
+            weights = state.mixture.weights(candidates)
             order = np.argsort(-weights, kind="stable")[: plan.max_ssms]
             adds = weights[order] * self.additions.shares[candidates][order]
             selected = order[(adds > plan.least_addition) | (order == order[0])]
@@ -372,7 +373,7 @@ class SsmDrafter:
         following = request.tokens[root + 1 : root + 1 + len(kept)]
         for ssm in state.active:
             probs = state.token_probs(ssm, kept[: len(following)], following)
-            state.trust.observe(ssm, root + 1, probs)
+            state.mixture.observe(ssm, root + 1, probs)
 
     def read(self, draft: GroupDraft, requests: Sequence[Request], limits: Sequence[float] | None = None) -> None:
         """Compute a draft's K/V of the committed positions of these requests, and score it on the tokens read.
@@ -388,7 +389,7 @@ class SsmDrafter:
             starts = [int(self.state(r).valid[ssm]) for r in behind]
             stops = [min(start + CATCH_UP_CHUNK, ends[r]) for start, r in zip(starts, behind, strict=True)]
             chains = list(zip(behind, starts, stops, strict=True))
-            # Only positions within the trust window, and none for a single draft, which needs no weights.
+            # Only positions within the window of mixture weights, and none for a single draft, which needs no weights.
             counts = [
                 max(stop - max(start, r.context_len - WINDOW), 0) if draft.is_compared else 0
                 for r, start, stop in chains
@@ -402,6 +403,6 @@ class SsmDrafter:
                 if scores is not None:
                     following = request.tokens[stop - count + 1 : stop + 1]
                     probs = scores.probs_of(np.arange(first, first + count), following)
-                    state.trust.observe(ssm, stop - count + 1, probs)
+                    state.mixture.observe(ssm, stop - count + 1, probs)
                     first += count
         self.drafted.read_seconds += time.perf_counter() - began

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from treespec.drafters.ssm.scoring import Block, Rows
+from treespec.mixture_weights import MixtureWeights
 from treespec.tree import TokenTree
-from treespec.trust import Trust
 from treespec_kernels.attention.tree_batch import RequestRows
 
 
@@ -42,7 +42,7 @@ def rows_of_level(masks: np.ndarray, count: int, root: int, pages: np.ndarray, m
 class SsmState:
     """A request's state between rounds. Slots are those of the tree's expanded nodes in the SSMs' pools."""
 
-    trust: Trust  # mixture weights of the SSMs
+    mixture: MixtureWeights  # mixture weights of the SSMs
     valid: np.ndarray  # int64 [num_ssms], number of leading positions with K/V in each SSM's pool
     max_lags: np.ndarray  # int64 [num_ssms], committed tokens that each SSM may miss before it catches up
     weights: np.ndarray  # float64 [num_ssms], mixture weights in this round; 0 for inactive SSMs

@@ -1,6 +1,6 @@
-"""Base class of foreign drafts: drafts with another tokenizer than the target's.
+"""Base class of cross-tokenizer drafts: drafts with another tokenizer than the target's.
 
-A foreign draft has its own KV cache, keeps each request's text in its own tokens, and decides whether its passes pay.
+It has its own KV cache, keeps each request's text in its own tokens, and decides whether its passes pay.
 """
 
 import time
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from treespec.cache.kv_cache import KVCache
-from treespec.drafters.foreign.retokenize import Context, Translation
+from treespec.drafters.cross_tokenizer.retokenize import Context, Translation
 from treespec.models.decoder import Decoder
 from treespec.planning.planner import Planner
 from treespec.request import Request
@@ -30,7 +30,7 @@ _RECOVERY_RATE = 0.002  # of the calibration towards 1 per round without a draft
 
 
 @dataclass
-class ForeignState:
+class CrossTokenizerState:
     """A request's state between rounds."""
 
     context: Context  # the text in the draft's tokens
@@ -105,7 +105,7 @@ class PassValue:
         self._calibration += _RECOVERY_RATE * (1.0 - self._calibration)
 
 
-class ForeignDrafter(ABC):
+class CrossTokenizerDrafter(ABC):
     """A draft with another tokenizer, selected in `SpecConfig.sources` by its own name or by "ssm"."""
 
     def __init__(
@@ -121,7 +121,7 @@ class ForeignDrafter(ABC):
         self.name, self.model, self.cache, self.translation = name, model, cache, translation
         self.capacity, self.scratch, self.prices = capacity, scratch, prices
         self.pass_value = PassValue(prices)
-        self._states: dict[str, ForeignState] = {}
+        self._states: dict[str, CrossTokenizerState] = {}
         self._fallback = next((t for t in model.config.eos_token_ids if t < model.vocab_size), 0)
 
     @abstractmethod
@@ -156,7 +156,7 @@ class ForeignDrafter(ABC):
                 max_len = min(int(CAPACITY_FACTOR * request.max_len), self.capacity)
                 alone = request.accepted_only_by_source.get(self.name, 0)
                 context = Context(self.translation, self._fallback)
-                state = ForeignState(context, pages, max_len, accepted_alone=alone)
+                state = CrossTokenizerState(context, pages, max_len, accepted_alone=alone)
                 self._states[request.request_id] = state
             state.update(request.tokens)
             state.proposed = None
@@ -172,17 +172,17 @@ class ForeignDrafter(ABC):
             self.pass_value.skip_round()
         return begins
 
-    def _observe(self, request: Request, state: ForeignState) -> None:
+    def _observe(self, request: Request, state: CrossTokenizerState) -> None:
         """Update the pass value from a verified tree. Call it after the request counted its accepted tokens."""
         assert state.proposed is not None
         alone = request.accepted_only_by_source.get(self.name, 0)
         self.pass_value.observe(state.proposed, alone - state.accepted_alone)
         state.accepted_alone, state.proposed = alone, None
 
-    def _states_of(self, requests: Sequence[Request], indices: Sequence[int]) -> list[ForeignState]:
+    def _states_of(self, requests: Sequence[Request], indices: Sequence[int]) -> list[CrossTokenizerState]:
         return [self._states[requests[i].request_id] for i in indices]
 
-    def _score_roots(self, states: Sequence[ForeignState]) -> Tensor:
+    def _score_roots(self, states: Sequence[CrossTokenizerState]) -> Tensor:
         """Prefill new context tokens; return the logits after each context, float32 [len(states), draft vocab]."""
         while late := [state for state in states if len(state.context.tokens) - state.valid > CHUNK]:
             rows = [RequestRows.chain(state.valid, CHUNK, state.pages, state.max_len) for state in late]

@@ -1,4 +1,4 @@
-"""Incremental re-encoding of a request's text in the tokens of a foreign draft.
+"""Incremental re-encoding of a request's text in the tokens of a cross-tokenizer draft.
 
 The target's tokens are grouped into words: a token that starts with white space starts a word, unless the previous
 token ends with white space. If the draft has all tokens of a word, they are mapped one to one. Otherwise the whole word

@@ -1,4 +1,4 @@
-"""Token-level intersection (TLI, arXiv 2502.05202): foreign drafts that propose the tokens shared with the target.
+"""Token-level intersection (TLI, arXiv 2502.05202): a cross-tokenizer draft proposes the tokens shared with the target.
 
 The draft reads the text in its own tokens. Its logits are restricted to the intersection of the vocabularies *before*
 tokens are selected or drawn, which gives a distribution over the target's ids; noise, draws and verification are those
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter, CrossTokenizerState, roots
 from treespec.drafters.evidence import SeedEvidence
-from treespec.drafters.foreign.foreign_drafter import ForeignDrafter, ForeignState, roots
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.ssm_state import grown_masks, rows_of_level
@@ -24,7 +24,7 @@ from treespec.tree import TokenTree
 _ONE = np.ones(1)
 
 
-class TranslatedDrafter(ForeignDrafter):
+class TranslatedDrafter(CrossTokenizerDrafter):
     """Grows trees of tokens that target and draft share.
 
     Children are the top tokens, proposed deterministically. For requests whose verification rule uses random draws,
@@ -33,7 +33,7 @@ class TranslatedDrafter(ForeignDrafter):
 
     def __init__(
         self,
-        *arguments: Any,  # as of `ForeignDrafter`
+        *arguments: Any,  # as of `CrossTokenizerDrafter`
         # Whether this source draws at random for a request. At most one source may, because random draws cannot be cut
         # to a node budget. The result must depend on the request only, not on drawn tokens
         draws_for: Callable[[Request], bool],
@@ -95,14 +95,14 @@ class TranslatedDrafter(ForeignDrafter):
                 last_open_mass = self._stop_unprofitable(forest, adaptive, last_open_mass)
                 if not len(forest.frontier.nodes):
                     break
-            owners = forest.frontier.owners
+            tree_ids = forest.frontier.tree_ids
             with self.pass_value.timed(forest.depth > 0 or all(state.is_timed for state in states)):
                 logits = self._score(states, forest) if forest.depth else self._score_roots(states)
                 probs = self._probs(logits, requests, forest)
             scored = SsmProbs(0, np.arange(len(probs)), probs.numpy())
             broken = forest.extend([scored], [_ONE] * len(requests))
-            for owner in owners[broken]:
-                states[owner].poisoned = True
+            for tree_id in tree_ids[broken]:
+                states[tree_id].poisoned = True
             # Static trees may have children of probability 0, including tokens that the draft lacks.
             shared = self.translation.to_draft[forest.frontier.tokens] >= 0
             forest.frontier = forest.frontier.select(shared)
@@ -112,7 +112,7 @@ class TranslatedDrafter(ForeignDrafter):
     ) -> np.ndarray:
         """Stop all trees if they are adaptive and another level does not pay; return the current open mass."""
         current = forest.open_mass()
-        growing = np.unique(forest.frontier.owners)
+        growing = np.unique(forest.frontier.tree_ids)
         if not adaptive[growing].all():
             return current
         level_mass = forest.level_mass(0.0)[growing]
@@ -123,12 +123,12 @@ class TranslatedDrafter(ForeignDrafter):
             forest.stop(np.ones(len(adaptive), dtype=bool))
         return current
 
-    def _score(self, states: Sequence[ForeignState], forest: Forest | DrawnForest) -> Tensor:
+    def _score(self, states: Sequence[CrossTokenizerState], forest: Forest | DrawnForest) -> Tensor:
         """Return the logits after the frontier's nodes: float32 [num_rows, draft vocab]."""
         frontier, rows = forest.frontier, []
-        for owner, part in frontier.slices().items():
-            state = states[owner]
-            state.masks, root = grown_masks(state.masks, frontier.above[part]), len(state.context.tokens) - 1
+        for tree_id, part in frontier.slices().items():
+            state = states[tree_id]
+            state.masks, root = grown_masks(state.masks, frontier.parent_slots[part]), len(state.context.tokens) - 1
             rows.append(rows_of_level(state.masks, part.stop - part.start, root, state.pages, state.max_len))
         return self._forward(rows, self.translation.to_draft[frontier.tokens].tolist())
 
@@ -136,8 +136,8 @@ class TranslatedDrafter(ForeignDrafter):
         """Return probabilities over the shared tokens, as each request samples: float32 [num_rows, target vocab]."""
         logits = logits.index_select(1, self._columns).masked_fill_(self._masked, -torch.inf)
         paths = forest.paths() if any(request.restriction for request in requests) else []
-        for owner, part in forest.frontier.slices().items():
-            request = requests[owner]
+        for tree_id, part in forest.frontier.slices().items():
+            request = requests[tree_id]
             if request.restriction is not None:
                 request.restriction.narrow(logits[part], request.tokens, paths[part])
             if request.is_sampled:

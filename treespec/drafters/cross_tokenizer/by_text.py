@@ -1,4 +1,4 @@
-"""Drafts by text: a foreign draft generates text greedily, which is encoded with the target's tokenizer.
+"""Drafts by text: a cross-tokenizer draft generates text greedily, which is encoded with the target's tokenizer.
 
 For drafts that share too few tokens with the target. The proposal is one deterministic chain, so every verification
 rule is lossless with it. The last token of the encoding is dropped, because it may change once the text continues.
@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from treespec.drafters.foreign.foreign_drafter import ForeignDrafter, ForeignState, roots
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter, CrossTokenizerState, roots
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -21,7 +21,7 @@ DRAFT_TOKENS_PER_TOKEN = 2  # maximum number of generated draft tokens per token
 class _Generation:
     """The text that the draft generates for one request in one round, for a chain of at most `depth` tokens."""
 
-    def __init__(self, state: ForeignState, request: Request, depth: int):
+    def __init__(self, state: CrossTokenizerState, request: Request, depth: int):
         self.state, self.request, self.depth = state, request, depth
         self.tokens: list[int] = []  # generated draft tokens that are text
         self.probs: list[float] = []  # the draft's probability of each generated token, including an end token
@@ -41,7 +41,7 @@ class _Generation:
         return len(self.state.context.tokens) + len(self.tokens) - 1
 
 
-class TextDrafter(ForeignDrafter):
+class TextDrafter(CrossTokenizerDrafter):
     """Drafts one chain per request from generated text, re-encoded with the target's tokenizer."""
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
@@ -68,8 +68,8 @@ class TextDrafter(ForeignDrafter):
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         """Update the pass value.
 
-        The K/V of generated tokens are already in place; the next round's `ForeignState.update` finds their valid
-        prefix.
+        The K/V of generated tokens are already in place; `CrossTokenizerState.update` finds their valid prefix in the
+        next round.
         """
         for request in requests:
             state = self._states.get(request.request_id)

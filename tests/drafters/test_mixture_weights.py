@@ -10,7 +10,7 @@ from tests.helpers.models import greedy, make_draft, new_folder, open_llm, rando
 from treespec import LLM, SpecConfig
 from treespec.drafters.ssm.catch_up import INITIAL_ADVANTAGE, SAVED_PER_NAT, CatchUpPolicy
 from treespec.drafters.ssm.ssm_state import SsmState
-from treespec.trust import DECAY, MIN_LOGPROB, MIN_WEIGHT, WINDOW, Trust
+from treespec.mixture_weights import DECAY, MIN_LOGPROB, MIN_WEIGHT, WINDOW, MixtureWeights
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def naive_weights(scores: list[dict[int, float]]) -> np.ndarray:
 def test_against_a_dictionary(seed: int) -> None:
     """Chunks of random length, one SSM ahead of the other, gaps, and positions that are told twice."""
     rng = np.random.default_rng(seed)
-    trust, scores, ends = Trust(3), [{}, {}, {}], [1, 1, 1]
+    mixture, scores, ends = MixtureWeights(3), [{}, {}, {}], [1, 1, 1]
     for _ in range(60):
         i, count = rng.integers(3), rng.integers(1, 9)
         if ends[i] - min(ends) > WINDOW - 16:  # none is ever further ahead
@@ -44,12 +44,12 @@ def test_against_a_dictionary(seed: int) -> None:
         if start > ends[i]:
             scores[i].clear()  # a gap makes forget
         probs = rng.uniform(0, 1, count) ** 3
-        trust.observe(int(i), int(start), probs)
+        mixture.observe(int(i), int(start), probs)
         for position, prob in enumerate(probs, start=start):
             scores[i].setdefault(position, prob)
         ends[i] = max(ends[i], start + count)
     if all(scores) and len(set.intersection(*(set(own) for own in scores))):
-        assert np.allclose(trust.weights([0, 1, 2]), naive_weights(scores))
+        assert np.allclose(mixture.weights([0, 1, 2]), naive_weights(scores))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_one_ssm_in_a_round_is_the_trusted_one(good_and_bad: LLM, batch: int) ->
 
 
 def unread_state() -> SsmState:
-    return SsmState(Trust(2), np.zeros(2, dtype=np.int64), np.full(2, 16), np.zeros(2))
+    return SsmState(MixtureWeights(2), np.zeros(2, dtype=np.int64), np.full(2, 16), np.zeros(2))
 
 
 def compare(policy: CatchUpPolicy, probs: tuple[float, float]) -> None:
@@ -89,7 +89,7 @@ def compare(policy: CatchUpPolicy, probs: tuple[float, float]) -> None:
     state = unread_state()
     assert sorted(policy.readers(state, [0, 1], 100, math.inf)) == [0, 1]
     for ssm, prob in enumerate(probs):
-        state.trust.observe(ssm, 1, np.full(32, prob))
+        state.mixture.observe(ssm, 1, np.full(32, prob))
     policy.learn()
 
 

@@ -19,7 +19,7 @@ MIN_LOGPROB = -6.0  # lower scores are clipped, so that a single outlier token d
 MIN_WEIGHT = 0.02  # floor of every mixture weight, so that an SSM recovers quickly once its predictions improve
 
 
-class Trust:
+class MixtureWeights:
     """Log-probability scores of the SSMs on one request's verified tokens."""
 
     def __init__(self, num_ssms: int) -> None:
@@ -27,7 +27,7 @@ class Trust:
         self._begin = np.zeros(num_ssms, dtype=np.int64)  # start of the gapless range of scored positions
         self._scores = np.zeros((num_ssms, 2 * WINDOW))  # ring buffers, indexed by position modulo their width
 
-    def copy(self) -> "Trust":
+    def copy(self) -> "MixtureWeights":
         return copy.deepcopy(self)
 
     def observe(self, ssm: int, first: int, probs: np.ndarray) -> None:

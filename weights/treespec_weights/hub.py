@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.documents import read_config
@@ -31,7 +32,9 @@ def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    where = {"local_dir": os.fspath(to)} if to is not None else {}
+    where: dict[str, Any] = {"local_dir": os.fspath(to)} if to is not None else {}
+    # Also the HTTP library's errors, such as those of proxies, and the RuntimeError of a missing home folder.
+    failures: tuple[type[BaseException], ...] = (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError)
     try:
         folder = Path(
             snapshot_download(
@@ -45,8 +48,7 @@ def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None
             f"{offline}; run `treespec weights fetch {hub_id}` where there is a network, and copy that folder, or "
             "name a local folder with config.json and *.safetensors"
         ) from error
-    # Also the HTTP library's errors, such as those of proxies, and the RuntimeError of a missing home folder.
-    except (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError) as error:
+    except failures as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         raise HubError(
             f"the hub did not give {_named(hub_id, revision)} ({type(error).__name__}: {reason}); check the name and "

@@ -193,7 +193,8 @@ def _stored_matrix(
         return checkpoint.stored(name) if name in checkpoint.tensors else None
 
     try:
-        return scheme.read(placement.name, *placement.shape, get, dtype)
+        out, inputs = placement.shape
+        return scheme.read(placement.name, out, inputs, get, dtype)
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise

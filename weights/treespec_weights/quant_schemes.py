@@ -160,16 +160,16 @@ class QuantScheme:
             return self._read_fp8(present, out, inputs, dtype)
         if self.method == "gptq":
             q = _words(present["qweight"].t().contiguous(), self.bits)
-            zero = _words(present["qzeros"], self.bits).t().to(torch.int16) + int(self.zero_minus_one)
-            return _from_unsigned(q, present["scales"].t().contiguous(), zero, self.bits)
+            zeros = _words(present["qzeros"], self.bits).t().to(torch.int16) + int(self.zero_minus_one)
+            return _from_unsigned(q, present["scales"].t().contiguous(), zeros, self.bits)
         if self.method == "awq":
             q = _awq(present["qweight"]).t()
-            zero = (
+            zeros = (
                 _awq(present["qzeros"]).t()
                 if "qzeros" in present
                 else torch.full((out, inputs // group), 8, dtype=torch.int64, device="cpu")
             )
-            return _from_unsigned(q, present["scales"].t().contiguous(), zero, self.bits)
+            return _from_unsigned(q, present["scales"].t().contiguous(), zeros, self.bits)
         middle = 1 << (self.bits - 1)
         scale = present["weight_scale"].reshape(-1, inputs // group).expand(out, -1).contiguous()
         if "weight_shape" in present and present["weight_shape"].tolist() != [out, inputs]:

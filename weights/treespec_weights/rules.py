@@ -44,7 +44,8 @@ class ModelShape:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
         def norm(name: str) -> dict[str, TensorShape]:
-            return {name: (hidden,)} | ({f"{name}_bias": (hidden,)} if self.norm_bias else {})
+            names = [name, f"{name}_bias"] if self.norm_bias else [name]
+            return dict.fromkeys(names, (hidden,))
 
         layer: dict[str, TensorShape] = norm("attn_norm") | {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
         if self.attention_bias:

@@ -158,7 +158,7 @@ def write_text(folder: Path, name: str, text: str) -> None:
 
 def write_tensor(file: BinaryIO, tensor: Tensor, on_bytes: Callable[[int], None] | None) -> None:
     """Write the bytes of a tensor in chunks, reporting the size of each to `on_bytes`."""
-    data = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     for start in range(0, len(data), CHUNK):
         chunk = data[start : start + CHUNK]
         file.write(chunk)

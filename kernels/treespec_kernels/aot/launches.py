@@ -98,7 +98,7 @@ class Launch:
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         offset = value.storage_offset() * value.element_size()  # an allocation begins at a multiple of 512
-        return Pointer(value.dtype, offset % 16)
+        return Pointer(value.dtype, int(offset) % 16)
     return getattr(value, "value", value)  # of a constexpr
 
 

@@ -24,6 +24,7 @@ with weight 0 change nothing, while `torch.sum` would group the tiles by index.
 
 import functools
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -117,8 +118,8 @@ def _least_rows(head_dim: int, threads: int) -> int:
     of the cache key.
     """
     generator = torch.Generator().manual_seed(0)
-    sizes = {"dtype": torch.float32, "device": "cpu", "generator": generator}
-    q, k = torch.randn(8, 32, head_dim, **sizes), torch.randn(8, PAGE_SIZE, head_dim, **sizes).transpose(1, 2)
+    random = partial(torch.randn, dtype=torch.float32, device="cpu", generator=generator)
+    q, k = random(8, 32, head_dim), random(8, PAGE_SIZE, head_dim).transpose(1, 2)
     whole, least = torch.bmm(q, k), ROW_MULTIPLE
     for rows in range(ROW_MULTIPLE, 32, ROW_MULTIPLE):
         if not torch.equal(torch.bmm(q[:, :rows].contiguous(), k), whole[:, :rows]):

@@ -98,12 +98,11 @@ def plan_tree_attention(
     packed, node, *by_row = _work_items(context_lens, rows_per_request, depths, chains, shape, config)
     padding = 0 if num_rows is None else num_rows - len(depths)
     arrays = packed, node, *(np.pad(values, (0, padding)) for values in by_row)
-    return TreeAttentionPlan(
-        config,
-        shape,
-        *(torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays),
-        partials=Partials.allocate(int(by_row[2].sum()), shape, device),
-    )
+    packed_items, node_items, *of_rows = (torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays)
+    partials = Partials.allocate(int(by_row[2].sum()), shape, device)
+    first_partial, first_segment, num_segments = of_rows
+    columns = packed_items, node_items, first_partial, first_segment, num_segments
+    return TreeAttentionPlan(config, shape, *columns, partials)
 
 
 def _work_items(

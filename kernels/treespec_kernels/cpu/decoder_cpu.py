@@ -366,10 +366,15 @@ class CompiledModel:
         """For passes run by another library; None if this one cannot compute `probs` in one call."""
         if self.vocab_size % _LANES:
             return None
-        functions = map(_address_of, (self._library.treespec_forward, self._library.treespec_probs))
-        structs = map(ctypes.addressof, (self._model, self._head))
-        hidden_bytes = self.hidden_size * self.dtype.itemsize
-        return PassEntries(*functions, *structs, self._num_learned_positions, hidden_bytes, self._threads)
+        return PassEntries(
+            _address_of(self._library.treespec_forward),
+            _address_of(self._library.treespec_probs),
+            ctypes.addressof(self._model),
+            ctypes.addressof(self._head),
+            self._num_learned_positions,
+            self.hidden_size * self.dtype.itemsize,
+            self._threads,
+        )
 
     def probs(self, hidden: Tensor) -> Tensor:
         """Return the softmax of fp32 logits, fp32 [num_rows, vocab_size], of hidden [num_rows, hidden_size]."""

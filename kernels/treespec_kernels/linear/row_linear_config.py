@@ -79,7 +79,7 @@ class RowLinearConfig(RowTiledConfig):
     @classmethod
     def candidates(
         cls, dtype: torch.dtype, out_features: int, in_features: int, silu_gate: bool = False, target: str | None = None
-    ) -> list[Self]:
+    ) -> "list[RowLinearConfig]":
         """Return configurations to tune over, the default first, that fit the target's shared memory (None: of sm_90).
 
         Arguments as in `default`.
@@ -98,7 +98,7 @@ class RowLinearConfig(RowTiledConfig):
                 (16, 128, 64, 4),
                 (128, 128, 64, 8),
             ]
-        configs = [default]
+        configs: list[RowLinearConfig] = [default]
         for tile in tiles:
             stage_bytes = (tile[0] + tile[1]) * tile[2] * dtype.itemsize
             for config in _resident(tile, out_features, in_features, target, stage_bytes):
@@ -171,11 +171,11 @@ def quantized_candidates(
     Arguments as in `quantized_default`; bits: 8 or 4.
     """
     if dtype == torch.float32:
-        tiles, blocks = [(16, 16, 4), (16, 32, 4), (16, 64, 8)], (32, 64)
+        tiles, block_ks = [(16, 16, 4), (16, 32, 4), (16, 64, 8)], [32, 64]
     else:
         tiles = [(64, 32, 4), (64, 64, 4), (64, 128, 8), (32, 64, 4), (16, 64, 4), (16, 128, 8), (128, 64, 8)]
-        blocks = (32, 64, 128)
-    dividing = [block_k for block_k in blocks if group == in_features or group % block_k == 0]
+        block_ks = [32, 64, 128]
+    dividing = [block_k for block_k in block_ks if group == in_features or group % block_k == 0]
     configs = [quantized_default(dtype, out_features, in_features, group, target)]
     for (block_m, block_n, num_warps), block_k in itertools.product(tiles, dividing[-2:]):
         stage_bytes = block_m * block_k * dtype.itemsize + block_n * block_k * bits // 8

@@ -70,8 +70,8 @@ def multiply_rows(
         BLOCK_F: tl.constexpr = BLOCK_N // 2
         o_n = tl.minimum(i_n * BLOCK_F + o_column // 2, FEATURES - 1) + o_column % 2 * FEATURES
     else:
-        FEATURES: tl.constexpr = OUT_FEATURES
-        BLOCK_F: tl.constexpr = BLOCK_N
+        FEATURES: tl.constexpr = OUT_FEATURES  # type: ignore[no-redef]
+        BLOCK_F: tl.constexpr = BLOCK_N  # type: ignore[no-redef]
         o_n = tl.minimum(i_n * BLOCK_N + o_column, OUT_FEATURES - 1)
 
     FULL_BLOCKS: tl.constexpr = IN_FEATURES // BLOCK_K

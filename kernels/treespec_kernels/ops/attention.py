@@ -151,7 +151,7 @@ def _rope_inputs(setting: Setting, rows: int, splits: int, biased: bool, generat
     width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     pages = -(-rows // PAGE_SIZE) * 2 + 1
     dtype = torch.float32 if shape.norm == "rms_plus_one" else setting.dtype
-    norm = HeadNorm(*(random(shape.head_dim).to(dtype) for _ in range(2)), EPS)
+    norm = HeadNorm(random(shape.head_dim).to(dtype), random(shape.head_dim).to(dtype), EPS)
     table = setting.random_fp32(generator, setting.context + rows, 2, shape.head_dim)
     return Inputs(
         {

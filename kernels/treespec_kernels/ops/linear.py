@@ -134,9 +134,13 @@ def _layer_cases(op: Op, setting: Setting) -> Iterator[Case]:
         if layer.name in ("o", "down"):
             yield untimed(f"{layer.name} {bias}residual", partial(make, bias=shape.biased, residual=True))
         if "up" in layer.name:
-            options = {"silu_gate": layer.silu_gate, "activation": shape.activation, "bias": shape.biased}
+            options: dict[str, Any] = {
+                "silu_gate": layer.silu_gate,
+                "activation": shape.activation,
+                "bias": shape.biased,
+            }
             yield untimed(f"{bias}{shape.activation}", partial(make, **options))
-            changes = {"ref": activated_ref, "run": activated_triton, "plan": lambda inputs, config: {}}
+            changes: dict[str, Any] = {"ref": activated_ref, "run": activated_triton, "plan": lambda inputs, config: {}}
             make = partial(_product_inputs, setting, layer, rows, **options)
             if shape.quantized is None:
                 yield untimed(f"{shape.activation} of a product", make, rows={"product": -2}, **changes)

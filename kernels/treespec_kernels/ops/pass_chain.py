@@ -138,6 +138,7 @@ def _poison_and_compare(case: Case, run: Callable[[], object]) -> None:
     chain: PassChain = case.inputs[0].arguments["chain"]
     chain.poison()
     run()
+    assert case.expected is not None
     for index, (actual, expected) in enumerate(zip(chain.results, case.expected.values(), strict=True)):
         assert same_bits(actual, expected), f"result {index} of the chain differs from that of the chain without PDL"
 

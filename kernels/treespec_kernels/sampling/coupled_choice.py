@@ -68,8 +68,8 @@ def gumbel_ref(integers: np.ndarray) -> np.ndarray:
 
 def coupled_values_ref(scores: Tensor, noise: RowNoise) -> Tensor:
     """Return float32(scores) / temperature + g, [rows, vocab] float32 on the CPU; NaN becomes +inf."""
-    keys = (tensor.cpu().numpy() for tensor in noise[1:])
-    gumbel = torch.from_numpy(gumbel_ref(gumbel_integers_ref(*keys, scores.shape[1])))
+    seeds, samples, positions = (tensor.cpu().numpy() for tensor in noise[1:])
+    gumbel = torch.from_numpy(gumbel_ref(gumbel_integers_ref(seeds, samples, positions, scores.shape[1])))
     plain, temperature = scores.float().cpu(), noise.temperatures.cpu()[:, None]
     values = torch.where(temperature == 0, plain, plain / temperature + gumbel)
     return values.masked_fill(values.isnan(), float("inf"))

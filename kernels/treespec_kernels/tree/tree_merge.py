@@ -101,7 +101,7 @@ def tree_merge_ref(
 
 
 def _merge_one(
-    state: dict[str, Any], ssm_tokens: Any, ssm_probs: Any, weight: Any, ends: list[int], proposed: ProposedTrees
+    state: dict[str, Any], ssm_tokens: Any, ssm_probs: Any, weight: Any, ends: list[int], proposed: Any
 ) -> None:
     """Merge the proposals of one request; every array of `state` has a first dimension of 1."""
     _, max_depth, candidates = state["cand_tokens"].shape

@@ -13,6 +13,7 @@ are at most 1 and rounding is monotonic, and its flat index and depth are smalle
 eligible, and the parent of a node among the N - 1 best is among them, ties included.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,16 +52,13 @@ def tree_select_ref(
         level = int(state["levels"][request])
         flat = {name: array[request].ravel() for name, array in state.items()}
         count = forest.candidates
+        tokens, parents, values, masks = (flat[f"cand_{name}"] for name in ("tokens", "parents", "values", "masks"))
         candidates = {
-            i: _TreeCandidate(
-                *(flat[f"cand_{name}"][i] for name in ("tokens", "parents", "values", "masks")), i // count + 1
-            )
+            i: _TreeCandidate(tokens[i], parents[i], values[i], masks[i], i // count + 1)
             for i in range(level * count)
-            if flat["cand_values"][i] >= 0
+            if values[i] >= 0
         }
-        candidates |= _unreached(
-            flat["seed_cands"], ProposedTrees(*(array[request] for array in seeds)), candidates, forest
-        )
+        candidates |= _unreached(flat["seed_cands"], [array[request] for array in seeds], candidates, forest)
         allowed = [
             i
             for i, candidate in candidates.items()
@@ -92,19 +90,18 @@ class _TreeCandidate(NamedTuple):
 
 
 def _unreached(
-    reached: np.ndarray, proposed: ProposedTrees, candidates: dict[int, _TreeCandidate], forest: DeviceForest
+    reached: np.ndarray, proposed: Sequence[np.ndarray], candidates: dict[int, _TreeCandidate], forest: DeviceForest
 ) -> dict[int, _TreeCandidate]:
-    """Return the seeds that growth has not reached, by flat index."""
+    """Return the seeds that growth has not reached, by flat index; `proposed` are one request's `ProposedTrees`."""
+    tokens, parents, probs, _ = proposed
     first = forest.max_depth * forest.candidates
     unreached: dict[int, _TreeCandidate] = {}
     index_of = {-1: -1} | {s: int(i) if i >= 0 else first + s for s, i in enumerate(reached)}
-    for s in np.flatnonzero((proposed.tokens >= 0) & (reached < 0)).tolist():
-        parent = index_of[int(proposed.parents[s])]
+    for s in np.flatnonzero((tokens >= 0) & (reached < 0)).tolist():
+        parent = index_of[int(parents[s])]
         above = unreached.get(parent) or candidates.get(parent)
         value, depth = (above.value, above.depth) if above is not None else (np.float32(1), 0)
-        unreached[first + s] = _TreeCandidate(
-            proposed.tokens[s], parent, value * proposed.probs[s], 1 << SEED_BIT, depth + 1
-        )
+        unreached[first + s] = _TreeCandidate(tokens[s], parent, value * probs[s], 1 << SEED_BIT, depth + 1)
     return unreached
 
 

@@ -48,21 +48,13 @@ def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: W
     for request, size in enumerate(host["num_nodes"]):
         if size == 0 or not all(is_finite[request][:size]):
             continue
-        node, length = 0, 0
-        while node is not None:
-            walk.paths[request, length] = node
-            walk.tokens[request, length] = next_tokens[request][node]
-            length += 1
-            node = next(
-                (
-                    child
-                    for child in range(1, size)
-                    if host["parents"][request][child] == node
-                    and host["tokens"][request][child] == next_tokens[request][node]
-                ),
-                None,
-            )
-        walk.path_lens[request] = length
+        parents, tokens, path = host["parents"][request], host["tokens"][request], [0]
+        for node in range(1, size):  # parents precede their children
+            if parents[node] == path[-1] and tokens[node] == next_tokens[request][path[-1]]:
+                path.append(node)
+        walk.path_lens[request] = len(path)
+        for depth, node in enumerate(path):
+            walk.paths[request, depth], walk.tokens[request, depth] = node, next_tokens[request][node]
     out = _new_walk(trees) if out is None else out
     for name, written in walk.tensors.items():
         out.tensors[name].copy_(written)

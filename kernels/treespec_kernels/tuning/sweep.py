@@ -218,7 +218,9 @@ def precompile(
                 for launch in launches_of_case(case, config):
                     launches.setdefault(repr(launch.binary), (index, launch))
     tasks = [launch for _, launch in sorted(launches.values(), key=lambda task: task[0])]
-    work = partial(_compile, problems[0][0].setting.target, deadline)
+    target = problems[0][0].setting.target
+    assert target is not None, "nothing is compiled for a CPU"
+    work = partial(_compile, target, deadline)
     run_in_processes(work, tasks, jobs, lambda place, result: None)
 
 

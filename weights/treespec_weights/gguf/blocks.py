@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
 
     kind: str  # block type, a key of `FORMS`
     rows: Tensor  # uint8 [out_features, bytes], usually a view of the mapped file
-    file: mmap.mmap  # the private mapping of the file
+    file: Any  # mmap.mmap, the private mapping of the file
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the values, [out_features, in_features]."""
@@ -68,9 +68,9 @@ class GgufScheme(QuantScheme):
     types: tuple[tuple[str, str, Form], ...] = ()
 
     @classmethod
-    def of(cls, types: Mapping[str, Sequence[object]]) -> "GgufScheme":
+    def of(cls, types: Mapping[str, Sequence[Any]]) -> "GgufScheme":
         """Return the scheme of matrices with these block types and forms, by tensor name."""
-        matrices = tuple((name, kind, Form(*form)) for name, (kind, *form) in types.items())
+        matrices = tuple((name, str(kind), Form(*form)) for name, (kind, *form) in types.items())
         return cls("gguf", max(form.bits for _, _, form in matrices), types=matrices)
 
     @functools.cached_property

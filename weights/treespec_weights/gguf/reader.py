@@ -208,7 +208,7 @@ class _Cursor:
 
     def _texts(self, count: int) -> list[str]:
         """Return strings as by `text`, in a third of the time: 0.1 s for a vocabulary of 150,000 tokens and merges."""
-        texts, data, offset, size_at = [], self.data, self.offset, struct.Struct("<Q").unpack_from
+        texts, data, offset, size_at = list[str](), self.data, self.offset, struct.Struct("<Q").unpack_from
         while len(texts) < count and offset + 8 <= self.size:
             start = offset + 8
             offset = start + size_at(data, offset)[0]

@@ -32,8 +32,8 @@ from treespec.drawing.recording import watch
 from treespec.errors import CheckpointError, ConfigError, DraftError
 from treespec.startup import vocabularies
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
+from treespec_weights.blocks import Blocks
 from treespec_weights.draft_vocabulary import FILE, rank_tokens, read_draft_vocabulary, write_draft_vocabulary
-from treespec_weights.gguf.blocks import Blocks
 from treespec_weights.quantize import quantize
 
 KNOWN = 256

@@ -18,7 +18,7 @@ from tests.helpers.families import TYPICAL, WINDOW, Case, make_model
 from tests.helpers.models import make_llama, new_folder
 from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight, QuantizedWeight
 from treespec_weights import FamilyRules, ModelShape, family_of, read_config
-from treespec_weights.gguf.blocks import FORMS, read_blocks
+from treespec_weights.blocks import FORMS, read_blocks
 
 ARCHITECTURES = {"gemma3_text": "gemma3"}  # where they differ from model_type
 

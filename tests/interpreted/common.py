@@ -15,10 +15,11 @@ from treespec_kernels.attention.tree_attention import (
     TreeAttentionPlan,
     plan_tree_attention,
 )
+from treespec_kernels.comparison import assert_close, same_bits
 from treespec_kernels.ops import OPS
 from treespec_kernels.ops.op import Case, Inputs, equal, mapped, named_tensors
 from treespec_kernels.ops.shapes import KernelShape, Setting
-from treespec_kernels.tuning.testing import TreeAttentionInputs, assert_close, same_bits, tree_attention_inputs
+from treespec_kernels.tuning.testing import TreeAttentionInputs, tree_attention_inputs
 
 IMPLEMENTATION = os.environ["TREESPEC_IMPLEMENTATION"]  # "triton", or one of the host
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -20,7 +20,8 @@ from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig
 from treespec.models.triton_decoder import TritonDecoder
 from treespec_kernels.attention.tree_batch import RequestRows
-from treespec_kernels.tuning.testing import assert_close, path_to
+from treespec_kernels.comparison import assert_close
+from treespec_kernels.tuning.testing import path_to
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.interpreted.common import DEVICE, INF, INTERPRETED, NAN, check, each_dtype, normal, view_amid_nan
+from treespec_kernels.comparison import assert_close
 from treespec_kernels.linear.lm_head import BlockStats, LmHead, LmHeadConfig, block_stats_ref, lm_head_triton
-from treespec_kernels.tuning.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # one rounding of the largest logit

@@ -18,7 +18,7 @@ from tests.interpreted.common import (
     split_sums,
 )
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_ref, qkv_rope_triton
-from treespec_kernels.tuning.testing import same_bits
+from treespec_kernels.comparison import same_bits
 
 MAX_POSITIONS, PAGE_SIZE, NUM_PAGES, EPS = 300, 4, 20, 1e-5
 # (max, rms) error relative to the RMS of the output: one rounding of it, and of norms.

@@ -18,6 +18,7 @@ from tests.interpreted.common import (
     on_a_gpu,
     view_amid_nan,
 )
+from treespec_kernels.comparison import assert_close
 from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
     activated_ref,
@@ -25,7 +26,6 @@ from treespec_kernels.linear.row_linear import (
     row_linear_partials_triton,
     row_linear_triton,
 )
-from treespec_kernels.tuning.testing import assert_close
 
 pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 

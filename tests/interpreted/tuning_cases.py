@@ -18,15 +18,14 @@ from treespec.models import triton_decoder
 from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig
 from treespec.models.triton_decoder import TritonDecoder, stacked
+from treespec_kernels import sweep as tuning
 from treespec_kernels.attention.tree_attention import TreeAttentionConfig
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.quantized import QuantizedWeight, WeightForm
 from treespec_kernels.ops import cases_of, linear
 from treespec_kernels.ops.op import Case
 from treespec_kernels.ops.shapes import KernelShape, Setting
-from treespec_kernels.tuning import sweep as tuning
-from treespec_kernels.tuning import tuned
-from treespec_kernels.tuning.sweep import (
+from treespec_kernels.sweep import (
     Measurement,
     SweepLog,
     Tuned,
@@ -36,6 +35,7 @@ from treespec_kernels.tuning.sweep import (
     problems_of,
     tune,
 )
+from treespec_kernels.tuning import tuned
 from treespec_weights import load_weights
 
 NAME = "A device"
@@ -164,7 +164,7 @@ def test_what_was_measured_is_not_measured_again(
     """But for a change of the kernels."""
     path, times = tmp_path / "log", iter([0.0] * 3 + [100.0] * 20)  # the budget ends in the first configuration
     with monkeypatch.context() as patch:
-        patch.setattr("treespec_kernels.tuning.sweep.time.monotonic", lambda: next(times))
+        patch.setattr("treespec_kernels.sweep.time.monotonic", lambda: next(times))
         first, _ = swept(problems, log, budget_seconds=50.0)
     assert [m.config for m in first.measurements] == [SLOW] and first.unmeasured == 2
     with path.open("a") as file:

@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.helpers.gguf_files import block_weight, reading
 from tests.helpers.libraries import LIBRARIES, PAIRS, compiler_of, instruction_sets
 from tests.helpers.quantized_checkpoints import needs_compiler, random_weight
+from treespec_kernels.cpu.compiled_linear import CompiledLinear
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_library import build
-from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight, QuantizedWeight, dequantized, integers
 
 pytestmark = needs_compiler

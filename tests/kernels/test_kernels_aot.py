@@ -265,7 +265,7 @@ PRECOMPILED = """
 import json, os, time, torch
 from pathlib import Path
 from treespec_kernels.ops.shapes import KernelShape, Setting
-from treespec_kernels.tuning.sweep import precompile, problems_of
+from treespec_kernels.sweep import precompile, problems_of
 if __name__ == "__main__":
     os.environ["TRITON_CACHE_DIR"] = FOLDER
     setting = Setting(KernelShape(torch.bfloat16, 16, 4, 2, 64, 96, 100), compiled_for="sm_90")

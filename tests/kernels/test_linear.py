@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 from tests.helpers.exactness import threads
 from tests.helpers.models import quick
+from treespec_kernels.comparison import assert_close
 from treespec_kernels.linear.activations import ACTIVATIONS, soft_cap
 from treespec_kernels.linear.linear import Linear, onednn_available
-from treespec_kernels.tuning.testing import assert_close
 
 ROWS = (2, 3, 16, 17, 32, 33, 40, 65, 128, 300)
 EXACT = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}

@@ -15,7 +15,7 @@ from treespec_kernels.linear.quantized import WeightForm
 from treespec_kernels.ops import OPS, TUNABLE, cases_of
 from treespec_kernels.ops.op import mapped, named_tensors
 from treespec_kernels.ops.shapes import KernelShape, Setting
-from treespec_kernels.tuning.sweep import problems_of
+from treespec_kernels.sweep import problems_of
 from treespec_kernels.tuning.tuned import kernel_files
 
 SETTING = Setting(KernelShape(torch.float16, 16, 4, 2, 64, 96, 100), torch.device("cpu"), prefill=2048)
@@ -73,7 +73,7 @@ def test_cpu_tensors_are_refused_outside_the_interpreter(op: str) -> None:
 
 @pytest.mark.slow
 def test_importing_the_references_imports_no_triton() -> None:
-    modules = "treespec_kernels.ops, treespec_kernels.aot.compiler, treespec_kernels.tuning.sweep"
+    modules = "treespec_kernels.ops, treespec_kernels.aot.compiler, treespec_kernels.sweep"
     child = run_uninterpreted(f"import sys; sys.modules['triton'] = None; import {modules}")
     assert child.returncode == 0, child.stderr
 

@@ -11,13 +11,13 @@ import torch
 from tests.helpers.gguf_files import block_weight, reading
 from tests.helpers.libraries import LIBRARIES
 from tests.helpers.quantized_checkpoints import needs_compiler, random_weight
+from treespec_kernels.comparison import assert_close
 from treespec_kernels.cpu import decoder_library
+from treespec_kernels.cpu.compiled_linear import CompiledLinear
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_library import build
-from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.quantized import BLOCK_TYPES, dequantized, integers, stacked
 from treespec_kernels.linear.row_linear import row_linear_ref
-from treespec_kernels.tuning.testing import assert_close
 from treespec_weights.quantize import Quantized, dequantize
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers.child import run_uninterpreted
+from treespec_kernels.comparison import assert_close
 from treespec_kernels.launch.triton_launch import shared_bytes
 from treespec_kernels.linear.row_linear import RowLinearConfig, activated_ref, row_linear_ref
-from treespec_kernels.tuning.testing import assert_close
 
 CONFIG = RowLinearConfig(16, 32, 32, split_k=2, num_warps=4, num_stages=2)
 # (out_features, in_features, silu_gate) of an 8B, a 1B and a 0.5B decoder and of a tiny draft.

@@ -17,7 +17,8 @@ from treespec_kernels.attention import tree_attention_cpu as tree_attention_cpu_
 from treespec_kernels.attention.tree_attention import tree_attention_ref
 from treespec_kernels.attention.tree_attention_cpu import AttentionMode, plan_tree_attention_cpu, tree_attention_cpu
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
-from treespec_kernels.tuning.testing import assert_close, path_to, tree_parents
+from treespec_kernels.comparison import assert_close
+from treespec_kernels.tuning.testing import path_to, tree_parents
 
 CONTEXTS = (0, 1, 62, 63, 64, 65, 127, 128, 190, 640, 17 * PAGE_SIZE - 3)  # sums over 17 tiles are long, too
 TREES = ("star-9", "chain-16", "deep-33", "random-64", "random-2", "random-100", "star-1", "deep-100", "random-16")

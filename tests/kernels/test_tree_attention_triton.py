@@ -15,7 +15,8 @@ from treespec_kernels.attention.tree_attention import (
     plan_tree_attention,
     tree_attention_ref,
 )
-from treespec_kernels.tuning.testing import assert_close, path_to, tree_attention_inputs, tree_parents
+from treespec_kernels.comparison import assert_close
+from treespec_kernels.tuning.testing import path_to, tree_attention_inputs, tree_parents
 
 SHAPE = AttentionShape(8, 2, 16, torch.float32)
 

@@ -31,8 +31,8 @@ from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
 from treespec.cache.kv_cache import KVCache
 from treespec.errors import ExactnessError
+from treespec_kernels.comparison import assert_close
 from treespec_kernels.cpu.decoder_cpu import CompiledModel
-from treespec_kernels.tuning.testing import assert_close
 
 pytestmark = needs_compiler
 LENGTHS = (1, 2, 9, 31, 62, 63, 64, 65, 126)

@@ -32,7 +32,7 @@ from treespec.models.decoder import HiddenStates
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
-from treespec_kernels.tuning.testing import assert_close
+from treespec_kernels.comparison import assert_close
 from treespec_weights.families import FAMILIES
 
 PREFILL, LENGTH = 118, 126  # tokens prefilled in two chunks, and tokens before the tree

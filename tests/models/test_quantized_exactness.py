@@ -31,10 +31,10 @@ from treespec.models.model_config import ModelConfig
 from treespec.models.triton_weights import ModelWeights
 from treespec.startup.cost_measurement import cost_key
 from treespec.startup.memory import weight_bytes
+from treespec_kernels.comparison import assert_close
+from treespec_kernels.cpu.compiled_linear import CompiledLinear
 from treespec_kernels.cpu.cpu_library import CompileError
-from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
-from treespec_kernels.tuning.testing import assert_close
 from treespec_weights import convert_checkpoint, load_weights
 
 LENGTHS, TOKENS = (1, 62, 64, 126), 14

@@ -14,6 +14,52 @@ PACKAGES = {
     "treespec_weights": ROOT / "weights" / "treespec_weights",
 }
 ALLOWED = {"treespec": {"treespec_kernels", "treespec_weights"}, "treespec_kernels": set(), "treespec_weights": set()}
+# Folders and modules of each package, from the bottom up; a layer imports only what is below it.
+LAYERS = {
+    "treespec": (
+        ("inputs", "mixture_weights", "tree", "utils", "version"),
+        ("errors",),
+        ("config", "planning"),
+        ("cache", "sampling_params", "verification"),
+        ("text",),
+        ("sampling",),
+        ("request",),
+        ("models", "outputs"),
+        ("adapter", "drafters"),
+        ("engine",),
+        ("frontend", "graphs"),
+        ("startup",),
+        ("llm",),
+        ("async_llm", "bench", "drawing", "hf", "llm_engine", "training"),
+        ("serve",),
+        ("cli", "__main__"),
+    ),
+    "treespec_kernels": (
+        ("comparison", "launch"),
+        ("linear", "tree"),
+        ("attention", "sampling"),
+        ("cpu", "tuning"),
+        ("ops",),
+        ("aot",),
+        ("sweep",),
+    ),
+    "treespec_weights": (
+        ("dtypes", "errors", "progress", "quantize", "sentencepiece"),
+        ("files", "quant_schemes", "rules", "sizes"),
+        ("blocks", "layouts"),
+        ("quant_config",),
+        ("families",),
+        ("gguf",),
+        ("checkpoint",),
+        ("writer",),
+        ("documents",),
+        ("codec", "hub", "load", "tokenizer"),
+        ("draft_tensors", "draft_vocabulary", "timing", "transform", "verify", "vocabularies"),
+        ("block_drafts", "describe", "inspection", "staging", "state_heads"),
+        ("convert", "grow", "heads"),
+        ("cli",),
+    ),
+}
 OURS = {*PACKAGES, "treespec_training", "kernels", "weights", "tests", "perf"}
 MAX_LINES = 540
 MAX_TRACKED_BYTES = 56 << 20
@@ -23,8 +69,8 @@ def python_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
 
 
-def imported_packages(path: Path) -> Iterator[tuple[str, int, bool]]:
-    """Top-level packages that a file imports, by statement or by name, with the line, and whether at once."""
+def imported_modules(path: Path) -> Iterator[tuple[str, int, bool]]:
+    """Modules that a file imports, by statement or by name, with the line, and whether at once."""
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     for node in ast.walk(tree):
         match node:
@@ -39,7 +85,7 @@ def imported_packages(path: Path) -> Iterator[tuple[str, int, bool]]:
                 modules = [module]
             case _:
                 continue
-        yield from ((module.split(".")[0], node.lineno, node in tree.body) for module in modules)
+        yield from ((module, node.lineno, node in tree.body) for module in modules)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -48,8 +94,23 @@ def test_packages_import_one_way_and_what_is_optional_late(package: str) -> None
     assert PACKAGES[package] / "__init__.py" in files
     forbidden = OURS - ALLOWED[package] - {package}
     for path in files:
-        for name, line, at_once in imported_packages(path):
+        for module, line, at_once in imported_modules(path):
+            name = module.split(".")[0]
             assert name not in forbidden and not (at_once and name == "llguidance"), f"{path}:{line}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_layers_import_downwards(package: str) -> None:
+    layer_of = {part: number for number, layer in enumerate(LAYERS[package]) for part in layer}
+    for path in python_files(PACKAGES[package]):
+        own, *_ = path.relative_to(PACKAGES[package]).with_suffix("").parts
+        if own == "__init__":  # of the package: it imports what it exports
+            continue
+        for module, line, at_once in imported_modules(path):
+            root, _, rest = module.partition(".")
+            part = rest.split(".")[0]
+            if at_once and root == package and part and part != own:
+                assert layer_of[part] < layer_of[own], f"{path}:{line} imports {module}, which is no layer below"
 
 
 @pytest.mark.parametrize("name", ["kernels/__init__.py", "weights/__init__.py", "conftest.py"])

@@ -24,12 +24,12 @@ from tests.helpers.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import ConfigError, ModelError
 from treespec.planning.round_costs import CostCurve
+from treespec.text.training_prompts import SYNTHETIC, TrainingPrompt, read_training_prompts, user_turn
 from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
 from treespec.training.files import replacing
 from treespec.training.lessons import TOP, Lessons, LessonWriter, best_batch, prompts_of_shard, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, optimizers_for, train
 from treespec.training.muon import Float32Muon, orthogonalize
-from treespec.training.prompts import SYNTHETIC, TrainingPrompt, read_training_prompts, user_turn
 from treespec.training.report import measure_drafts
 from treespec.training.run import by_benefit, held_out, train_drafts
 from treespec.training.settings import TrainingSettings
@@ -37,7 +37,7 @@ from treespec.training.sizing import choose_size
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
 from treespec.training.student import make_student, open_model, open_student, read_vocabulary, write_student
 from treespec.training.texts import ROWS, WINDOW, Texts, tokenize_texts
-from treespec_kernels.tuning.testing import assert_close
+from treespec_kernels.comparison import assert_close
 from treespec_weights import convert_checkpoint
 from treespec_weights.quantize import dequantize, quantize
 
@@ -97,7 +97,7 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
 def test_texts_of_any_encoding_and_length(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("treespec.training.prompts.MAX_FILE_BYTES", 20_000)
+    monkeypatch.setattr("treespec.text.training_prompts.MAX_FILE_BYTES", 20_000)
     for encoding in ("utf-8-sig", "utf-16", "utf-32", "utf-16-le", "latin-1"):
         (tmp_path / f"{encoding}.txt").write_text("Größe\n", encoding)
     (tmp_path / "list.json").write_text('[{"text": "Größe"}]', "utf-8-sig")

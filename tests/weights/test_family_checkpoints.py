@@ -14,7 +14,7 @@ from tests.helpers.models import edit_config, greedy, open_llm, random_prompts
 from treespec import SpecConfig
 from treespec.errors import ModelError
 from treespec.models.model_config import ModelConfig
-from treespec_kernels.tuning.testing import assert_close
+from treespec_kernels.comparison import assert_close
 from treespec_weights import UnsupportedModelError, inspect_checkpoint, verify_checkpoint
 
 (TOKENS,) = random_prompts((90,), vocab=VOCAB)

@@ -32,8 +32,8 @@ from treespec.models.model_config import ModelConfig
 from treespec.startup.memory import weight_bytes
 from treespec.startup.vocabularies import fit_weights
 from treespec_weights import inspect_checkpoint, read_config
+from treespec_weights.blocks import FORMS, Blocks, read_blocks
 from treespec_weights.describe import describe
-from treespec_weights.gguf.blocks import FORMS, Blocks, read_blocks
 from treespec_weights.gguf.reader import read_gguf
 from treespec_weights.progress import shown_by
 from treespec_weights.quantize import Quantized, dequantize

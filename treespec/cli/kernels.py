@@ -130,7 +130,8 @@ def tune_kernels(
     import torch
 
     from treespec.errors import KernelError
-    from treespec_kernels.tuning import sweep, tuned
+    from treespec_kernels import sweep
+    from treespec_kernels.tuning import tuned
     from treespec_kernels.tuning.clock import Clock
 
     on_gpu = device.type == "cuda"

@@ -31,7 +31,7 @@ from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.cpu.lookup_cpu import lookup_library
 from treespec_kernels.linear.quantized import BlockWeight
-from treespec_weights.gguf.blocks import Blocks, Weights
+from treespec_weights.blocks import Blocks, Weights
 from treespec_weights.progress import tracked
 
 

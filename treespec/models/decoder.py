@@ -29,7 +29,7 @@ from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.linear.activations import soft_cap
 from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
-from treespec_weights.gguf.blocks import Blocks, Weights
+from treespec_weights.blocks import Blocks, Weights
 
 if TYPE_CHECKING:
     from treespec.models.compiled import CompiledDecoder

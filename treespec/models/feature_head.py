@@ -14,8 +14,8 @@ from torch import Tensor
 
 from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.cpu.compiled_linear import CompiledLinear
 from treespec_kernels.cpu.decoder_cpu import PairInputs, PassEntries
-from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_weights.heads import HeadForm, HeadWeights
 

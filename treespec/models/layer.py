@@ -10,10 +10,10 @@ from torch import Tensor
 from treespec.errors import ModelError
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import STREAMS, Norm, take_head_norm
-from treespec_kernels.linear.compiled_linear import CompiledLinear, quantized_linear
+from treespec_kernels.cpu.compiled_linear import CompiledLinear, quantized_linear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import BlockWeight, QuantizedWeight, stacked
-from treespec_weights.gguf.blocks import Blocks, Weights
+from treespec_weights.blocks import Blocks, Weights
 
 
 def prepare(config: ModelConfig, weights: Weights) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treespec_weights.gguf.blocks import Weights
+from treespec_weights.blocks import Weights
 from treespec_weights.rules import NormKind
 
 

@@ -34,16 +34,16 @@ from treespec.models.state_head import DepthHeads, MedusaHeads, MlpSpeculator, S
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.startup import cost_measurement as costs
 from treespec.startup.vocabularies import Draft, fit_weights
+from treespec_kernels.cpu.compiled_linear import CompiledLinear
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.decoder_cpu import PairInputs
 from treespec_kernels.cpu.decoder_library import DTYPES, build
-from treespec_kernels.linear.compiled_linear import CompiledLinear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
 from treespec_weights.block_drafts import BlockForm, load_block
-from treespec_weights.gguf.blocks import Blocks, Weights
+from treespec_weights.blocks import Blocks, Weights
 from treespec_weights.gguf.tensors import describe_storage
 from treespec_weights.heads import DraftForm, load_head
 from treespec_weights.quantize import quantize

@@ -28,13 +28,13 @@ from treespec.models.model_config import ModelConfig
 from treespec.planning.planner import Planner
 from treespec.request import Request
 from treespec.startup.cost_measurement import STARTS, cache_folder
-from treespec.training.prompts import read_training_prompts
+from treespec.text.training_prompts import read_training_prompts
 from treespec.utils.scalars import as_int
 from treespec.version import __version__
+from treespec_weights.blocks import Blocks, Weights
 from treespec_weights.codec import has_tokenizer
 from treespec_weights.documents import TOKENIZER
 from treespec_weights.draft_vocabulary import expand_embedding, rank_tokens, read_draft_vocabulary
-from treespec_weights.gguf.blocks import Blocks, Weights
 from treespec_weights.vocabularies import REDUCED, Connection, connect
 
 logger = logging.getLogger("treespec")

@@ -16,8 +16,8 @@ from treespec.sampling.logprobs import LogprobRows
 from treespec.sampling_params import SamplingParams
 from treespec.text.chat import Message
 from treespec.text.prompt_files import encode_prompt
+from treespec.text.training_prompts import SYNTHETIC, TrainingPrompt, user_turn
 from treespec.training.files import replacing
-from treespec.training.prompts import SYNTHETIC, TrainingPrompt, user_turn
 
 TOP = 16  # most likely tokens stored per position
 PER_SHARD = 16  # prompts of each of the first shards

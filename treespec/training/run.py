@@ -24,6 +24,7 @@ from treespec.models.model_config import ModelConfig
 from treespec.startup.options import resolve_device, resolve_model
 from treespec.text.prompt_files import has_chat_template
 from treespec.text.prompt_tokenizer import UserTokenizer, load_tokenizer
+from treespec.text.training_prompts import read_training_prompts
 from treespec.training.distillation import STEP_TOKENS, Curriculum, evaluate
 from treespec.training.draft_vocabulary import choose_vocabulary
 from treespec.training.eagle3 import head_config, head_layers
@@ -31,7 +32,6 @@ from treespec.training.files import remove_temporary, replacing, write_json
 from treespec.training.head_kinds import HEAD_KINDS, head_agreement, head_loss, write_head
 from treespec.training.lessons import MAX_PROMPT_TOKENS, Lessons, LessonWriter, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, ProgressLog, StepLoss, TrainingProgress, train
-from treespec.training.prompts import read_training_prompts
 from treespec.training.report import TrainingReport, measure_drafts
 from treespec.training.settings import LEAST_ROWS, TrainingSettings
 from treespec.training.sizing import LEAST_LAYERS, choose_size, most_rows

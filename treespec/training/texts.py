@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from treespec.errors import ConfigError
+from treespec.text.training_prompts import read_training_prompts
 from treespec.training.draft_vocabulary import rows_of_tokens
 from treespec.training.loop import StepLoss, mixed_precision
-from treespec.training.prompts import read_training_prompts
 
 TEXT_SHARE = 0.9  # of the steps at the beginning
 LESSONS_ONLY = 0.8  # fraction of the training after which there are no more texts

@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from treespec_weights.blocks import FORMS, Blocks
 from treespec_weights.dtypes import LOADABLE, TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.files import file_inside, is_plain_name, read_json, resolve_folder
-from treespec_weights.gguf.blocks import FORMS, Blocks
 from treespec_weights.gguf.reader import read_gguf
 from treespec_weights.gguf.tensors import GgufTensors
 

@@ -6,13 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from treespec_weights.blocks import FORMS
 from treespec_weights.checkpoint import Checkpoint, TensorInfo
 from treespec_weights.documents import read_config
 from treespec_weights.dtypes import TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import resolve_folder
-from treespec_weights.gguf.blocks import FORMS
 from treespec_weights.load import ignored_names, match
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.rules import FamilyRules, ModelShape

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from treespec_weights.blocks import Weights
 from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.documents import CONFIG, has_document, read_document
 from treespec_weights.dtypes import LOADABLE, TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.families import LLAMA
-from treespec_weights.gguf.blocks import Weights
 from treespec_weights.progress import tracked
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.quant_schemes import QuantScheme, StoredTensor

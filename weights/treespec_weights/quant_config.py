@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from treespec_weights.blocks import GgufScheme
 from treespec_weights.errors import UnsupportedModelError
-from treespec_weights.gguf.blocks import GgufScheme
 from treespec_weights.quant_schemes import METHODS, QuantScheme
 
 KEY = "quantization_config"

@@ -4,7 +4,7 @@
 - GPTQ with 4 and 8 bits (zero points stored minus one, except in "gptq_v2"), with groups in input order;
 - AWQ with 4 bits, "gemm";
 - fp8 (E4M3) with a scale per tensor, output or block, as Hugging Face's "fp8";
-- GGUF's blocks with 4 and 8 bits (gguf/blocks.py).
+- GGUF's blocks with 4 and 8 bits (blocks.py).
 
 Integers and their scales are loaded unchanged. fp8 weights are dequantised to the model's dtype, scaled in fp32 and
 rounded once. Activation quantisation is ignored.

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from treespec_kernels.comparison import same_bits
 from treespec_kernels.launch.switches import is_on
 from treespec_kernels.launch.tile_config import TileConfig
 from treespec_kernels.launch.triton_launch import shared_bytes
-from treespec_kernels.tuning.testing import same_bits
 
 logger = logging.getLogger("treespec")
 

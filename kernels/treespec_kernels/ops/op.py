@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from treespec_kernels.comparison import assert_close, bits
 from treespec_kernels.ops.shapes import Setting
-from treespec_kernels.tuning.testing import assert_close, bits
 from treespec_kernels.tuning.tuned import label_of
 
 # (max error, rms error) relative to the RMS of the expected result, for results that are rounded once to the dtype.

@@ -9,6 +9,7 @@ import torch
 
 from treespec_kernels.attention.qkv_rope import qkv_rope_triton
 from treespec_kernels.attention.tree_attention import TreeAttentionConfig, plan_tree_attention, tree_attention_triton
+from treespec_kernels.comparison import same_bits
 from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
 from treespec_kernels.launch.triton_launch import LaunchConfig, is_interpreted, takes_pdl
 from treespec_kernels.linear.lm_head import BlockStats, LmHeadConfig, lm_head_triton
@@ -17,7 +18,7 @@ from treespec_kernels.linear.row_linear import row_linear_partials_triton, row_l
 from treespec_kernels.ops.linear import EPS, PLAIN, QUANTIZED_ROW_LINEAR, ROW_LINEAR, key_of, layer_case, random_weight
 from treespec_kernels.ops.op import Case, Inputs, Op
 from treespec_kernels.ops.shapes import PAGE_SIZE, Setting
-from treespec_kernels.tuning.testing import same_bits, tree_attention_inputs, tree_parents
+from treespec_kernels.tuning.testing import tree_attention_inputs, tree_parents
 
 LAYERS = 4
 REPLAYS = 50  # runs of the check, with all memory poisoned between them

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec_weights.blocks import FORMS, Blocks, common_form
 from treespec_weights.dtypes import TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
-from treespec_weights.gguf.blocks import FORMS, Blocks, common_form
 from treespec_weights.gguf.config import FACTORS, rules_of
 from treespec_weights.gguf.reader import GgufFile, gguf_package, read_gguf
 from treespec_weights.quant_schemes import Form

@@ -1,4 +1,4 @@
-"""Hooks of the documentation site (`mkdocs build`): the README is its first page, and no link leaves it for a source."""
+"""Hooks of the documentation site (`mkdocs build`): the README is its first page; no link leaves it for a source."""
 
 import re
 from pathlib import Path

@@ -24,6 +24,7 @@ from treespec_kernels.tree.growth_limits import CHILDREN, DEEPEST, FRONTIER, fro
 from treespec_kernels.tree.level_rule import LevelRule
 
 MAX_SCORES = 1 << 27  # maximum probabilities of one SSM that a call has room for
+KEPT_SCORES = 1 << 24  # maximum probabilities whose memory is kept for the next call
 # Inputs that are lists of integers, in the order in which they are packed
 _LISTS = (
     *("max_depths", "nodes", "context", "first_seeds", "first_page", "first_token", "end_starts", "tokens"),
@@ -103,10 +104,9 @@ class CompiledGrowth:
         assert np.isfinite(mixture).all()
         t.weights = address_of(mixture, np.float32)
         num_read = sum(map(len, tokens)) - count if t.reads else 0
-        for draft, read in zip(drafts, reads, strict=True):
-            (features, block), probs = read.inputs, self._scores.get(draft.ssm)
-            if probs is None or len(probs) < rows + num_read:
-                probs = self._scores[draft.ssm] = np.empty((rows + num_read, draft.width), dtype=np.float32)
+        scores = [self._scores_of(draft, rows + num_read) for draft in drafts]
+        for draft, read, probs in zip(drafts, reads, scores, strict=True):
+            features, block = read.inputs
             draft.out = address_of(probs, np.float32)
             draft.features = None if features is None else features.data_ptr()
             draft.block_probs = None if block is None else address_of(block, np.float32)
@@ -114,9 +114,18 @@ class CompiledGrowth:
         placed = models.library.treespec_draft(ctypes.byref(t), drafts)
         assert placed, NO_PAGE
         self.num_levels = t.num_levels
-        scores = [self._scores[draft.ssm][: draft.num_rows] for draft in drafts]
+        scores = [probs[: draft.num_rows] for draft, probs in zip(drafts, scores, strict=True)]
         scored = ScoredRows(self._row_trees[: t.num_rows], np.flatnonzero(self._broken[:count]).tolist(), scores)
         return self._finish(limits, seeds), scored
+
+    def _scores_of(self, draft: Any, rows: int) -> np.ndarray:
+        """Return memory for a draft's probabilities, float32 [at least rows, width]."""
+        probs = self._scores.get(draft.ssm)
+        if probs is None or len(probs) < rows:
+            probs = np.empty((rows, draft.width), dtype=np.float32)
+            if probs.size <= KEPT_SCORES:
+                self._scores[draft.ssm] = probs
+        return probs
 
     def _pack(
         self,

@@ -41,7 +41,7 @@ CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
 
 @dataclass
 class GrowingTrees:
-    """The trees of a round that grow."""
+    """The trees of a round that grow level by level."""
 
     requests: Sequence[Request]
     states: Sequence[SsmState]
@@ -49,7 +49,7 @@ class GrowingTrees:
     adaptive: Sequence[bool]  # by tree, whether `rule` chooses its depth
     rule: LevelRule  # decides whether another level pays
     drafted: Drafted  # work of the round; updated
-    levels: PlannedLevels = field(init=False)  # of the trees, if they grow level by level
+    levels: PlannedLevels = field(init=False)  # slots and layouts of the newest level
     layouts: dict[object, Pass] = field(default_factory=dict)  # over the roots, for all with equal plan keys
     weights: list[np.ndarray] = field(init=False)  # by tree, of the drafts that score the frontier; sum 1 or 0
 

@@ -93,7 +93,7 @@ class SsmDrafter:
                 TreeLimits(plans[i].levels * drafting[i], plans[i].nodes, plans[i].branching, requests[i].end_tokens)
                 for i in group
             ]
-            self._begin(of_kind, states, limits)
+            self._prepare(of_kind, states, limits)
             of_group = rule.select(group)
             grown = None if kind else self._grow_compiled(of_kind, states, seeds, limits, of_group, adaptive)
             if grown is None:
@@ -110,8 +110,8 @@ class SsmDrafter:
                 trees[i] = tree
         return trees
 
-    def _begin(self, requests: Sequence[Request], states: Sequence[SsmState], limits: Sequence[TreeLimits]) -> None:
-        """Let the active SSMs of growing trees read what is too long for the first pass."""
+    def _prepare(self, requests: Sequence[Request], states: Sequence[SsmState], limits: Sequence[TreeLimits]) -> None:
+        """Prefill what is too long for the first pass of growing trees, and drop the scores of their last round."""
         growing = [(r, state) for r, state, limit in zip(requests, states, limits, strict=True) if limit.max_depth]
         for draft in self.drafts:
             ssm = draft.ssm

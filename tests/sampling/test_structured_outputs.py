@@ -16,6 +16,7 @@ from tests.helpers.sharing import assert_clean
 from tests.helpers.speech import checked, speaking_folder, speaking_llm
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drawing.recording import watch
+from treespec.sampling.restriction import Restriction
 from treespec.text.prompt_tokenizer import load_tokenizer
 
 # --- the tokens of plain decoding, in the form that was asked for
@@ -143,11 +144,12 @@ def test_drafts_guess_allowed_tokens_only(opened: Callable[[], LLM], temperature
     assert [output.outputs for output in outputs] == [output.outputs for output in plain]
     guessed = {token for each in rounds for token in each.tree.tokens[1:].tolist()}
     assert guessed and guessed <= set(allowed)
-    passes = sum(output.metrics.target_passes for output in outputs)
-    with mock.patch("treespec.sampling.restriction.Restriction.narrow", lambda *_: None):
-        unaware = llm.generate(PROMPTS, params, spec)
-    assert [output.outputs for output in unaware] == [output.outputs for output in plain]
-    assert passes < sum(output.metrics.target_passes for output in unaware)
+    unaware = mock.patch.multiple(Restriction, narrow=lambda *_: None, narrow_probs=lambda *_: None)
+    with unaware, watch(llm.engine) as pruned:
+        outputs = llm.generate(PROMPTS, params, spec)
+    assert [output.outputs for output in outputs] == [output.outputs for output in plain]
+    nodes, nodes_left = (sum(len(each.tree) for each in one) / len(one) for one in (rounds, pruned))
+    assert nodes_left < 0.9 * nodes
 
 
 @pytest.mark.slow

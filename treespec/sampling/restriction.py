@@ -37,6 +37,17 @@ class Restriction:
         some_left = narrowed.amax(1, keepdim=True) > -torch.inf
         logits.copy_(torch.where(some_left, narrowed, logits))
 
+    def narrow_probs(
+        self, probs: np.ndarray, vocabulary: np.ndarray | int, tokens: Sequence[int], path: Sequence[int]
+    ) -> None:
+        """Mask and normalise a row of probabilities, in place, like `narrow`; `vocabulary` as in `DraftModels`."""
+        excluded = self._excluded_if_known(tokens, path).numpy()
+        if not isinstance(vocabulary, int):
+            excluded = excluded[vocabulary]
+        if (left := probs.sum(where=~excluded)) > 0:
+            probs[excluded] = 0
+            probs /= left
+
     def _excluded_if_known(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
         """Return `excluded`, or no mask if the grammar rejects the text."""
         try:

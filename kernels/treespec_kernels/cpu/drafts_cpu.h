@@ -55,6 +55,8 @@ struct Trees {  // a batch of trees to grow; the nodes that other sources propos
     const float* weights;     // [num_trees, num_ssms]
     const Rule* rule;         // null: every level pays
     const Sampling* sampling; // null: no request samples
+    // Masks a draft's probabilities after some nodes, in its outputs from `row` on; null: no request restricts tokens.
+    void (*narrow)(int64_t draft, int64_t row, int64_t count, const int64_t* nodes);
     // Outputs. Of all trees' nodes, the roots first, then by level, tree and parent. slots: in their trees, -1 if a node
     // was not expanded. draft_probs, proposed: [num_nodes, num_ssms].
     int64_t num_nodes, num_levels, num_rows;

@@ -321,6 +321,11 @@ int64_t treespec_draft(Trees* trees, Draft* drafts) {
             else score_roots(g, draft, t.valid + i * t.num_trees, first, scored[i], passed[i]);
             const int64_t* subset = count < rows ? scored[i].data() : nullptr;
             const float* probs = draft.out + (draft.num_rows - count) * draft.width;
+            if (t.narrow) {
+                std::vector<int64_t> nodes;
+                for (int64_t row : scored[i]) nodes.push_back(g.rows.nodes[row]);
+                t.narrow(i, draft.num_rows - count, count, nodes.data());
+            }
             if (t.sampling) g.scored.push_back(choices[i].predict(g, draft, scored[i], subset, probs));
             else g.scored.push_back({probs, subset, draft.tokens, count, draft.ssm, draft.width, nullptr});
         }

@@ -69,7 +69,7 @@ class DraftModels:
         tokens: Sequence[np.ndarray | int],
     ):
         assert all(tensor.is_contiguous() for tensor in (*rotations, *pools))
-        self.library, self._held = library, (rotations, pools, tokens)
+        self.library, self._held, self.vocabularies = library, (rotations, pools), tokens
         # Number of positions that the rotations cover
         self.num_positions = min((len(rotation) for rotation in rotations if rotation.numel()), default=sys.maxsize)
         self.drafts = (STRUCTS["Draft"] * len(ssms))(

@@ -23,6 +23,7 @@ from treespec_kernels.cpu.growth_cpu import NO_PAGE, STRUCTS, DraftInputs, Draft
 from treespec_kernels.tree.growth_limits import CHILDREN, DEEPEST, FRONTIER, frontier_width, level_widths
 from treespec_kernels.tree.level_rule import LevelRule
 
+_Narrow = ctypes.CFUNCTYPE(None, *3 * [ctypes.c_int64], ctypes.POINTER(ctypes.c_int64))  # `Trees.narrow`
 MAX_SCORES = 1 << 27  # maximum probabilities of one SSM that a call has room for
 KEPT_SCORES = 1 << 24  # maximum probabilities whose memory is kept for the next call
 # Inputs that are lists of integers, in the order in which they are packed
@@ -111,12 +112,37 @@ class CompiledGrowth:
             draft.features = None if features is None else features.data_ptr()
             draft.block_probs = None if block is None else address_of(block, np.float32)
             draft.block_depths = 0 if block is None else block.shape[1]
+        narrow = None
+        if any(request.restriction for request in requests):
+            narrow = _Narrow(functools.partial(self._narrow, requests, models, scores))
+        t.narrow = ctypes.cast(narrow, ctypes.c_void_p)
         placed = models.library.treespec_draft(ctypes.byref(t), drafts)
         assert placed, NO_PAGE
         self.num_levels = t.num_levels
         scores = [probs[: draft.num_rows] for draft, probs in zip(drafts, scores, strict=True)]
         scored = ScoredRows(self._row_trees[: t.num_rows], np.flatnonzero(self._broken[:count]).tolist(), scores)
         return self._finish(limits, seeds), scored
+
+    def _narrow(
+        self,
+        requests: Sequence[Request],
+        models: DraftModels,
+        scores: Sequence[np.ndarray],
+        draft: int,
+        row: int,
+        count: int,
+        nodes: Sequence[int],
+    ) -> None:
+        """Mask a draft's scores after some nodes by the requests' restrictions."""
+        new_tokens, parents, tree_ids = self._ints[:3]
+        for probs, node in zip(scores[draft][row : row + count], nodes[:count], strict=True):
+            request = requests[tree_ids[node]]
+            if request.restriction is not None:
+                path = list[int]()
+                while parents[node] >= 0:
+                    path.append(int(new_tokens[node]))
+                    node = parents[node]
+                request.restriction.narrow_probs(probs, models.vocabularies[draft], request.tokens, path[::-1])
 
     def _scores_of(self, draft: Any, rows: int) -> np.ndarray:
         """Return memory for a draft's probabilities, float32 [at least rows, width]."""

@@ -157,9 +157,9 @@ class SsmDrafter:
     ) -> list[TokenTree] | None:
         """Grow all levels in one compiled call; return the trees.
 
-        None, without any pass, for restricted requests, models without entry points, and too much memory for scores.
+        None, without any pass, for models without entry points and too much memory for scores.
         """
-        if self.models[0].growth is None or any(request.restriction is not None for request in requests):
+        if self.models[0].growth is None:
             return None
         grows = [limit.max_depth > 0 for limit in limits]
         ssms = tuple(sorted({ssm for state, own in zip(states, grows, strict=True) if own for ssm in state.active}))

@@ -112,10 +112,10 @@ class CompiledGrowth:
             draft.features = None if features is None else features.data_ptr()
             draft.block_probs = None if block is None else address_of(block, np.float32)
             draft.block_depths = 0 if block is None else block.shape[1]
-        narrow = None
+        t.narrow = None
         if any(request.restriction for request in requests):
-            narrow = _Narrow(functools.partial(self._narrow, requests, models, scores))
-        t.narrow = ctypes.cast(narrow, ctypes.c_void_p)
+            held.append(narrow := _Narrow(functools.partial(self._narrow, requests, models, scores)))
+            t.narrow = ctypes.cast(narrow, ctypes.c_void_p)
         placed = models.library.treespec_draft(ctypes.byref(t), drafts)
         assert placed, NO_PAGE
         self.num_levels = t.num_levels

@@ -208,7 +208,7 @@ def test_ctrl_c_frees_everything(place: str) -> None:
     next(stream)
     if place in ("draft", "forward", "commit", "update", "observe"):  # in the middle: some rounds are done
         with interrupted(), pytest.raises(KeyboardInterrupt):
-            next(stream)
+            list(stream)  # the planner observes several rounds together
     del stream
     assert_clean(llm)
     fresh = tiny_llm(max_num_seqs=4).generate(prompts, params, "off")

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from ctypes import CDLL
@@ -31,6 +31,10 @@ from treespec.utils.torch_state import one_thread
 
 logger = logging.getLogger("treespec")
 
+# Maximum number of rounds whose updates run together. After a pass over the weights, Python's code and objects are no
+# longer in the processor's caches, so that the updates of four rounds take little more time than those of one.
+DEFERRED_ROUNDS = 4
+
 
 class Engine:
     """Decodes batches of requests: one target, its draft sources, a KV cache, a scheduler and executors."""
@@ -51,7 +55,7 @@ class Engine:
         self.observers = RoundObservers()  # called after every round, once per request
         self.clock = StageClock()
         self._failures: Failures = {}  # drafter failures of this round, by request
-        self._deferred = deque[Callable[[], None]]()  # updates of committed rounds, which `run_deferred` makes
+        self._deferred: list[Callable[[], None]] = []  # updates of committed rounds, which `run_deferred` makes
 
     def step(self) -> list[Request]:
         """Run one round. Return its requests; finished ones have a `finish_reason`."""
@@ -164,7 +168,7 @@ class Engine:
         if overlaps:
             self._deferred.append(partial(self._notify_sources, execution, emitted))
         self._deferred.append(partial(self._update_from, execution, emitted, seconds))
-        if not overlaps:
+        if not overlaps and (self.observers or len(self._deferred) >= DEFERRED_ROUNDS):
             self.run_deferred()
         if self.observers:
             for result, tokens in zip(execution.verified, emitted, strict=True):
@@ -172,26 +176,22 @@ class Engine:
                 self.observers.notify(RoundRecord.of(result, len(tokens), seconds, other, reasons))
 
     def run_deferred(self) -> None:
-        """Run the deferred post-round updates of counters, drafters and planner.
+        """Run the deferred post-round updates of counters and planner, and of drafters after captured rounds.
 
-        After captured rounds they run while the device computes the next round, whose drafts therefore do not depend on
-        them.
+        These run while the device computes the next round, whose drafts therefore do not depend on them.
         """
-        while self._deferred:
-            self._deferred.popleft()()
+        updates, self._deferred = self._deferred, []
+        for update in updates:  # if one is interrupted, the others are dropped
+            update()
 
     def _update_from(self, execution: Execution, emitted: Sequence[list[int]], seconds: RoundSeconds) -> None:
-        """Update log-probabilities, counters, evidence, the SSMs' weights and the planner from a round."""
+        """Update log-probabilities, counters and the planner from a round."""
         if any(result.path_logits is not None or result.logprobs is not None for result in execution.verified):
             _add_logprobs(execution.verified, emitted, self.runner.target.growth)
         for result, tokens in zip(execution.verified, emitted, strict=True):
             request, path = result.request, result.path
             request.nodes_verified += len(result.tree)
             self.stats.accepted_lengths[min(len(path) - 1, len(tokens))] += 1  # a stop may cut the path
-            if self.sources.ssms is not None:
-                if result.score_ssms is not None:
-                    result.score_ssms()
-                self.sources.ssms.learn(request, result.tree, path, result.bonus)
             accepted = [result.tree.sources_of(node) for node in path[1 : 1 + len(tokens)].tolist()]
             request.count_accepted(accepted)
             self.stats.count_draft(result.tree, accepted)
@@ -203,6 +203,7 @@ class Engine:
             execution.planner.observe(requests, trees, counts, seconds, drafted, rows, planned)
 
     def _notify_sources(self, execution: Execution, emitted: Sequence[list[int]]) -> None:
+        """Let the sources commit accepted nodes, and learn from the verified trees."""
         for source, trees in execution.proposals:
             asked = [
                 (result.request, trees[result.request.request_id].match(tokens))
@@ -211,6 +212,11 @@ class Engine:
             ]
             if asked:
                 self._failures |= call_commit(source, [r for r, _ in asked], [path for _, path in asked])
+        if (ssms := self.sources.ssms) is not None:
+            for result in execution.verified:
+                if result.score_ssms is not None:
+                    result.score_ssms()
+                ssms.learn(result.request, result.tree, result.path, result.bonus)
 
     def update(self, requests: Sequence[Request]) -> None:
         """Finish requests that reached a stop, and those whose drafter failed."""

@@ -113,7 +113,7 @@ class Execution:
     reading: list[Request] = field(default_factory=list)  # their SSMs still read the prompt, so that none drafts
     failures: Failures = field(default_factory=dict)  # requests whose drafter failed; they end after this round
     planner: Planner | None = None  # learns from the round; None for a round that captured graphs
-    planned: PlannedRound | None = None  # the planner's round, if it may have planned the next one since
+    planned: PlannedRound | None = None  # the planner's round
     overlaps: bool = False  # whether learning from this round may wait until the device computes the next one
     drafted: Drafted = field(default_factory=Drafted)
     rows: int | None = None  # rows of the target pass as the planner counts them; None = all nodes of all trees

@@ -38,9 +38,10 @@ class HostExecutor(Executor[HostExecution]):
 
     def plan(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> HostExecution:
         clock.enter("merge")
-        unread = self.sources.ssms.unread if self.sources.ssms is not None else None
-        plans = self.planner.draft_plans(requests, self.max_model_len, unread, others_wait)
-        return HostExecution(requests, plans, planner=self.planner)
+        if (plans := self.planner.last_plans(requests, self.max_model_len, others_wait)) is None:
+            unread = self.sources.ssms.unread if self.sources.ssms is not None else None
+            plans = self.planner.draft_plans(requests, self.max_model_len, unread, others_wait)
+        return HostExecution(requests, plans, planner=self.planner, planned=self.planner.round)
 
     def propose(self, execution: HostExecution, clock: StageClock) -> None:
         """Draft with every source, and merge the proposals into one tree per request, cut to the nodes worth verifying.

@@ -111,6 +111,8 @@ class PlannedRound:
     # Weighted tokens that a second, and a further row of the target pass, are worth; None until they are asked for
     prices: tuple[float, float] | None = None
     rule: LevelRule | None = None  # None until it is asked for
+    plans: list[DraftPlan] | None = None  # also of further rounds of the batch, until one is observed; None = none
+    others_wait: bool = False  # as of `Planner.draft_plans`
 
     @property
     def size(self) -> int:
@@ -163,9 +165,8 @@ class Planner:
         self._begin(requests)
         if all(request.spec.is_plain for request in requests):
             return [OFF] * len(requests)
+        self._count_pauses()
         state = self._state
-        for backoff in (state.ssms, state.model_free):
-            backoff.pause_left = max(backoff.pause_left - 1, 0)
         for request in requests:
             if request.drafted is None:
                 self._begin_request(request)
@@ -210,15 +211,36 @@ class Planner:
             if spec.is_adaptive:
                 limits |= {"adaptive": True, "time_left": time_left, "max_read": max_read}
             plans.append(DraftPlan(depth, levels, spec.max_nodes, spec.branching, **limits))
+        self.round.plans, self.round.others_wait = plans, others_wait
         self.round.asks_sources = any(plan.max_depth for plan in plans)
         if adaptive and not any(plan.max_depth or plan.levels for plan in plans):
             state.ssms.pause_left = max(state.ssms.pause_left, IDLE_ROUNDS)
         return plans
 
+    def last_plans(
+        self, requests: Sequence[Request], max_model_len: int, others_wait: bool
+    ) -> list[DraftPlan] | None:
+        """Return the plans of the last round for another one; None if it was observed, or had another batch.
+
+        Arguments as of `draft_plans`.
+        """
+        last = self.round
+        if last.plans is None or last.batch != requests or last.others_wait != others_wait:
+            return None
+        for request, plan in zip(requests, last.plans, strict=True):
+            if max(plan.max_depth, plan.levels) > request.room(max_model_len):
+                return None
+        self._count_pauses()
+        return last.plans
+
     def _begin(self, requests: Sequence[Request]) -> None:
         """Begin a round; a curve of whole batches counts its batch as one request."""
         self.costs.begin(requests, None if self.shapes is None else 1)
         self.round = PlannedRound(requests, self.costs.batch, [1.0] * len(requests))
+
+    def _count_pauses(self) -> None:
+        for backoff in (self._state.ssms, self._state.model_free):
+            backoff.pause_left = max(backoff.pause_left - 1, 0)
 
     def _begin_request(self, request: Request) -> None:
         """End the pauses: what earlier texts lost says little about another one."""
@@ -449,7 +471,7 @@ class Planner:
             return
         if planned is not None:
             self.round, self.costs.batch = planned, planned.costed
-        self.round.prices = self.round.rule = None
+        self.round.prices = self.round.rule = self.round.plans = None
         sizes = [len(tree.values) for tree in trees]
         rows, grows = sum(sizes) if rows is None else rows, max(sizes) > 1
         speculates = self.round.asks_sources or drafted.levels > 0

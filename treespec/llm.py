@@ -16,7 +16,6 @@ from treespec.adapter.trace import AdapterConfig
 from treespec.config.configs import SpecConfig
 from treespec.config.engine_options import EngineOptions
 from treespec.config.vllm_options import CALLS, MISSING_METHODS, CallOptions, check_absent
-from treespec.drafters.calls import is_custom
 from treespec.engine.round_record import ObserverHandle, RoundObserver
 from treespec.errors import ConfigError, RequestError, UnsupportedError, reject_unknown, short_repr
 from treespec.frontend.engine_args import EngineArgs
@@ -261,7 +260,7 @@ class LLM:
         with self.between_rounds():
             scheduler = self.engine.scheduler
             preempted = [request for request in scheduler.waiting if request.num_preemptions]
-            for source in self.engine.sources.model_free:
+            for source in self.engine.sources.others:
                 source.forget([*scheduler.running, *preempted])
 
     def get_tokenizer(self) -> Any:
@@ -276,10 +275,9 @@ class LLM:
     @property
     def draft_names(self) -> tuple[str, ...]:
         """Names of the drafts for `SpecConfig.sources`, models first."""
-        sources = self.engine.sources
-        table = () if sources.table is None else (sources.table.name,)
-        custom = (drafter.name for drafter in sources.others if is_custom(drafter))
-        return (*self._built.connections, *table, *custom)
+        models = self._built.connections
+        others = [source.name for source in self.engine.sources.others if source.name != "lookup"]
+        return (*models, *(name for name in others if name not in models))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the parameters of calls that give none."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.enumeration import paths_of
-from tests.helpers.lookups import BOTH, PAST, inside, new, propose, request_of, write
+from tests.helpers.lookups import BOTH, PAST, ask, inside, new, propose, request_of, write
 from tests.helpers.models import quick, random_prompts
 from treespec import SpecConfig
 from treespec.drafters.lookup.history import History
@@ -104,7 +104,9 @@ def found_after(
     """A request of these tokens, its tree, and what was found for it."""
     request = request_of(tokens, spec)
     tree = propose(drafter, request, depth)
-    return request, tree, inside(drafter).found[request.request_id][1]
+    found = drafter._search(request, depth, 0.0)
+    assert found is not None
+    return request, tree, found[1]
 
 
 @pytest.mark.parametrize(
@@ -175,8 +177,9 @@ def guesses(drafter: LookupDrafter, tokens: list[int], spec: SpecConfig = PAST, 
 
 def test_a_running_request_is_searched_by_others_and_not_by_itself() -> None:
     drafter = new(1000)
-    trees = drafter.propose([request_of([61, 62, 63], PAST), request_of([61, 62, 63, 64], PAST)], [2, 2])
-    assert [tree.tokens.tolist() for tree in trees] == [[63, 64], [64]], "those of one round help each other"
+    asked = [request_of([61, 62, 63], PAST), request_of([61, 62, 63, 64], PAST)]
+    trees = drafter.propose(asked, [2, 2], 0.0).trees
+    assert [(name, tree.tokens.tolist()) for name, tree in trees.items()] == [(asked[0].request_id, [63, 64])]
     running = request_of([1, 2, 3, 4, 5, 6], PAST)
     assert len(propose(drafter, running, 2)) == 1
     assert guesses(drafter, [1, 2, 3]) == {4}
@@ -238,9 +241,9 @@ def test_forget() -> None:
     running, plain = request_of([11, 12, 13], PAST), request_of([21, 22, 23], PAST)
     for request in (running, plain):
         request.tokens += [request.tokens[0] + 3, 80]
-    propose(drafter, running, 1)
+    _, count = ask(drafter, running, 1)
     drafter.forget([running, plain])
-    drafter.commit([running], [np.array([0])])  # of what was proposed before
+    count(0)
     drafter.forget([running, plain])
     assert drafter.remembered == 0
     assert guesses(drafter, [1, 2, 3]) == guesses(drafter, [11, 12, 13]) == set()

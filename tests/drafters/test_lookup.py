@@ -5,7 +5,7 @@ import pytest
 
 from tests.helpers.enumeration import paths_of
 from tests.helpers.libraries import LIBRARIES
-from tests.helpers.lookups import LOOKUP, PAST, inside, new, propose, request_of
+from tests.helpers.lookups import LOOKUP, PAST, ask, inside, new, propose, request_of
 from tests.helpers.models import quick
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
@@ -53,20 +53,18 @@ def test_against_a_search_token_by_token(seed: int) -> None:
 def test_a_round_is_counted_after_the_next_was_proposed() -> None:
     """As captured rounds do; each round's counts are of its own proposals, of which those below the path are judged."""
     drafter, request = new(), request_of([7, 1, 2, 3, 9, 2, 5, 1, 2])
-    tree = propose(drafter, request, 2)
+    tree, count_first = ask(drafter, request, 2)
     assert tree.probs[tree.tokens == 3] > tree.probs[tree.tokens == 5], "two tokens matched before 3, one before 5"
-    first, found = drafter.proposed, np.flatnonzero(tree.tokens == 3)[:1]
+    found = np.flatnonzero(tree.tokens == 3)[:1]
     request.tokens += [3, 9]
-    propose(drafter, request, 1)
-    first.commit([request], [np.array([0, *found])])
+    _, count_second = ask(drafter, request, 1)
+    count_first(0, *found)
     late, counts = inside(drafter).counts, inside(prompt := new()).counts
-    propose(prompt, other := request_of([7, 1, 2, 3, 9, 2, 5, 1, 2]), 2)
-    prompt.commit([other], [np.array([0, *found])])
+    _, count = ask(prompt, request_of([7, 1, 2, 3, 9, 2, 5, 1, 2]), 2)
+    count(0, *found)
     assert late.hits.sum() == 1 and (late.cells == counts.cells).all()
     assert late.trials.sum() == sum((tree.parents == node).sum() for node in (0, *found))
-    first.commit([request], [np.array([0])])
-    assert (late.cells == counts.cells).all(), "a proposal is judged once"
-    drafter.commit([request], [np.array([0])])
+    count_second(0)
     assert late.hits.sum() == 1 and late.trials.sum() > counts.trials.sum(), "the second round has its own"
 
 
@@ -74,8 +72,8 @@ def test_counts_follow_what_held() -> None:
     for holds in (True, False):
         drafter, request = new(), request_of([1, 2, 3, 1, 2])
         for _ in range(16):
-            tree = propose(drafter, request, 1)
-            drafter.commit([request], [np.array([0, 1] if holds else [0])])
+            tree, count = ask(drafter, request, 1)
+            count(*([0, 1] if holds else [0]))
         assert tree.probs[1] > 0.85 if holds else tree.probs[1] < 0.08
         other = propose(drafter, request_of([1, 2, 3, 1, 2]), 1)
         assert other.probs[1] > 0.7 if holds else other.probs[1] < 0.35, "other requests learn from it too"
@@ -94,9 +92,9 @@ def test_barren_searches_become_rare() -> None:
     drafter, request = new(), request_of([1, 2, 3, 1, 2])
     searched = [len(propose(drafter, request, 1)) > 1 for _ in range(200)]
     assert all(searched[:16]) and sum(searched[16:64]) == 24 and sum(searched[100:200]) == 25
-    while len(propose(drafter, request, 1)) == 1:
+    while len((asked := ask(drafter, request, 1))[0]) == 1:
         pass
-    drafter.commit([request], [np.array([0, 1])])
+    asked[1](0, 1)
     assert all(len(propose(drafter, request, 1)) > 1 for _ in range(16))
 
 
@@ -104,8 +102,9 @@ def test_hopeless_guesses_are_left_out_and_tried_again() -> None:
     drafter, request = new(), request_of([1, 2, 3, 1, 2])
     sizes = []
     for _ in range(2000):
-        sizes.append(len(propose(drafter, request, 1)))
-        drafter.commit([request], [np.array([0])])
+        tree, count = ask(drafter, request, 1)
+        sizes.append(len(tree))
+        count(0)
     assert min(sizes) == 1, "at some point it is given up"
     quiet = sizes.index(1)
     assert 2 in sizes[quiet:] and sizes[quiet:].count(2) < 0.2 * len(sizes[quiet:]), "and tried now and then"
@@ -134,8 +133,9 @@ def test_compiled_and_numpy_agree_to_the_bit(seed: int, remembers: int) -> None:
     for number in range(3 * DECAY_ROUNDS):
         asked = [request for request in requests if rng.random() < 0.8]  # the others wait, or are decoded plainly
         depths, least = rng.integers(0, 20, len(asked)).tolist(), float(rng.random() ** 3)
-        trees, others = (drafter.propose(asked, depths, least) for drafter in drafters)
-        for tree, other in zip(trees, others, strict=True):
+        proposals = [drafter.propose(asked, depths, least) for drafter in drafters]
+        assert proposals[0].trees.keys() == proposals[1].trees.keys()
+        for tree, other in zip(*(each.trees.values() for each in proposals), strict=True):
             tree.check_integrity()
             for name in (
                 *("tokens", "parents", "depths", "probs", "values"),
@@ -144,16 +144,15 @@ def test_compiled_and_numpy_agree_to_the_bit(seed: int, remembers: int) -> None:
                 assert_same(getattr(tree, name), getattr(other, name))
             assert tree.source_names == other.source_names
             nodes, past = nodes + len(tree), past + ("suffix" in tree.source_names)
-        mine, theirs = (inside(drafter).found for drafter in drafters)
-        assert mine.keys() == theirs.keys()
-        for request_id, (_, found) in mine.items():
-            for array, other_array in zip(found, theirs[request_id][1], strict=True):
-                assert_same(array, other_array)
-        paths = [tree.path_to(int(rng.integers(len(tree)))) for tree in trees]
-        for drafter in drafters:
-            drafter.commit(asked, paths)
-        for request, tree, path in zip(asked, trees, paths, strict=True):
-            request.tokens += [*tree.tokens[path[1:]].tolist(), int(rng.integers(words))]
+        judged = [(request, tree) for request in asked if (tree := proposals[0].trees.get(request.request_id))]
+        paths = [tree.path_to(int(rng.integers(len(tree)))) for _, tree in judged]
+        for each in proposals:
+            each.commit([request for request, _ in judged], paths)
+        for request in asked:
+            request.tokens += [int(rng.integers(words))]
+        for (request, tree), path in zip(judged, paths, strict=True):
+            request.tokens[-1:-1] = tree.tokens[path[1:]].tolist()
+        for request in asked:
             if rng.random() < 0.3:  # it writes what another one wrote
                 request.tokens += requests[rng.integers(4)].tokens[-12 : -int(rng.integers(1, 6))]
         if rng.random() < 0.2:

@@ -51,10 +51,13 @@ def sampling_llm(*drafts: Path, text: bool = False, **options: Any) -> LLM:
     options |= {"max_num_seqs": 32, "max_model_len": 64, "draft_quantization": "auto"}
     with mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 1.1 if text else 0.0):
         llm = timeless(open_llm(folders()[0], drafts, **options))
-    for drafter in llm.engine.sources.others:
-        assert isinstance(drafter, CrossTokenizerDrafter)
+    for drafter in translating(llm):
         drafter.pass_value.pays = lambda expected: expected > 0.01  # type: ignore[method-assign]
     return llm
+
+
+def translating(llm: LLM) -> list[CrossTokenizerDrafter]:
+    return [source for source in llm.engine.sources.others if isinstance(source, CrossTokenizerDrafter)]
 
 
 CASES = {
@@ -71,7 +74,7 @@ def test_the_joint_distribution(name: str) -> None:
     spec, kind = CASES[name]
     drafts = folders()[1:] if kind == "both" else folders()[1:2]
     llm = sampling_llm(*drafts, text=kind == "text", draft_vocabulary=5 if "cut" in name else None)
-    assert [type(each).__name__ for each in llm.engine.sources.others] == [
+    assert [type(each).__name__ for each in translating(llm)] == [
         "TextDrafter" if kind == "text" else "TranslatedDrafter"
     ]
     p, acceptance = sampled(llm, spec)

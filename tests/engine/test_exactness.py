@@ -19,6 +19,7 @@ from tests.helpers.models import (
     open_llm,
     quick,
     random_prompts,
+    replace_drafters,
     tiny,
     tiny_llm,
     tokens_of,
@@ -142,7 +143,7 @@ def test_an_oracle_loses_nothing(dtype: torch.dtype, depth: int) -> None:
     for wrong, bushy in ((0, False), (2, depth % 2 == 0)):
         oracle = OracleDrafter(plain.sequences, depth, wrong=wrong, bushy=bushy)
         llm = oracle_llm(dtype)
-        llm.engine.sources.others[:] = [oracle]
+        replace_drafters(llm, oracle)
         tree = assert_exact(llm, plain, SpecConfig(nodes=64, max_depth=12))
         for output in tree.outputs:
             assert output.metrics.target_passes == -(-ORACLE_TOKENS // (depth + 1))

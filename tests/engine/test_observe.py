@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.graphs.test_graph_engine import scripted
-from tests.helpers.models import OracleDrafter, greedy, random_prompts, tiny_llm
+from tests.helpers.models import greedy, random_prompts, tiny_llm
 from treespec import RoundRecord, SamplingParams, SpecConfig, TokenTree
 from treespec.errors import ConfigError, RequestError
 from treespec.outputs import RequestOutput
@@ -147,14 +147,3 @@ def test_a_round_that_found_nan_is_told_once() -> None:
         outputs = llm.generate(prompts, greedy(7), spec=SpecConfig(nodes=8, sources=("ssm",)))
     assert rounds.seen and [output.outputs[0].token_ids for output in outputs] == [tokens[:7] for tokens in plain]
     assert_tell(records, outputs)
-
-
-def test_a_silent_drafter_leaves_requests_to_captured_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, rounds, prompts, plain = scripted(2)
-    monkeypatch.setattr(llm.engine.sources, "others", [OracleDrafter([], 3)])
-    for sources, captured in ((("ssm",), True), (("ssm", "oracle"), False)):
-        rounds.seen.clear()
-        rounds._texts.clear()
-        outputs = llm.generate(prompts, greedy(9), spec=SpecConfig(nodes=8, sources=sources))
-        assert [output.outputs[0].token_ids for output in outputs] == [tokens[:9] for tokens in plain]
-        assert bool(rounds.seen) is captured

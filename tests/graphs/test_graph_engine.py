@@ -11,9 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.models import at_fixed_costs, greedy, open_llm, random_prompts, tiny, tokens_of
+from tests.helpers.models import (
+    OracleDrafter,
+    at_fixed_costs,
+    custom_sources,
+    greedy,
+    open_llm,
+    random_prompts,
+    tiny,
+    tokens_of,
+)
 from treespec import LLM, LLMEngine, SamplingParams, SpecConfig
 from treespec.drafters.ssm.captured_ssms import CapturedSsms
+from treespec.errors import DraftError
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput, RoundLimits
 from treespec.graphs.sampling_state import SamplingState
@@ -180,6 +190,22 @@ def test_ssms_are_weighed_by_what_they_read() -> None:
     weights = [requests[0].weights[0] for requests, levels, _ in rounds.seen if levels]
     assert weights[0] == weights[1], "the first round is learned from while the second one runs"
     assert all(later <= earlier for earlier, later in itertools.pairwise(weights)) and weights[-1] < 0.05
+
+
+def test_custom_drafters_propose_for_captured_rounds() -> None:
+    llm, rounds, prompts, plain = scripted(0, SeededRounds)
+    oracle = OracleDrafter([[*p, *t] for p, t in zip(prompts, plain, strict=True)], 3, wrong=0)
+    spec = SpecConfig(nodes=8, sources=("oracle",))
+    with mock.patch.object(llm.engine.sources, "others", custom_sources(llm, oracle)):
+        outputs = llm.generate(prompts, greedy(9), spec=spec)
+        assert tokens_of(outputs) == [tokens[:9] for tokens in plain]
+        assert rounds.seen and all(output.metrics.accepted_by_source["oracle"] >= 4 for output in outputs)
+        assert oracle.committed.keys() == {output.request_id for output in outputs} and len(oracle.released) == 2
+        rounds._texts.clear()
+        broken = mock.patch.object(oracle, "propose", side_effect=KeyError("a bug"))
+        with broken, pytest.raises(DraftError, match="propose raised KeyError: 'a bug'"):
+            llm.generate(prompts[:1], greedy(9), spec=spec)
+    llm.engine.check_integrity()
 
 
 def steps_of(

@@ -1,5 +1,6 @@
 """Drafters that search texts, and requests for them: shared by the tests of both sources."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,6 @@ from treespec.drafters.lookup.lookup_drafter import Counts, LookupDrafter
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
-from treespec_kernels.cpu.lookup_cpu import Matches
 
 LOOKUP = SpecConfig(nodes=16, sources=("lookup",))
 PAST = SpecConfig(nodes=16, sources=("suffix",))
@@ -25,10 +25,21 @@ def request_of(tokens: list[int], spec: SpecConfig = LOOKUP) -> Request:
     return Request(tokens, SamplingParams(), spec)
 
 
-def propose(drafter: LookupDrafter, request: Request, depth: int) -> TokenTree:
-    (tree,) = drafter.propose([request], [depth])
+def ask(drafter: LookupDrafter, request: Request, depth: int) -> tuple[TokenTree, Callable[..., None]]:
+    """The tree proposed for a request, and what counts a path of it, given as nodes."""
+    proposals = drafter.propose([request], [depth], 0.0)
+    tree = proposals.trees.get(request.request_id) or TokenTree.root(request.tokens[-1])
     tree.check_integrity()
-    return tree
+
+    def count(*path: int) -> None:
+        if proposals.trees:
+            proposals.commit([request], [np.array(path)])
+
+    return tree, count
+
+
+def propose(drafter: LookupDrafter, request: Request, depth: int) -> TokenTree:
+    return ask(drafter, request, depth)[0]
 
 
 def write(drafter: LookupDrafter, tokens: list[int], spec: SpecConfig = PAST) -> None:
@@ -39,14 +50,13 @@ def write(drafter: LookupDrafter, tokens: list[int], spec: SpecConfig = PAST) ->
 
 
 class Inside(NamedTuple):
-    """What a drafter keeps: counts over all requests and by request, what it proposed last, texts, and the prior."""
+    """What a drafter keeps: counts over all requests and by request, texts, and the prior."""
 
     counts: Counts
     own: dict[str, Counts]
-    found: dict[str, tuple[TokenTree, Matches]]
     texts: dict[str, Any]
     prior: np.ndarray
 
 
 def inside(drafter: LookupDrafter) -> Inside:
-    return Inside(drafter._counts, drafter._own, drafter.proposed.trees, drafter._texts, drafter._prior)
+    return Inside(drafter._counts, drafter._own, drafter._texts, drafter._prior)

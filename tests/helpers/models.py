@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from treespec import LLM, RequestOutput, SamplingParams
+from treespec.drafters.base import Drafter, DraftSource
+from treespec.drafters.custom_source import CustomSource
 from treespec.models.decoder import Decoder
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
@@ -247,6 +249,16 @@ def assert_same_tree(ours: TokenTree, theirs: TokenTree, rtol: float = 0.0) -> N
         assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
     for name in ("probs", "draw_probs"):
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol, equal_nan=False)
+
+
+def custom_sources(llm: LLM, *drafters: Drafter) -> list[DraftSource]:
+    """Sources of custom drafters, as if the engine had been built with them."""
+    return [CustomSource(drafter, llm.engine.runner.target.vocab_size) for drafter in drafters]
+
+
+def replace_drafters(llm: LLM, *drafters: Drafter) -> None:
+    """Let custom drafters propose in place of all sources other than SSMs."""
+    llm.engine.sources.others[:] = custom_sources(llm, *drafters)
 
 
 class OracleDrafter:

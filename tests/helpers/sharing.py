@@ -185,13 +185,13 @@ def remembered(llm: LLM) -> list[str]:
     """Requests of which one of the engine's drafters still keeps something, pages or tokens."""
     engine = llm.engine
     found = [] if engine.sources.ssms is None else list(engine.sources.ssms._states)
-    for drafter in (engine.sources.lookup, *engine.sources.others):
+    for drafter in engine.sources.others:
         if isinstance(drafter, CrossTokenizerDrafter):
             drafter.cache.check_integrity()
             found += [*drafter._states, *drafter.cache._held]
         elif isinstance(drafter, LookupDrafter):
             kept = inside(drafter)
-            found += [*kept.own, *kept.found, *kept.texts]
+            found += [*kept.own, *kept.texts]
     return found
 
 

@@ -15,7 +15,7 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 
 from tests.helpers.exactness import prefixes_of
-from tests.helpers.models import VOCAB, OracleDrafter, new_folder, open_llm, tiny
+from tests.helpers.models import VOCAB, OracleDrafter, custom_sources, new_folder, open_llm, tiny
 from treespec import LLM
 from treespec.engine.runner import Choices
 from treespec.request import Request
@@ -71,7 +71,7 @@ def scripted(llm: LLM, sequences: Sequence[Sequence[int]], depth: int = 8) -> It
     oracle = OracleDrafter(sequences, depth)
     with (
         mock.patch.object(llm.engine.runner, "forward", forward),
-        mock.patch.object(llm.engine.sources, "others", [oracle]),
+        mock.patch.object(llm.engine.sources, "others", custom_sources(llm, oracle)),
     ):
         yield oracle
 

@@ -86,15 +86,15 @@ def test_the_proof_at_start(llm: LLM) -> None:
         return [each._replace(tokens=[*each.tokens[:-1], (each.tokens[-1] + wrong) % 64]) for each in found]
 
     engine = llm.engine
-    assert isinstance(engine.captured, GraphExecutor) and engine.sources.lookup is not None
+    assert isinstance(engine.captured, GraphExecutor) and engine.sources.others
     rounds = engine.captured.rounds
-    learned = engine.host.planner, rounds.planners, engine.sources.lookup, engine.stats
+    learned = engine.host.planner, rounds.planners, engine.sources.others, engine.stats
     before, failing = pickle.dumps(learned), mock.Mock(propose=mock.Mock(side_effect=KeyError("no such prompt")))
     with (
         torch.inference_mode(),
         mock.patch.object(selftest, "_PROMPTS", (18, 3)),
         mock.patch.object(VerifyStage, "results", spoilt),
-        mock.patch.object(engine.sources, "others", [failing]),
+        mock.patch.object(engine.sources, "others", [failing, *engine.sources.others]),
     ):
         found = selftest.differing_rounds(engine.host, engine.scheduler, rounds, max_tokens=2)
     assert found == [f"trees of 16 nodes at temperature 0.8 for {count} of 2 requests" for count in (1, 2)]

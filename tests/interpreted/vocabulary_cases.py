@@ -75,7 +75,8 @@ def test_cut_heads_in_captured_rounds(folders: dict[str, Path]) -> None:
 
 def test_a_translated_draft_goes_step_by_step(folders: dict[str, Path]) -> None:
     llm = open_llm(folders["target"], [folders["shuffled"]], spec=SPEC, max_num_seqs=2, **TRITON)
-    assert llm.engine.captured is not None and isinstance(llm.engine.sources.others[0], TranslatedDrafter)
+    assert llm.engine.captured is not None
+    assert any(isinstance(source, TranslatedDrafter) for source in llm.engine.sources.others)
     prompts = random_prompts([3, 20], vocab=OWN)
     trees, plain = (llm.generate(prompts, greedy(6), spec=spec) for spec in (SPEC, "off"))
     assert tokens_of(trees) == tokens_of(plain)

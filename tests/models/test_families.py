@@ -23,6 +23,7 @@ from tests.helpers.models import (
     open_llm,
     quick,
     random_prompts,
+    replace_drafters,
     tree_of,
 )
 from tests.helpers.quantized_checkpoints import needs_compiler
@@ -154,7 +155,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     folder = model_of(name, torch.float32, False)[0]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     expected = prompt + continuations(model, [prompt], 64)[0]
-    llm.engine.sources.others[:] = [OracleDrafter([expected], 6, vocab=VOCAB)]
+    replace_drafters(llm, OracleDrafter([expected], 6, vocab=VOCAB))
     for spec in ("off", TREE):
         (output,) = llm.generate(prompt, greedy(64), spec)
         assert prompt + output.outputs[0].token_ids == expected
@@ -173,7 +174,7 @@ def test_trees_have_the_bits_of_plain_decoding(name: str, dtype: torch.dtype, co
     llm = family(name, dtype, compiled)
     prompts = random_prompts((WINDOW - 2, 62, 63 + WINDOW), vocab=VOCAB)
     plain = run(llm, prompts, greedy(18), "off")
-    llm.engine.sources.others[:] = [OracleDrafter(plain.sequences, 6, vocab=VOCAB)]
+    replace_drafters(llm, OracleDrafter(plain.sequences, 6, vocab=VOCAB))
     for spec in SPECS if compiled else SPECS[:1]:
         assert assert_exact(llm, plain, spec).acceptance_length > (2 if spec is TREE else 1.1)
     sampled = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=10, ignore_eos=True)

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from tests.helpers.exactness import Run, assert_exact, run
-from tests.helpers.models import OracleDrafter, exact_in, open_llm, quick, random_prompts, tiny, tiny_llm
+from tests.helpers.models import (
+    OracleDrafter,
+    exact_in,
+    open_llm,
+    quick,
+    random_prompts,
+    replace_drafters,
+    tiny,
+    tiny_llm,
+)
 from treespec import LLM, SamplingParams, SpecConfig
 
 SUBSETS = quick([(0,), (0, 1, 2)], [(0, 1, 2)])
@@ -104,7 +113,7 @@ def test_an_oracle_loses_nothing(dtype: torch.dtype, verification: str) -> None:
     plain, llm = plain_run(dtype), oracle_llm(dtype)
     for depth, wrong, bushy in ((1, 3, True), (5, 0, False), (8, 2, True)):
         oracle = OracleDrafter(plain.sequences, depth, wrong=wrong, bushy=bushy)
-        llm.engine.sources.others[:] = [oracle]
+        replace_drafters(llm, oracle)
         spec = SpecConfig(nodes=64, max_depth=8, verification=verification)
         tree = assert_exact(llm, plain, spec, mixed())
         for output in tree.outputs:

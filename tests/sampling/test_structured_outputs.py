@@ -9,7 +9,7 @@ import pytest
 
 from tests.drafters.test_vocabularies import llm_of
 from tests.helpers.forms import CLOSED, ENGINES, FORMS, PROMPTS, SPECS, asked, check_form, every_engine, grammars
-from tests.helpers.models import OracleDrafter, open_llm
+from tests.helpers.models import OracleDrafter, custom_sources, open_llm
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.sampled import DRAWN, TREE
 from tests.helpers.sharing import assert_clean
@@ -115,7 +115,8 @@ def test_no_row_is_spent_on_what_cannot_follow(opened: Callable[[], LLM], temper
     params = asked(CLOSED, temperature=temperature, seed=1)
     (plain,) = llm.generate(PROMPTS[0], params, "off")
     oracle = OracleDrafter([[*plain.prompt_token_ids, *plain.outputs[0].token_ids]], 4, wrong=3, bushy=True)
-    with mock.patch.object(llm.engine.sources, "others", [oracle]), watch(llm.engine) as rounds:
+    sources = [*custom_sources(llm, oracle), *llm.engine.sources.others]
+    with mock.patch.object(llm.engine.sources, "others", sources), watch(llm.engine) as rounds:
         (output,) = llm.generate(PROMPTS[0], params, TREE)
     assert output.outputs == plain.outputs
     nodes, proposers = 0, set()

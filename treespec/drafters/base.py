@@ -1,24 +1,20 @@
-"""The `Drafter` protocol, and the validation of custom drafters and their proposals."""
+"""The protocol of draft sources, and that of custom drafters."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from treespec.errors import ConfigError, DraftError
 from treespec.request import Request
 from treespec.tree import TokenTree
-from treespec.verification.reference import MAX_DEPTH
 
 RESERVED = ("ssm", "lookup", "suffix", "table", "grammar")  # names of the engine's own sources in `SpecConfig.sources`
 _METHODS = ("propose", "commit", "release")
-_DTYPES: dict[str, tuple[Any, str]] = {  # by tree array: its dtype, and the numpy kinds that are cast to it
-    "tokens": (np.int64, "iu"),
-    "parents": (np.int64, "iu"),
-    "depths": (np.int64, "iu"),
-    "probs": (np.float64, "iuf"),
-}
+
+Failures: TypeAlias = dict[Request, DraftError]
 
 
 @runtime_checkable
@@ -56,18 +52,48 @@ class Drafter(Protocol):
         """Release a finished request. Called for every request, including those never passed to `propose`."""
 
 
-class ModelFreeDrafter(Drafter, Protocol):
-    """A source of the engine that runs no model and remembers outputs."""
+@dataclass(frozen=True)
+class Proposals:
+    """The trees that one source proposes in a round, by request id; a request may have none."""
 
-    nbytes: int  # of what it may remember
-    proposed: Any  # receives `commit` for the last proposals, also after the next ones were made
+    trees: Mapping[str, TokenTree]
+    # Receives the accepted path through each of these trees, int64, root first, up to the first accepted token that is
+    # not in the tree. Returns the errors of requests for which the source failed
+    commit: Callable[[Sequence[Request], Sequence[np.ndarray]], Failures | None]
+    failures: Failures = field(default_factory=dict)  # requests for which the source failed
 
-    def propose(
-        self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float = 0.0
-    ) -> list[TokenTree]:
-        """Return one tree per request; adaptive trees only if they have nodes of at least this value."""
 
-    def forget(self, running: Sequence[Request] = ()) -> None:
+class DraftSource(ABC):
+    """A source of proposals that the SSMs extend: lookup, the table, drafts with other tokenizers, custom drafters."""
+
+    name: str
+    stage = "search"  # its stage of `StageClock`
+    nbytes = 0  # maximum size of what it remembers
+    is_captured = True  # whether it may propose for captured rounds
+
+    @property
+    def remembered(self) -> int:
+        """Number of tokens of earlier outputs that it proposes from."""
+        return 0
+
+    def may_draft(self, request: Request) -> bool:
+        return request.spec.allows(self.name, self.name)
+
+    @abstractmethod
+    def propose(self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float) -> Proposals:
+        """Propose trees below the requests' last tokens, at most `max_depths[i]` deep.
+
+        Adaptive trees need nodes of at least `least_value`. The proposals of the round before may be committed later.
+        """
+
+    @abstractmethod
+    def release(self, request: Request) -> None:
+        """Release a finished request."""
+
+    def evict(self, request: Request) -> None:  # noqa: B027
+        """Release the K/V of a preempted request, whose tokens stay."""
+
+    def forget(self, running: Sequence[Request]) -> None:  # noqa: B027
         """Forget all outputs. Future tokens of running requests are remembered."""
 
 
@@ -105,63 +131,3 @@ def check_names(drafters: Sequence[Drafter], models: Collection[str]) -> None:
                 f"drafts: {type(drafter).__name__}.name is {drafter.name!r}, as is another draft's; rename one of them"
             )
         taken.add(drafter.name)
-
-
-def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -> TokenTree:
-    """Return what a drafter proposed for a request, any object, with canonical dtypes.
-
-    Raises DraftError unless it is a well-formed tree rooted at the request's last token.
-    """
-
-    def error(proposal: str) -> DraftError:
-        return DraftError(f"drafter {name!r} proposed {proposal} for request {request.request_id}")
-
-    if not isinstance(tree, TokenTree):
-        raise error(
-            f"{type(tree).__name__} instead of a TokenTree (TokenTree.root(request.tokens[-1]) proposes nothing)"
-        )
-    tree = _cast_arrays(tree, error)
-    if tree.tokens[0] != request.tokens[-1]:
-        raise error(f"a tree over token {tree.tokens[0]}; the root is the last token, {request.tokens[-1]}")
-    if tree.tokens.min() < 0 or tree.tokens.max() >= vocab_size:
-        raise error(f"tokens from {tree.tokens.min()} to {tree.tokens.max()}; valid: 0 to {vocab_size - 1}")
-    if not (np.isfinite(tree.probs).all() and tree.probs.min() >= 0 and tree.probs.max() <= 1):
-        raise error(f"probs from {tree.probs.min()} to {tree.probs.max()}; valid: 0 to 1")
-    problem = tree.find_problem()
-    if problem is not None:
-        raise error(f"a malformed tree: {problem}")
-    if not request.draws_at_random:
-        return tree.as_deterministic()
-    for row in tree.draft_probs:
-        if row.shape != (vocab_size,) or not (np.isfinite(row).all() and row.min() >= 0 and abs(row.sum() - 1) < 1e-5):
-            raise error(f"draft_probs that are not probabilities of {vocab_size} tokens")
-    if tree.draw_rows is not None:
-        rows, excluded = tree.draw_rows.tolist(), tree.draw_excluded or [()] * len(tree.draw_rows)
-        for child, row, out in zip(tree.draw_nodes.tolist(), rows, excluded, strict=True):
-            token = int(tree.tokens[child])
-            if row >= 0 and (token in out or not tree.draft_probs[row][token] > 0):
-                raise error(f"token {token} as drawn from row {row} of draft_probs, which excludes it")
-            if any(not 0 <= other < vocab_size for other in out):
-                raise error(f"excluded tokens {out}; valid: 0 to {vocab_size - 1}")
-        if tree.depths.max() > MAX_DEPTH:
-            raise error(f"a tree of depth {tree.depths.max()}; at most {MAX_DEPTH} are possible")
-    return tree
-
-
-def _cast_arrays(tree: TokenTree, error: Callable[[str], DraftError]) -> TokenTree:
-    """Cast a tree's arrays to int64 nodes and float64 probabilities, and check that their lengths agree."""
-    arrays: dict[str, Any] = {name: getattr(tree, name) for name in _DTYPES}
-    changed: dict[str, Any] = {}
-    for name, (dtype, kinds) in _DTYPES.items():
-        array = arrays[name]
-        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
-            shown = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-            raise error(
-                f"{name} as {shown} instead of {np.dtype(dtype)} [num_nodes]; TokenTree.from_parents builds valid trees"
-            )
-        if array.dtype != dtype:
-            changed[name] = array.astype(dtype)
-    sizes = {len(array) for array in arrays.values()}
-    if len(sizes) != 1 or 0 in sizes:
-        raise error(f"tokens, parents, depths and probs of sizes {sorted(sizes)}; they must be equal and at least 1")
-    return replace(tree, **changed) if changed else tree

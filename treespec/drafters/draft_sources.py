@@ -1,36 +1,19 @@
 """The container of an engine's draft sources."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from treespec.drafters.base import Drafter, ModelFreeDrafter
-from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter
-from treespec.drafters.lookup.lookup_drafter import LookupDrafter
+from treespec.drafters.base import DraftSource
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
-from treespec.drafters.table.table_drafter import TableDrafter
-from treespec.request import Request
 
 
 @dataclass
 class DraftSources:
-    """The draft sources of an engine: SSMs, lookup, the table and further drafters. Iteration skips absent ones."""
+    """The draft sources of an engine. The others propose first, and the SSMs extend what they propose."""
 
     ssms: SsmDrafter | None = None
-    lookup: LookupDrafter | None = None  # prompt lookup and suffix decoding, or None
-    table: TableDrafter | None = None
-    others: list[Drafter] = field(default_factory=list)  # custom drafters, and drafts with other tokenizers
+    others: list[DraftSource] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[Drafter | SsmDrafter]:
+    def __iter__(self) -> Iterator[DraftSource | SsmDrafter]:
         ssms = () if self.ssms is None else (self.ssms,)
-        return iter((*ssms, *self.model_free, *self.others))
-
-    @property
-    def model_free(self) -> Sequence[ModelFreeDrafter]:
-        """The engine's own sources that run no model."""
-        return [source for source in (self.lookup, self.table) if source is not None]
-
-    def evict(self, request: Request) -> None:
-        """Release the K/V of a preempted request. Sources without K/V depend on its tokens alone, which stay."""
-        for source in self:
-            if isinstance(source, SsmDrafter | CrossTokenizerDrafter):
-                source.evict(request)
+        return iter((*ssms, *self.others))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from treespec.cache.kv_cache import KVCache
-from treespec.drafters.calls import Failures, call_commit, call_release
+from treespec.drafters.base import Failures
 from treespec.drafters.draft_sources import DraftSources
 from treespec.engine.executor import Execution, Executor, StageClock, VerifiedRequest
 from treespec.engine.host_executor import HostExecutor
@@ -89,7 +89,8 @@ class Engine:
             if (ssms := self.sources.ssms) is not None:
                 request.draft_lengths = ssms.lengths(request)
             self.scheduler.preempt(request)
-            self.sources.evict(request)
+            for source in self.sources:
+                source.evict(request)
             self.stats.num_preemptions += 1
 
     def _launch_next(self) -> None:
@@ -204,14 +205,14 @@ class Engine:
 
     def _notify_sources(self, execution: Execution, emitted: Sequence[list[int]]) -> None:
         """Let the sources commit accepted nodes, and learn from the verified trees."""
-        for source, trees in execution.proposals:
+        for proposed in execution.proposals:
             asked = [
-                (result.request, trees[result.request.request_id].match(tokens))
+                (result.request, proposed.trees[result.request.request_id].match(tokens))
                 for result, tokens in zip(execution.verified, emitted, strict=True)
-                if result.request.request_id in trees
+                if result.request.request_id in proposed.trees
             ]
             if asked:
-                self._failures |= call_commit(source, [r for r, _ in asked], [path for _, path in asked])
+                self._failures |= proposed.commit([r for r, _ in asked], [path for _, path in asked]) or {}
         if (ssms := self.sources.ssms) is not None:
             for result in execution.verified:
                 if result.score_ssms is not None:
@@ -246,7 +247,7 @@ class Engine:
             request.draft_lengths = self.sources.ssms.lengths(request)
         with ExitStack() as releases:
             for source in self.sources:
-                releases.callback(call_release, source, request)
+                releases.callback(source.release, request)
             self.scheduler.finish(request, reason, error)
             self.stats.add_finished(request)
         if self.captured is not None:

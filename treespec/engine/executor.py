@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from torch import Tensor
 
-from treespec.drafters.calls import Committing, Failures
+from treespec.drafters.base import Failures, Proposals
 from treespec.planning.draft_plan import Drafted, DraftPlan, PlainReason
 from treespec.planning.planner import PlannedRound, Planner
 from treespec.planning.round_costs import RoundSeconds
@@ -108,8 +108,7 @@ class Execution:
     verified: list[VerifiedRequest] = field(default_factory=list)
     failed: list[tuple[Request, str]] = field(default_factory=list)  # they end in this round, with these errors
     undecided: list[Request] = field(default_factory=list)  # the next executor must run them; not committed
-    # Trees by request id for each source, which is notified of the accepted nodes
-    proposals: list[tuple[Committing, dict[str, TokenTree]]] = field(default_factory=list)
+    proposals: list[Proposals] = field(default_factory=list)  # sources' trees, of which they commit accepted nodes
     reading: list[Request] = field(default_factory=list)  # their SSMs still read the prompt, so that none drafts
     failures: Failures = field(default_factory=dict)  # requests whose drafter failed; they end after this round
     planner: Planner | None = None  # learns from the round; None for a round that captured graphs
@@ -119,12 +118,23 @@ class Execution:
     rows: int | None = None  # rows of the target pass as the planner counts them; None = all nodes of all trees
     seconds: RoundSeconds | None = None  # measured by the executor, where rounds overlap; None = the clock's
 
+    def add(self, proposals: Proposals) -> None:
+        """Add the proposals of a source."""
+        self.failures |= proposals.failures
+        if proposals.trees:
+            self.proposals.append(proposals)
+
+    def trees_of(self, request: Request) -> list[TokenTree]:
+        """Return the proposals for a request."""
+        name = request.request_id
+        return [proposed.trees[name] for proposed in self.proposals if name in proposed.trees]
+
     def plain_reasons(self, verified: VerifiedRequest) -> tuple[PlainReason, ...]:
         """Return why a request's tree is only a root; nothing if it has drafted nodes."""
         if len(verified.tree) > 1:
             return ()
         request = verified.request
-        if any(len(trees.get(request.request_id, ())) > 1 for _, trees in self.proposals):
+        if any(len(tree) > 1 for tree in self.trees_of(request)):
             return ("cut",)
         plan = next(plan for other, plan in zip(self.requests, self.plans, strict=True) if other is request)
         reasons = (*plan.plain_reasons, "reading") if request in self.reading else plan.plain_reasons

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from treespec.drafters.calls import call_propose
-from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter
+from treespec.drafters.base import Proposals
 from treespec.drafters.draft_sources import DraftSources
 from treespec.engine.executor import Execution, Executor, StageClock, VerifiedRequest
 from treespec.engine.runner import Choices, Runner
@@ -55,22 +54,14 @@ class HostExecutor(Executor[HostExecution]):
             execution.trees = forced
             return
         ids, depths = [request.request_id for request in requests], [plan.max_depth for plan in plans]
-        for drafter in self.sources.others:
-            clock.enter("cross_tokenizer" if isinstance(drafter, CrossTokenizerDrafter) else "search")
-            trees, failures = call_propose(drafter, requests, depths, self.runner.target.vocab_size)
-            execution.failures |= failures
-            execution.proposals.append((drafter, trees))
-        for source in self.sources.model_free:
-            clock.enter("search")
-            proposed = source.propose(requests, depths, planner.least_value)
-            if any(len(tree) > 1 for tree in proposed):
-                execution.proposals.append((source, dict(zip(ids, proposed, strict=True))))
+        for source in self.sources.others:
+            clock.enter(source.stage)
+            execution.add(source.propose(requests, depths, planner.least_value))
         clock.enter("merge")
         merged = []
         for request, tree in zip(requests, forced, strict=True):
-            proposed = [trees[request.request_id] for _, trees in execution.proposals if request.request_id in trees]
             try:
-                merged.append(merge_proposals(request, [tree, *proposed]))
+                merged.append(merge_proposals(request, [tree, *execution.trees_of(request)]))
             except DraftError as error:
                 execution.failures.setdefault(request, error)
                 merged.append(tree)
@@ -80,7 +71,7 @@ class HostExecutor(Executor[HostExecution]):
             clock.enter("merge")
             execution.drafted = ssms.drafted
             if execution.drafted.levels:
-                execution.proposals.append((ssms, dict(zip(ids, merged, strict=True))))
+                execution.add(Proposals(dict(zip(ids, merged, strict=True)), ssms.commit))
         cut = planner.cut(requests, merged)
         # Fixed trees may be filled up with nodes of probability 0, which a restriction may forbid.
         execution.trees = [_pruned(request, tree) for request, tree in zip(requests, cut, strict=True)]

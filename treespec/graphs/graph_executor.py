@@ -7,7 +7,6 @@ from functools import partial
 
 import numpy as np
 
-from treespec.drafters.calls import may_draft
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.ssm.captured_ssms import CapturedSsms
 from treespec.engine.executor import Execution, Executor, StageClock, VerifiedRequest
@@ -61,7 +60,7 @@ class GraphExecutor(Executor[GraphExecution]):
         largest = self.rounds.limits.nodes[-1]
         if largest == 1 or (not spec.is_adaptive and spec.max_nodes > largest):
             return False  # the engine was built for smaller trees
-        if any(may_draft(drafter, request) for drafter in self.sources.others):
+        if any(source.may_draft(request) for source in self.sources.others if not source.is_captured):
             return False
         return not (request.draws_at_random or spec.branching)
 
@@ -202,15 +201,11 @@ class GraphExecutor(Executor[GraphExecution]):
         return time.perf_counter() - began
 
     def _search(self, execution: GraphExecution) -> list[TokenTree | None]:
-        """Return what the model-free sources propose, None where that is nothing, and record it."""
+        """Return what the sources other than SSMs propose, None where that is nothing, and record it."""
         requests, depths = execution.requests, [plan.max_depth for plan in execution.plans]
-        by_request: list[list[TokenTree]] = [[] for _ in requests]
-        for source in self.sources.model_free:
-            trees = source.propose(requests, depths, LEAST_VALUE)
-            by_id = {r.request_id: tree for r, tree in zip(requests, trees, strict=True) if len(tree) > 1}
-            execution.proposals.append((source.proposed, by_id))
-            for proposed, tree in zip(by_request, trees, strict=True):
-                proposed += [tree] * (len(tree) > 1)
+        for source in self.sources.others:
+            execution.add(source.propose(requests, depths, LEAST_VALUE))
+        by_request = [[tree for tree in execution.trees_of(request) if len(tree) > 1] for request in requests]
         return [merge(trees).best(1 + SEEDS) if trees else None for trees in by_request]
 
     def _input(self, request: Request, plan: DraftPlan, transforms: RequestTransforms | None) -> RoundInput:

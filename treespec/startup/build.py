@@ -20,6 +20,7 @@ from treespec.cache.kv_cache import KVCache, pages_for
 from treespec.cache.prefix_cache import PrefixCache
 from treespec.config.configs import EngineConfig
 from treespec.config.engine_options import EngineOptions
+from treespec.drafters.custom_source import CustomSource
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
@@ -91,8 +92,8 @@ class Built:
                 "tuned_file": None if kernels is None else kernels.file,
                 "default_kernels": [] if kernels is None else list(kernels.fallbacks),
             },
-            "suffix_tokens": 0 if sources.lookup is None else sources.lookup.remembered,
-            "drafts": [*drafts, *(source.name for source in (sources.table, *sources.others) if source is not None)],
+            "suffix_tokens": sum(source.remembered for source in sources.others),
+            "drafts": [*drafts, *(source.name for source in sources.others if source.name != "lookup")],
             "draft_vocabularies": dict(self.connections),
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
@@ -245,16 +246,16 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
     cross_tokenizer = cross_tokenizer_drafters(
         resolved.cross_tokenizer, load_cross_tokenizer, resolved.target, *sizes, planner, ssms, others
     )
-    lookup = None
+    custom = [CustomSource(drafter, decoder.vocab_size) for drafter in resolved.drafters]
+    sources = DraftSources(ssms, [*custom, *cross_tokenizer])
     if options.suffix_tokens or resolved.spec.allows("lookup", "lookup"):
-        lookup = LookupDrafter(_search_library(options.compile, lookup_library), options.suffix_tokens)
-    table = None
+        sources.others.append(LookupDrafter(_search_library(options.compile, lookup_library), options.suffix_tokens))
     if resolved.table is not None:
         stored = StoredTable.empty()
         if isinstance(resolved.table, Path):
             stored = StoredTable.load(resolved.table, resolved.target.shape.vocab_size)
-        table = TableDrafter(stored, _search_library(options.compile, table_library), options.suffix_tokens)
-    sources = DraftSources(ssms, lookup, table, [*resolved.drafters, *cross_tokenizer])
+        library = _search_library(options.compile, table_library)
+        sources.others.append(TableDrafter(stored, library, options.suffix_tokens))
     host = HostExecutor(runner, planner, sources, length)
     captured = None
     if rounds := _capture_rounds(resolved, plan, host, scheduler):
@@ -288,8 +289,8 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
             "draft_weights": sum(model.nbytes for model in drafts),
             "kv_cache": cache.nbytes + sum(drafter.cache.nbytes for drafter in cross_tokenizer),
             "captured_rounds": 0 if rounds is None else rounds.nbytes,
-            "suffix": 0 if lookup is None else lookup.nbytes,
-            "table": 0 if table is None else table.nbytes,
+            "suffix": sum(source.nbytes for source in sources.others if source.name == "lookup"),
+            "table": sum(source.nbytes for source in sources.others if source.name == "table"),
         },
         kernels=loader.configs,
         connections={draft.name: str(draft) for draft in resolved.drafts}

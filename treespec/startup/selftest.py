@@ -216,7 +216,8 @@ def proven_rounds(
 def differing_rounds(host: HostExecutor, scheduler: Scheduler, rounds: Rounds, max_tokens: int = 12) -> list[str]:
     """Compare captured rounds with plain decoding on an idle engine; returns a line for each difference."""
     runner, length = host.runner, host.max_model_len
-    sources = DraftSources(host.sources.ssms, None if host.sources.lookup is None else LookupDrafter())
+    looks_up = any(isinstance(source, LookupDrafter) for source in host.sources.others)
+    sources = DraftSources(host.sources.ssms, [LookupDrafter()] if looks_up else [])
     trial = HostExecutor(runner, copy.deepcopy(host.planner), sources, length)
     captured = GraphExecutor(runner, sources, rounds._replace(planners=copy.deepcopy(rounds.planners)), length)
     plainly, by_rounds = (Engine(runner, scheduler, sources, trial, executor) for executor in (None, captured))

@@ -260,7 +260,7 @@ def cross_tokenizer_drafters(
         # Only one source may, because random draws cannot be cut to a node budget: the SSMs, or the first draft.
         if has_others or (ssms is not None and ssms.may_draft(request)):
             return False
-        translated = (d for d in drafters if isinstance(d, TranslatedDrafter) and d.allows(request))
+        translated = (d for d in drafters if isinstance(d, TranslatedDrafter) and d.may_draft(request))
         return (first := next(translated, None)) is not None and first.name == name
 
     for draft in sorted(drafts, key=lambda draft: draft.connection.kind == "text"):

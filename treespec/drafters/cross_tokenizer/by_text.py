@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter, CrossTokenizerState, roots
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter, CrossTokenizerState
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -44,10 +44,10 @@ class _Generation:
 class TextDrafter(CrossTokenizerDrafter):
     """Drafts one chain per request from generated text, re-encoded with the target's tokenizer."""
 
-    def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
-        trees, indices = roots(requests), self._update_contexts(requests, max_depths)
+    def _draft(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[tuple[Request, TokenTree]]:
+        indices = self._update_contexts(requests, max_depths)
         if not indices or not self._begins([requests[i] for i in indices], 1.0):
-            return trees
+            return []
         adaptive = all(requests[i].spec.is_adaptive for i in indices)
         states = self._states_of(requests, indices)
         generations = [_Generation(state, requests[i], max_depths[i]) for i, state in zip(indices, states, strict=True)]
@@ -61,11 +61,12 @@ class TextDrafter(CrossTokenizerDrafter):
                 self._append(running, self._forward(rows, [generation.tokens[-1] for generation in running]))
             for generation in running:
                 generation.state.ahead = generation.tokens[:-1]
-        for i, generation in zip(indices, generations, strict=True):
-            trees[i] = generation.state.proposed = self._chain(generation)
-        return trees
+        proposed = [(generation.request, self._chain(generation)) for generation in generations]
+        for state, (_, tree) in zip(states, proposed, strict=True):
+            state.proposed = tree
+        return proposed
 
-    def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
+    def _commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         """Update the pass value.
 
         The K/V of generated tokens are already in place; `CrossTokenizerState.update` finds their valid prefix in the

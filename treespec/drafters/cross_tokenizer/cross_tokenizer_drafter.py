@@ -4,7 +4,7 @@ It has its own KV cache, keeps each request's text in its own tokens, and decide
 """
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from treespec.cache.kv_cache import KVCache
+from treespec.drafters.base import DraftSource, Proposals
 from treespec.drafters.cross_tokenizer.retokenize import Context, Translation
 from treespec.models.decoder import Decoder
 from treespec.planning.planner import Planner
@@ -105,8 +106,10 @@ class PassValue:
         self._calibration += _RECOVERY_RATE * (1.0 - self._calibration)
 
 
-class CrossTokenizerDrafter(ABC):
+class CrossTokenizerDrafter(DraftSource):
     """A draft with another tokenizer, selected in `SpecConfig.sources` by its own name or by "ssm"."""
+
+    stage, is_captured = "cross_tokenizer", False
 
     def __init__(
         self,
@@ -124,15 +127,19 @@ class CrossTokenizerDrafter(ABC):
         self._states: dict[str, CrossTokenizerState] = {}
         self._fallback = next((t for t in model.config.eos_token_ids if t < model.vocab_size), 0)
 
-    @abstractmethod
-    def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
-        """As `Drafter.propose`."""
+    def propose(self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float) -> Proposals:
+        proposed = self._draft(requests, max_depths)
+        return Proposals({request.request_id: tree for request, tree in proposed}, self._commit)
 
     @abstractmethod
-    def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        """As `Drafter.commit`."""
+    def _draft(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[tuple[Request, TokenTree]]:
+        """Return the trees of the requests that are drafted for."""
 
-    def allows(self, request: Request) -> bool:
+    @abstractmethod
+    def _commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
+        """Keep the K/V of accepted nodes, and update the pass value."""
+
+    def may_draft(self, request: Request) -> bool:
         return request.spec.allows("ssm", self.name)
 
     def release(self, request: Request) -> None:
@@ -148,7 +155,7 @@ class CrossTokenizerDrafter(ABC):
         """Update the contexts of the requests that this draft serves; return indices of those to draft for."""
         indices = []
         for i, (request, depth) in enumerate(zip(requests, max_depths, strict=True)):
-            if depth <= 0 or not self.allows(request):
+            if depth <= 0 or not self.may_draft(request):
                 continue
             state = self._states.get(request.request_id)
             if state is None:

@@ -44,8 +44,8 @@ class TranslatedDrafter(CrossTokenizerDrafter):
         self._columns, self._masked = to_draft.clamp(min=0), to_draft < 0
         self._first_level_mass = 0.7  # running mean of the first level's probability mass
 
-    def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
-        trees, indices = roots(requests), self._update_contexts(requests, max_depths)
+    def _draft(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[tuple[Request, TokenTree]]:
+        proposed, indices = list[tuple[Request, TokenTree]](), self._update_contexts(requests, max_depths)
         random = [requests[i].draws_at_random and self._draws_for(requests[i]) for i in indices]
         for kind in (False, True):
             group = [i for i, draws in zip(indices, random, strict=True) if draws == kind]
@@ -54,12 +54,12 @@ class TranslatedDrafter(CrossTokenizerDrafter):
                 continue
             forest = self._forest(of_kind, [max_depths[i] for i in group], kind)
             self._grow(of_kind, forest)
-            for i, state, tree in zip(group, states, forest.finish((self.name,)), strict=True):
-                state.proposed = trees[i] = tree
-        return trees
+            for request, state, tree in zip(of_kind, states, forest.finish((self.name,)), strict=True):
+                state.proposed = tree
+                proposed.append((request, tree))
+        return proposed
 
-    def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        """Keep the K/V of accepted nodes, and update the pass value."""
+    def _commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         pages, lengths, moved = [], [], []
         for request, path in zip(requests, paths, strict=True):
             state = self._states.get(request.request_id)

@@ -14,10 +14,12 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import numpy as np
 
+from treespec.drafters.base import DraftSource, Proposals
 from treespec.drafters.lookup.history import History
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -120,7 +122,7 @@ class _Text:
         return self._address + 8 * first, self._length - first
 
 
-class LookupDrafter:
+class LookupDrafter(DraftSource):
     """Drafter for prompt lookup and suffix decoding. Runs no model."""
 
     name = "lookup"
@@ -133,7 +135,6 @@ class LookupDrafter:
         self._library, self._capacity = library, 1 << (history_tokens - 1).bit_length() if history_tokens else 0
         self._prior, self._counts, self._rounds = _prior(), Counts(), 0
         self._own: dict[str, Counts] = {}
-        self.proposed = LookupProposals(self)  # of the last `propose`
         self.nbytes = BYTES_PER_TOKEN * self._capacity  # of the compiled history, at most
         self.forget()
 
@@ -155,26 +156,19 @@ class LookupDrafter:
     def remembered(self) -> int:
         return 0 if self._history is None else len(self._history)
 
-    def propose(
-        self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float = 0.0
-    ) -> list[TokenTree]:
-        """Return one tree per request, rooted at its last token; only the root without a match.
-
-        `least_value` is the minimum probability of the best first token of adaptive trees.
-        """
+    def propose(self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float) -> Proposals:
+        """Propose continuations of matches; in adaptive trees, the best first token has at least `least_value`."""
         self._rounds += 1
         if self._rounds % DECAY_ROUNDS == 0:
             for counts in (self._counts, *self._own.values()):
                 counts.cells *= DECAY
         for request in requests:  # before the searches, so that requests of a batch find each other's latest tokens
             self._remember(request)
-        trees, self.proposed = [], LookupProposals(self)
+        found: dict[str, tuple[TokenTree, Matches]] = {}  # by request id, with the matches of the nodes
         for request, depth in zip(requests, max_depths, strict=True):
-            searched = self._search(request, depth, least_value) if depth else None
-            if searched is not None:
-                self.proposed.trees[request.request_id] = searched
-            trees.append(TokenTree.root(request.tokens[-1]) if searched is None else searched[0])
-        return trees
+            if depth and (searched := self._search(request, depth, least_value)) is not None:
+                found[request.request_id] = searched
+        return Proposals({request_id: tree for request_id, (tree, _) in found.items()}, partial(self._commit, found))
 
     def _text(self, request: Request) -> _Text:
         if (text := self._texts.get(request.request_id)) is None:
@@ -205,10 +199,13 @@ class LookupDrafter:
         history = self._history if owner is not None and isinstance(self._history, History) else None
         return search(text.window, depth, rates, min_prob, looks_up, history, owner or 0)
 
-    def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        self.proposed.commit(requests, paths)
+    def _commit(
+        self, found: dict[str, tuple[TokenTree, Matches]], requests: Sequence[Request], paths: Sequence[np.ndarray]
+    ) -> None:
+        for request, path in zip(requests, paths, strict=True):
+            self._count(request, *found[request.request_id], path)
 
-    def count(self, request: Request, tree: TokenTree, matches: Matches, path: np.ndarray) -> None:
+    def _count(self, request: Request, tree: TokenTree, matches: Matches, path: np.ndarray) -> None:
         """Count trials and hits among the children of every accepted node."""
         if len(path) > 1:
             self._texts[request.request_id].misses = 0
@@ -226,22 +223,6 @@ class LookupDrafter:
             self._remember(request)
         self._own.pop(request.request_id, None)
         self._texts.pop(request.request_id, None)
-        self.proposed.trees.pop(request.request_id, None)
-
-
-class LookupProposals:
-    """The proposals of one round, which may be counted after the next round was proposed."""
-
-    name = LookupDrafter.name
-
-    def __init__(self, drafter: LookupDrafter) -> None:
-        self._drafter = drafter
-        self.trees: dict[str, tuple[TokenTree, Matches]] = {}  # by request id, with the matches of the nodes
-
-    def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        for request, path in zip(requests, paths, strict=True):
-            if (proposal := self.trees.pop(request.request_id, None)) is not None:
-                self._drafter.count(request, *proposal, path)
 
 
 def _tree(columns: Sequence[np.ndarray], matches: Matches) -> TokenTree:

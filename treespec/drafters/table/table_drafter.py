@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from treespec.drafters.base import DraftSource, Proposals
 from treespec.drafters.table.stored_table import StoredTable, hash_contexts
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -26,7 +27,7 @@ SLOTS_PER_TOKEN = 2  # contexts that a token adds to those that are kept, on ave
 _OUTPUTS = ("node_tokens", "parents", "depths", "node_probs", "values")
 
 
-class TableDrafter:
+class TableDrafter(DraftSource):
     """Drafter that expands an n-gram table. Runs no model."""
 
     name = NAME
@@ -45,7 +46,6 @@ class TableDrafter:
         self._num_slots = 1 << (SLOTS_PER_TOKEN * history_tokens - 1).bit_length() if history_tokens else 0
         columns = self._hashes, self._starts, self._tokens, self._codes, self._frequencies
         self.nbytes = sum(column.nbytes for column in columns) + BYTES_PER_SLOT * self._num_slots
-        self.proposed = self
         self._expansion = STRUCTS["Expansion"](prior=PRIOR_COUNT)
         self._room = 0
         self.forget()
@@ -60,26 +60,17 @@ class TableDrafter:
         addresses = {name: address_of(array := getattr(self, f"_{name}"), array.dtype) for name in names}
         self._table = STRUCTS["Table"](len(self._frequencies), self._num_slots, **addresses)
 
-    def propose(
-        self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float = 0.0
-    ) -> list[TokenTree]:
-        """Return one tree per request, rooted at its last token; only the root if no continuation is probable.
-
-        `least_value` is the minimum value of a node of adaptive trees.
-        """
-        trees = []
+    def propose(self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float) -> Proposals:
+        """Propose probable continuations; `least_value` is the minimum value of a node of adaptive trees."""
+        trees: dict[str, TokenTree] = {}
         for request, depth in zip(requests, max_depths, strict=True):
             spec = request.spec
-            if not depth or not spec.allows(NAME, NAME):
-                trees.append(TokenTree.root(request.tokens[-1]))
+            if not depth or not self.may_draft(request):
                 continue
             least = max(least_value if spec.is_adaptive else 0.0, MIN_VALUE)
             temperature = request.sampler.temperature if request.sampler is not None else 0.0
-            trees.append(self.expand(*self._new(request), depth, spec.max_nodes, least, temperature))
-        return trees
-
-    def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        """Do nothing: `propose` and `release` count the tokens that a request has grown by."""
+            trees[request.request_id] = self.expand(*self._new(request), depth, spec.max_nodes, least, temperature)
+        return Proposals(trees, lambda *_: None)  # `propose` and `release` count the tokens that a request has grown by
 
     def release(self, request: Request) -> None:
         if request.num_generated and request.spec.allows(NAME, NAME):

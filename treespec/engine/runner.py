@@ -11,7 +11,6 @@ from torch import Tensor
 
 from treespec.cache.kv_cache import KVCache
 from treespec.errors import RequestError
-from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
 from treespec.request import Request
 from treespec.sampling.logprobs import logprobs_of
@@ -136,12 +135,8 @@ class Runner:
 
         if self.captured is not None:
             return self.captured.logits(requests, trees, launch)
-        logits = None if self._compiled is None else self._compiled_logits(self._compiled, requests, trees)
-        return launch() if logits is None else logits
-
-    def _compiled_logits(
-        self, target: CompiledDecoder, requests: Sequence[Request], trees: Sequence[TokenTree]
-    ) -> Tensor | None:
+        if self._compiled is None:
+            return launch()
         columns = [
             getattr(trees[0], name) if len(trees) == 1 else np.concatenate([getattr(tree, name) for tree in trees])
             for name in ("tokens", "parents", "depths")
@@ -149,7 +144,8 @@ class Runner:
         first_rows = [*accumulate(map(len, trees), initial=0)]
         contexts, lengths = [request.context_len for request in requests], [request.max_len for request in requests]
         pages = [request.pages for request in requests]
-        return target.tree_logits(columns, first_rows, contexts, pages, lengths, self.cache.pools[0])
+        logits = self._compiled.tree_logits(columns, first_rows, contexts, pages, lengths, self.cache.pools[0])
+        return launch() if logits is None else logits
 
     def wait(self) -> None:
         if self.target.device.type == "cuda":

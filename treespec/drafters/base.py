@@ -13,7 +13,7 @@ from treespec.verification.reference import MAX_DEPTH
 
 RESERVED = ("ssm", "lookup", "suffix", "table", "grammar")  # names of the engine's own sources in `SpecConfig.sources`
 _METHODS = ("propose", "commit", "release")
-_DTYPES: dict[str, tuple[Any, str]] = {  # by tree array: its dtype, and the numpy kinds that are cast to it
+_DTYPES: dict[str, tuple[Any, str]] = {  # dtype of each tree array, and the numpy kinds that are cast to it
     "tokens": (np.int64, "iu"),
     "parents": (np.int64, "iu"),
     "depths": (np.int64, "iu"),
@@ -53,28 +53,28 @@ class Drafter(Protocol):
         """
 
     def release(self, request: Request) -> None:
-        """Release a finished request. Called for every request, including those never passed to `propose`."""
+        """Free the state of a finished request. Called for every request, including those never passed to `propose`."""
 
 
 class ModelFreeDrafter(Drafter, Protocol):
-    """A source of the engine that runs no model and remembers outputs."""
+    """A built-in source that runs no model and learns from outputs."""
 
-    nbytes: int  # of what it may remember
-    proposed: Any  # receives `commit` for the last proposals, also after the next ones were made
+    nbytes: int  # maximum size of the data learned from outputs
+    proposed: Any  # object whose `commit` evaluates the last proposals, even after the next call of `propose`
 
     def propose(
         self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float = 0.0
     ) -> list[TokenTree]:
-        """Return one tree per request; adaptive trees only if they have nodes of at least this value."""
+        """Return one tree per request. Adaptive trees have nodes only if the best one has at least `least_value`."""
 
     def forget(self, running: Sequence[Request] = ()) -> None:
-        """Forget all outputs. Future tokens of running requests are remembered."""
+        """Discard all data learned from outputs; learn only from future tokens of running requests."""
 
 
 def check_drafter(draft: Any) -> None:
-    """Raise ConfigError if an object in `LLM(drafts=[...])` that is not a model is no drafter, or its name unusable."""
+    """Raise ConfigError if a non-model object in `LLM(drafts=[...])` is not a drafter or has an unusable name."""
     if isinstance(draft, type):
-        raise ConfigError(f"drafts: {draft.__name__} is a class; give an object of it, such as {draft.__name__}()")
+        raise ConfigError(f"drafts: {draft.__name__} is a class; pass an instance, such as {draft.__name__}()")
     kind = type(draft).__name__
     missing = [f"{name}()" for name in _METHODS if not callable(getattr(draft, name, None))]
     if len(missing) == len(_METHODS):
@@ -91,26 +91,26 @@ def check_drafter(draft: Any) -> None:
         raise ConfigError(f"drafts: {kind}.name is {name!r}; give it a name, such as name = {kind.lower()!r}")
     if name in RESERVED:
         raise ConfigError(
-            f"drafts: {kind}.name is {name!r}, which names a source of the engine; choose a name other than "
+            f"drafts: {kind}.name is {name!r}, which is reserved for a built-in source; choose a name other than "
             f"{', '.join(map(repr, RESERVED))}"
         )
 
 
 def check_names(drafters: Sequence[Drafter], models: Collection[str]) -> None:
-    """Raise ConfigError unless custom drafters and `models`, the names of the other drafts, have different names."""
+    """Raise ConfigError unless custom drafters' names are distinct and not in `models`, the other drafts' names."""
     taken = set(models)
     for drafter in drafters:
         if drafter.name in taken:
             raise ConfigError(
-                f"drafts: {type(drafter).__name__}.name is {drafter.name!r}, as is another draft's; rename one of them"
+                f"drafts: {type(drafter).__name__}.name is {drafter.name!r}, like another draft's; rename one of them"
             )
         taken.add(drafter.name)
 
 
 def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -> TokenTree:
-    """Return what a drafter proposed for a request, any object, with canonical dtypes.
+    """Validate a drafter's proposal for a request; return the tree with canonical dtypes.
 
-    Raises DraftError unless it is a well-formed tree rooted at the request's last token.
+    Raises DraftError unless `tree` is a well-formed TokenTree rooted at the request's last token.
     """
 
     def error(proposal: str) -> DraftError:

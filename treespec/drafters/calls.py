@@ -1,4 +1,4 @@
-"""Guarded calls of drafters.
+"""Calls to drafters, guarded against their errors.
 
 An exception or an invalid tree from a custom drafter fails the affected requests, never the whole batch.
 """
@@ -24,7 +24,7 @@ logger = logging.getLogger("treespec")
 
 Failures: TypeAlias = dict[Request, DraftError]
 Source: TypeAlias = Drafter | SsmDrafter
-Committing: TypeAlias = Source | LookupProposals  # what `commit` is called on
+Committing: TypeAlias = Source | LookupProposals  # classes with a `commit` method
 
 _REMEDY = "return a list with one TokenTree per request; TokenTree.root(request.tokens[-1]) proposes nothing"
 
@@ -43,7 +43,7 @@ def may_draft(drafter: Drafter, request: Request) -> bool:
 def call_propose(
     drafter: Drafter, requests: Sequence[Request], max_depths: Sequence[int], vocab_size: int
 ) -> tuple[dict[str, TokenTree], Failures]:
-    """Return a drafter's valid trees by request id, and its errors; custom ones are asked for depths above 0 only."""
+    """Return a drafter's valid trees by request id, and its errors. Custom drafters are called for depths > 0 only."""
     indices = list(range(len(requests)))
     if is_custom(drafter):
         indices = [i for i in indices if max_depths[i] > 0 and may_draft(drafter, requests[i])]
@@ -66,7 +66,7 @@ def call_propose(
             trees[request.request_id] = check_proposal(drafter.name, request, tree, vocab_size)
         except DraftError as error:
             failures.setdefault(request, error)
-        except Exception as error:  # attributes of a hand-built tree may be of any type
+        except Exception as error:  # a custom tree's attributes may have any type
             if not is_custom(drafter):
                 raise
             reason = describe_error(error)
@@ -76,7 +76,7 @@ def call_propose(
 
 
 def call_commit(drafter: Committing, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> Failures:
-    """Call a drafter's `commit` with the accepted paths; return the error of each request if it fails."""
+    """Call a drafter's `commit` with the accepted paths; return errors by request."""
     failures: Failures = {}
     with _guarded(drafter, "commit", requests, failures):
         drafter.commit(requests, paths)
@@ -89,7 +89,7 @@ def call_release(drafter: Source, request: Request) -> None:
     with _guarded(drafter, "release", [request], failures):
         drafter.release(request)
     for failure in failures.values():
-        logger.error("%s; the request had ended already", failure, exc_info=failure.__cause__)
+        logger.error("%s; the request had already ended", failure, exc_info=failure.__cause__)
 
 
 @contextmanager

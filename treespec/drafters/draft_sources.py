@@ -16,9 +16,9 @@ class DraftSources:
     """The draft sources of an engine: SSMs, lookup, the table and further drafters. Iteration skips absent ones."""
 
     ssms: SsmDrafter | None = None
-    lookup: LookupDrafter | None = None  # prompt lookup and suffix decoding, or None
+    lookup: LookupDrafter | None = None  # prompt lookup and suffix decoding
     table: TableDrafter | None = None
-    others: list[Drafter] = field(default_factory=list)  # custom drafters, and drafts with other tokenizers
+    others: list[Drafter] = field(default_factory=list)  # custom drafters and cross-tokenizer drafts
 
     def __iter__(self) -> Iterator[Drafter | SsmDrafter]:
         ssms = () if self.ssms is None else (self.ssms,)
@@ -26,11 +26,11 @@ class DraftSources:
 
     @property
     def model_free(self) -> Sequence[ModelFreeDrafter]:
-        """The engine's own sources that run no model."""
+        """The built-in sources that run no model."""
         return [source for source in (self.lookup, self.table) if source is not None]
 
     def evict(self, request: Request) -> None:
-        """Release the K/V of a preempted request. Sources without K/V depend on its tokens alone, which stay."""
+        """Release the K/V of a preempted request. Other sources depend only on its tokens and keep their state."""
         for source in self:
             if isinstance(source, SsmDrafter | CrossTokenizerDrafter):
                 source.evict(request)

@@ -217,9 +217,7 @@ class Planner:
             state.ssms.pause_left = max(state.ssms.pause_left, IDLE_ROUNDS)
         return plans
 
-    def last_plans(
-        self, requests: Sequence[Request], max_model_len: int, others_wait: bool
-    ) -> list[DraftPlan] | None:
+    def last_plans(self, requests: Sequence[Request], max_model_len: int, others_wait: bool) -> list[DraftPlan] | None:
         """Return the plans of the last round for another one; None if it was observed, or had another batch.
 
         Arguments as of `draft_plans`.

@@ -36,11 +36,11 @@ FORMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a schema": (lambda: {"json": {"enum": [f"{i:020}" for i in range(60_000)]}}, "json has 1440010 characters"),
     "pattern properties": (
         lambda: {"json": {"patternProperties": {f"^{i}x": {} for i in range(1000)}}},
-        "json has 1000 patternProperties, the limit is 100",
+        "json has 1000 patternProperties, but the limit is 100",
     ),
     "a multiple": (
         lambda: {"json": {"type": "integer", "multipleOf": 99_999_989}},
-        "multipleOf in json has 99999989 states, the limit is 100000",
+        "multipleOf in json has 99999989 states, but the limit is 100000",
     ),
     "white space": (
         lambda: {"json_object": True, "whitespace_pattern": " ?" * 2000},

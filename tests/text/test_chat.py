@@ -77,7 +77,7 @@ def test_tools_that_the_template_does_not_read_are_announced_once(llm: LLM, capl
         for tools in ([tool], [tool]) if "[0]" in read else (None, [], [tool], [tool]):
             llm.chat([USER], SHORT, tools=tools, chat_template=read + "{{ messages[0].content }}")
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("tools=... has no effect: the chat template 'no tools{{ messages[0].content }}' does not ")
+    assert line.startswith("tools=... has no effect: the chat template 'no tools{{ messages[0].content }}' ignores it")
 
 
 PARTS = {"role": "user", "content": [{"type": "text", "text": "def add"}, "(a, b):"]}

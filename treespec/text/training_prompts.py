@@ -56,7 +56,7 @@ def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPro
                     left_out[str(error)].append(path)
             skipped += len(prompts) == before
     for reason, files in left_out.items():
-        logger.warning("skipped %d files, such as %s: %s", len(files), files[0], reason)
+        logger.warning("skipped %d of the files, such as %s: %s", len(files), files[0], reason)
     if not prompts:
         names = ", ".join(map(str, paths))
         raise ConfigError(f"{names}: {skipped} files, none with text; pass UTF-8 texts, or JSON lines; {VALID}")

@@ -46,7 +46,7 @@ class StoredTable:
         try:
             table = cls(**load_file(folder / FILE))
         except (OSError, SafetensorError, TypeError) as error:
-            raise ModelError(f"{folder}: {error}; recreate the table with `treespec train --table`") from error
+            raise ModelError(f"{folder}: {error}; write the table again with `treespec train --table`") from error
         if len(table.frequencies) != vocab_size:
             raise ModelError(
                 f"{folder} is the table of a target with {len(table.frequencies)} tokens, but this target has "

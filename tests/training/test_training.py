@@ -114,7 +114,7 @@ def test_texts_of_any_encoding_and_length(
     assert all(passage.endswith(" ") for passage in found["spaces"])
     log = caplog.text
     assert "skipped 1 of the files" in log and "large.txt: larger than 0 MiB" in log
-    assert "left out 2 of the files" in log and "latin-1.txt: binary, or in an encoding other than UTF-8" in log
+    assert "skipped 2 of the files" in log and "latin-1.txt: binary, or in an encoding other than UTF-8" in log
 
 
 @pytest.mark.parametrize("folder", [False, True])

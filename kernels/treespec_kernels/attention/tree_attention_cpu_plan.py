@@ -18,7 +18,9 @@ MAX_CHAIN = 2 * PAGE_SIZE
 """Summands of one matrix product in slot order; a single accumulation chain was measured up to 192."""
 
 ROW_MULTIPLE = 4  # products have a multiple of this number of rows
-_SCORE_BYTES = 16 << 20  # score bytes per block of rows: a long prefill chunk's scores should fit in the last-level cache
+_SCORE_BYTES = (
+    16 << 20
+)  # score bytes per block of rows: a long prefill chunk's scores should fit in the last-level cache
 
 
 class RowBlock(NamedTuple):

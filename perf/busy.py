@@ -1,4 +1,4 @@
-"""Measures CPU decoding next to busy processes: speed with one or more busy cores relative to an idle machine.
+"""Measures CPU decoding next to busy processes: speed with busy cores relative to an idle machine.
 
     python perf/busy.py --grow 0.5B --threads 2 --json out.json
 

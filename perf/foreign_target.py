@@ -5,7 +5,7 @@
 The target is a Qwen2 of about 6 M parameters with its own tokenizer, trained on documentation and source of installed
 packages. Three SSMs of `treespec train` are compared with a truncated copy: the target's first layers, as many as an
 SSM has, with its final norm and head. Reported are tokens per target pass on prompts of held-out packages at equal
-nodes, with paired bootstrap 95 % intervals over prompts. A second start continues in the same folder.
+nodes, with paired bootstrap 95 % intervals over prompts. A restart continues in the same folder.
 """
 
 import json
@@ -35,11 +35,11 @@ KINDS = ("code", "prose")
 SHAPE = {"hidden_size": 192, "num_hidden_layers": 12, "intermediate_size": 512, "num_attention_heads": 6}
 VOCAB, WINDOW, STEP_WINDOWS, PEAK_RATE = 3072, 256, 12, 4e-3
 PACKAGE_CAP = 400_000  # characters per package and kind
-PROMPTS = 2000  # of the training data
+PROMPTS = 2000  # maximum prompts in the training data
 
 
 def make_target(work: Path, minutes: float, seed: int) -> Path:
-    """Train the target, and write it with prompts to train and to measure on; return its folder."""
+    """Train the target, and write it with prompts for training and measuring; return its folder."""
     folder = work / "target"
     if (folder / "config.json").exists():
         return folder
@@ -87,7 +87,7 @@ def main() -> None:
     parser = measuring.parser(__doc__, grows=False, prompts=60, max_tokens=96, seed=0)
     parser.add_argument("--work", type=Path, required=True, help="folder of all results")
     parser.add_argument("--target-minutes", type=float, default=15)
-    parser.add_argument("--minutes", type=float, default=30, help="of `treespec train`")
+    parser.add_argument("--minutes", type=float, default=30, help="time for `treespec train`")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32])
     args = parser.parse_args()
     target = make_target(args.work, args.target_minutes, args.seed)

@@ -4,10 +4,10 @@
     PYTHONPATH=.:kernels:weights python perf/gpu.py --only pass/        # rows whose names start so
     PYTHONPATH=.:kernels:weights python perf/gpu.py --dry-run           # two rows of each kind, tiny, on the CPU
 
-Every row is stored and printed when it is measured. A failure is a row with an error (traceback in log.txt), and what
-ends its process too: another one continues. A section that exceeds its share of the time continues after the others.
-Times are medians of replayed CUDA graphs with the 10th and 90th percentile. A floor is the time that a copy of as many
-bytes takes: of a pass, weights, K and V read once, and logits written.
+Every row is stored and printed when it is measured. A failure becomes a row with an error (traceback in log.txt); if it
+ends the process, another process continues. A section that exceeds its share of the time continues after the others.
+Times are medians of replayed CUDA graphs with the 10th and 90th percentile. A floor is the time of copying as many
+bytes: for a pass, one read of weights, K and V, and one write of the logits.
 """
 
 import argparse
@@ -55,11 +55,11 @@ from treespec_weights import LLAMA, ModelShape, default_folder, read_config
 from treespec_weights.grow import grow_checkpoint, grown_shape
 from treespec_weights.sizes import parse_size
 
-H200_COPY = 4.31e12  # bytes per second of a copy on an H200, for which the target of a plain pass is stated
+H200_COPY = 4.31e12  # copy bandwidth of an H200 in bytes per second; the target of a plain pass refers to it
 ROWS = (1, 8, 16, 32, 64)
 
 
-# --- checks: untimed, several at once, the longest first
+# --- checks: untimed, several at once, longest first
 
 
 def checks(bench: Bench) -> Iterator[Step]:
@@ -82,7 +82,7 @@ def versions(bench: Bench) -> Figures:
 
 
 def copy_bandwidth(bench: Bench) -> Figures:
-    """Measure the bytes per second that a copy of 8 GB reads and writes."""
+    """Measure the bytes per second read and written by a copy of 8 GB."""
     source = bench.random(1 << (12 if bench.dry else 32))
     target = torch.empty_like(source)
     figures = bench.timed(lambda: target.copy_(source), graph=False)
@@ -99,7 +99,7 @@ def cases(bench: Bench, op: str, model: ModelConfig, form: WeightForm | None = N
 
 
 def configuration(bench: Bench, case: Case) -> Any:
-    """Return the configuration that an engine would use."""
+    """Return the configuration an engine would use."""
     default = case.default
     return default and KernelConfigs.load(bench.device).get(case.op, case.key, default)
 
@@ -115,13 +115,13 @@ def check_op(bench: Bench, op: str) -> Figures:
 
 
 def check_generate(bench: Bench) -> Figures:
-    """Compare trees of the embedded models with plain decoding; a difference is an error."""
+    """Compare trees of the embedded models with plain decoding; any difference is an error."""
     options = ["--device", bench.device.type, "--no-compile", "--max-tokens", "4" if bench.dry else "96"]
     return {"tokens": len(command("generate", "def add(a, b):", "--check", *options)["token_ids"])}
 
 
 def command(*arguments: str, **environment: str) -> Any:
-    """Run a command of treespec and return the JSON that it prints. Raises RuntimeError if it fails."""
+    """Run a treespec command and return its JSON output. Raises RuntimeError if it fails."""
     line = [sys.executable, "-m", "treespec", *arguments, "--json"]
     done = subprocess.run(
         line, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"} | environment
@@ -132,7 +132,7 @@ def command(*arguments: str, **environment: str) -> Any:
 
 
 def check_round(bench: Bench) -> Figures:
-    """Compare the logits of a captured tree pass, and the tokens of a captured round, with those of plain decoding."""
+    """Compare a captured tree pass's logits and a captured round's tokens with plain decoding."""
     depth, context = (2, 20) if bench.dry else (5, 700)
     passes = Passes.of(bench, bench.small, context + 4 * PAGE_SIZE)
     decoder, plain, choices = passes.decoder, [], [5]
@@ -140,11 +140,11 @@ def check_round(bench: Bench) -> Figures:
         plain.append(passes.tree(context + step, TokenTree.root(choices[-1]))()[0].clone())
         choices.append(int(decoder.best(plain[-1][None])[1]))
     tokens, parents, path = [5], [-1], [0]
-    for token in choices[1:-1]:  # a wrong sibling, then the right token
+    for token in choices[1:-1]:  # a wrong sibling before the right token
         tokens, parents = [*tokens, token - 1 if token else 1, token], [*parents, path[-1], path[-1]]
         path.append(len(tokens) - 1)
     count = 8 if bench.dry else 16
-    for node in range(len(tokens), count):  # other children of the path
+    for node in range(len(tokens), count):  # other children along the path
         tokens, parents = [*tokens, 30 + node], [*parents, path[node % depth]]
     probs = [0.9 - 0.02 * node for node in range(count)]
     tree, out = TokenTree.from_parents(tokens, parents, probs, "lookup"), torch.zeros(count, len(plain[0])).to(plain[0])
@@ -158,7 +158,7 @@ def check_round(bench: Bench) -> Figures:
     batch = BatchRound(1, limits, stack, [], None if bench.dry else GraphMemory.of(bench.device))
     drawing = 0.0, 0.0, 0, 0, np.zeros(0)
     round_input = RoundInput(context, [5], passes.pages, (), *drawing, depth, count, 0.0, context + PAGE_SIZE)
-    for _ in range(2):  # the second is a replay
+    for _ in range(2):  # second run: a replay
         batch.draft([round_input], depth, count, search=lambda: [tree])
         [result] = batch.verify()()
         if differing or result.tokens != choices[1:]:
@@ -167,7 +167,7 @@ def check_round(bench: Bench) -> Figures:
 
 
 def compile_passes(bench: Bench, off: str) -> Figures:
-    """Compile the kernels of 8B passes into Triton's cache, by passes of one layer."""
+    """Compile the kernels of 8B passes into Triton's cache, with one-layer passes."""
     s, kinds = bench.large.shape, (True,) if off else (True, False)
     model = bench.llama(1, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads)
     for exact in kinds:
@@ -178,7 +178,7 @@ def compile_passes(bench: Bench, off: str) -> Figures:
     return {}
 
 
-# --- passes of an 8B shape: by rows, without each feature, and with cuBLAS
+# --- passes of an 8B shape: by number of rows, without each feature, and with cuBLAS
 
 
 def passes(bench: Bench) -> Iterator[Step]:
@@ -199,9 +199,9 @@ def passes(bench: Bench) -> Iterator[Step]:
 def time_pass(
     bench: Bench, rows: int, requests: int = 1, context: int = 0, off: str = "", graph: bool = True, **kind: bool
 ) -> Figures:
-    """Time a pass over a tree of each request, or over a prompt (`chain`), without a feature.
+    """Time a pass over one tree per request, or over a prompt (`chain`), with one feature disabled.
 
-    Raises ValueError if it computes NaN or infinity, or other bits without the feature.
+    Raises ValueError for NaN, infinity, or bits that differ without the feature.
     """
     chain = kind.pop("chain", False)
     opened, context, s = bench.passes(**kind), context or bench.context, bench.large.shape
@@ -219,7 +219,7 @@ def time_pass(
     return bench.floor(numbers * bench.dtype.itemsize, figures)
 
 
-# --- rounds of the embedded target grown to 8B, and a compiled Llama beside its plain decoding
+# --- rounds of the embedded target grown to 8B, and plain decoding by a compiled Llama
 
 
 def rounds(bench: Bench) -> Iterator[Step]:
@@ -234,7 +234,7 @@ def rounds(bench: Bench) -> Iterator[Step]:
 
 
 def open_llm(bench: Bench, exact: bool) -> LLM:
-    """Open the target with its three SSMs, grown but for a dry run. Raises RuntimeError without captured rounds."""
+    """Open the target (grown unless in a dry run) with its three SSMs. Raises RuntimeError without captured rounds."""
     folder, source = bench.scratch / "8B", default_folder("target")
     if not bench.dry and not folder.exists():
         shape = grown_shape(ModelShape.from_hf(read_config(source), LLAMA, source), parse_size("8B"))
@@ -243,12 +243,12 @@ def open_llm(bench: Bench, exact: bool) -> LLM:
     options |= {"device": bench.device, "dtype": bench.dtype, "exact": exact, "max_num_seqs": 1}
     llm = LLM(source if bench.dry else folder, ["ssm-1", "ssm-2", "ssm-3"], SpecConfig(nodes=64), **options)
     if (where := llm.stats()["frozen"]["rounds"]) != "on the device" and not bench.dry:
-        raise RuntimeError(f"rounds go {where}; the log says why")
+        raise RuntimeError(f"rounds run {where}; see the log for the reason")
     return llm
 
 
 def time_rounds(bench: Bench, nodes: int, exact: bool = True, off: str = "", **params: Any) -> Figures:
-    """Time rounds by part: drafts, target pass, walk and commit after it, and the wait for the host (`gap_ms`)."""
+    """Time the parts of rounds: drafts, target pass, walk and commit, and the wait for the host (`gap_ms`)."""
     llm: LLM = bench.keep(exact, lambda: open_llm(bench, exact))
     prompts = [llm.get_tokenizer().encode(prompt.content) for prompt in read_prompts(held_out_prompts(chat=False))]
     prompts, count = prompts[:: len(prompts) // 6][: 1 if bench.dry else 6], 2 if bench.dry else 24
@@ -258,7 +258,7 @@ def time_rounds(bench: Bench, nodes: int, exact: bool = True, off: str = "", **p
     seconds, records = [], []
     for prompt in prompts:
         with without(off), closing(llm.stream(prompt[: 16 if bench.dry else 64], sampling, spec=spec)) as stream:
-            for _ in range(3):  # the first has the prefill
+            for _ in range(3):  # the first includes the prefill
                 next(stream)
             with llm.add_round_observer(records.append):
                 for _ in range(count):
@@ -277,9 +277,9 @@ def time_rounds(bench: Bench, nodes: int, exact: bool = True, off: str = "", **p
 
 
 def time_compiled(bench: Bench) -> Figures:
-    """Time plain decoding with a static-cache Llama in plain torch, its layer compiled with max-autotune, in one graph.
+    """Time plain decoding with a static-cache torch Llama: layers compiled with max-autotune, one CUDA graph.
 
-    Raises ValueError if compiled and eager layers differ by more than roundings.
+    Raises ValueError if compiled and eager layers differ by more than rounding.
     """
     bench.release()
     s, [rope] = bench.large.shape, bench.large.ropes
@@ -323,12 +323,12 @@ def time_compiled(bench: Bench) -> Figures:
     compiled, began = torch.compile(layer, fullgraph=True, dynamic=False, **how), time.perf_counter()
     logits, expected = step(compiled).float(), step(layer).float()
     seconds, error = time.perf_counter() - began, float((logits - expected).norm() / expected.norm())
-    if not error < 0.3:  # roundings of bfloat16 in 32 random layers; a wrong step has over 1
+    if not error < 0.3:  # bfloat16 rounding in 32 random layers; a wrong step exceeds 1
         raise ValueError(f"the compiled layers differ from the eager ones by {error:.1%}")
     return bench.timed(lambda: step(compiled)) | {"compile_seconds": seconds, "relative_error": error}
 
 
-# --- kernels beside the copy and torch, prompts, batches, and tuned passes
+# --- kernels against copies and torch, prompts, batches, and tuned passes
 
 
 def kernels(bench: Bench) -> Iterator[Step]:
@@ -356,7 +356,7 @@ def timed_cases(bench: Bench, op: str, **loads: int) -> Iterator[Step]:
 
 
 def time_kernel(bench: Bench, case: Case) -> Figures:
-    """Check a kernel and time it beside torch's, on copies of the inputs that do not fit in the L2 together."""
+    """Check a kernel and time it and torch's, rotating through copies of the inputs that together exceed the L2."""
     config = configuration(bench, case)
     case.check(config)
     copies = 1 if bench.dry else Clock(bench.device).copies(case.bytes)
@@ -369,8 +369,8 @@ def time_kernel(bench: Bench, case: Case) -> Figures:
 
 
 def autotune(bench: Bench) -> Figures:
-    """Tune the 8B shape. A new tuned file goes to the results, so that other measurements keep the defaults."""
-    bench.release()  # the command needs the memory
+    """Tune the 8B shape. The tuned file is stored with the results, so that other measurements keep the defaults."""
+    bench.release()  # frees memory for the command
     options = ["--model", str(bench.large.folder), "--device", bench.device.type]
     options += ["--dtype", str(bench.dtype).removeprefix("torch."), "--ops"]
     environment = {}
@@ -392,7 +392,7 @@ def autotune(bench: Bench) -> Figures:
 
 
 def table(rows: dict[str, Figures], dry: bool = False) -> list[str]:
-    """Return the lines of the table of targets. Times of a dry run mean nothing."""
+    """Return the lines of the table of targets. Times of a dry run are meaningless."""
 
     def of(name: str, key: str = "ms") -> float:
         return rows.get(name, {}).get(key, float("nan"))
@@ -420,7 +420,7 @@ def table(rows: dict[str, Figures], dry: bool = False) -> list[str]:
     return lines
 
 
-# checks run at once, the longest first; everything else is timed, and runs alone
+# checks run concurrently, longest first; everything else is timed and runs alone
 SECTIONS = (Section(checks, 60, 8), Section(passes, 120), Section(rounds, 100), Section(kernels, 1e9))
 
 
@@ -428,7 +428,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=400.0, help="limit of the whole run")
     parser.add_argument("--out", type=Path, help="folder of the results; default: perf/results/<device>")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows whose names start so")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows whose names start with NAME")
     parser.add_argument("--dry-run", action="store_true", help="two rows of each kind, tiny, on the CPU")
     args = parser.parse_args()
     if args.dry_run:

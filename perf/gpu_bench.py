@@ -30,7 +30,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention
 
 
 class Bench:
-    """Sizes and earlier rows of a process, and its one open model; `dry`: in Triton's interpreter, without bfloat16."""
+    """State of a process: sizes, earlier rows and one open model; `dry`: in Triton's interpreter, without bfloat16."""
 
     def __init__(self, out: Path, scratch: Path, dry: bool, rows: dict[str, Figures]):
         self.out, self.scratch, self.dry, self.rows = out, scratch, dry, rows
@@ -51,7 +51,7 @@ class Bench:
         return ModelConfig.from_raw(folder, raw, LLAMA)
 
     def keep(self, name: Any, make: Call) -> Any:
-        """Return the open model `name`, made in the place of another one."""
+        """Return the open model `name`, creating it in place of another one if necessary."""
         if self._name != name:
             self.release()
             self._name, self._open = name, make()
@@ -64,12 +64,12 @@ class Bench:
             torch.cuda.empty_cache()
 
     def passes(self, exact: bool = True, tuned: bool = False) -> "Passes":
-        """Return passes of the large model. `tuned`: with the configurations that this run has tuned."""
+        """Return passes of the large model. `tuned`: with the configurations tuned in this run."""
         positions, folder = self.requests * (self.context + PAGE_SIZE), self.out if tuned else None
         return self.keep((exact, tuned), lambda: Passes.of(self, self.large, positions, exact, folder))
 
     def random(self, *size: int, scale: float = 1.0) -> Tensor:
-        """Return normal numbers; zeros would draw less power, and the clocks would be higher."""
+        """Return normal numbers; zeros would draw less power and allow higher clocks."""
         return torch.empty(size, dtype=self.dtype, device=self.device).normal_(0.0, scale)
 
     def weights(self, shape: ModelShape) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ class Bench:
         return {name: tensor if tensor.dim() > 1 else 1 + tensor for name, tensor in params.items()}
 
     def capture(self, *calls: Call) -> Call:
-        """Run calls twice, and return a replay of their CUDA graph."""
+        """Run calls twice, and return a function that replays their CUDA graph."""
 
         def run() -> None:
             for call in calls:
@@ -89,7 +89,7 @@ class Bench:
         return run if self.dry else capture_replay(run, GraphMemory.of(self.device))
 
     def timed(self, *calls: Call, graph: bool = True, seconds: float = 2.0) -> Figures:
-        """Return the milliseconds per call, in one captured graph or launched one by one."""
+        """Return the milliseconds per call, captured in one graph or launched individually."""
         run, samples = self.capture(*calls) if graph else lambda: [call() for call in calls], []
         began = time.perf_counter()
         if self.dry:
@@ -97,16 +97,16 @@ class Bench:
             return spread([1e3 * (time.perf_counter() - began)])
         while len(samples) < 35 and (len(samples) < 10 or time.perf_counter() - began < seconds):
             events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(5)]
-            for start, end in events:  # queued together, so that the host's time is not part of them
+            for start, end in events:  # queued together, to exclude the host's time
                 start.record()
                 run()
                 end.record()
             torch.cuda.synchronize()
             samples += [start.elapsed_time(end) / len(calls) for start, end in events]
-        return spread(samples[5:])  # the clocks rise during the first
+        return spread(samples[5:])  # clocks ramp up during the first samples
 
     def floor(self, num_bytes: float, figures: Figures) -> Figures:
-        """Add the floor of as many bytes, and its share of the time."""
+        """Add the floor for this many bytes, and its share of the time."""
         floor = 1e3 * num_bytes / self.rows["copy"]["bytes_per_second"]
         return figures | {"floor_ms": round(floor, 5), "floor_share": round(floor / figures["ms"], 4)}
 
@@ -120,11 +120,11 @@ class Passes:
 
     def __init__(self, decoder: Any, pool: Tensor):
         self.decoder, self.pool = decoder, pool
-        self.pages = 1 + np.random.default_rng(0).permutation(pool.shape[2] - 1)  # page 0 belongs to padding
+        self.pages = 1 + np.random.default_rng(0).permutation(pool.shape[2] - 1)  # page 0 is for padding
 
     @classmethod
     def of(cls, bench: Bench, config: ModelConfig, positions: int, exact: bool = True, tuned: Any = None) -> "Passes":
-        """Return passes of a model with random weights, with room for as many positions."""
+        """Return passes of a model with random weights, with room for `positions` positions."""
         configs = KernelConfigs.load(bench.device, folder=tuned)
         attention: Any = make_attention("triton", config.shape, bench.dtype, bench.device, configs)
         decoder = TritonDecoder(config, bench.weights(config.shape), attention, configs, exact, min(positions, 1 << 16))
@@ -132,7 +132,7 @@ class Passes:
         return cls(decoder, KVCache.allocate(config.shape, *size).normal_())
 
     def tree(self, context: int, tree: int | TokenTree, requests: int = 1) -> Callable[[], Tensor]:
-        """Plan a pass over a tree of every request, or one of as many random nodes; see `launch`."""
+        """Plan a pass over a tree per request, given or of `tree` random nodes; see `launch`."""
         if isinstance(tree, int):
             parents = tree_parents("random", tree, torch.Generator().manual_seed(0))
             tree = TokenTree.from_parents([1 + node % 50 for node in range(tree)], parents, 0.5, "random")
@@ -143,7 +143,7 @@ class Passes:
         return self.launch(rows, tree.tokens.tolist() * requests)
 
     def launch(self, rows: list[RequestRows], tokens: Sequence[int], last: int = 0) -> Callable[[], Tensor]:
-        """Plan a pass; the result launches it and returns the logits of its rows, or of the `last` ones."""
+        """Plan a pass; return a function that launches it and returns the logits of all rows or the `last` ones."""
         layout, ids = self.decoder.plan(rows, self.pool), torch.tensor(tokens, device=self.decoder.device)
 
         def run() -> Tensor:

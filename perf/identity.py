@@ -30,7 +30,7 @@ from treespec.bench.run import commit
 from treespec.engine.runner import Runner
 from treespec_weights import default_folder, default_names
 
-TIE = 1e-4  # logits whose difference is below this fraction of the row's RMS are a rounding tie
+TIE = 1e-4  # maximum logit difference of a rounding tie, as a fraction of the row's RMS
 
 
 class LogitRecorder:

@@ -20,7 +20,7 @@ from treespec.bench.run import commit
 from treespec.training.files import atomic_write_text
 
 PLAIN_BATCH = 8
-FIRST_SEED = 1000  # seed of prompt 0; the next prompt has the next seed
+FIRST_SEED = 1000  # seed of prompt 0; each further prompt has the next seed
 SETTINGS: dict[str, dict[str, Any]] = {
     "T=0.7": {"temperature": 0.7},
     "T=1": {"temperature": 1.0},

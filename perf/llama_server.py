@@ -4,12 +4,12 @@
     python perf/llama_server.py ... --llama plain: "cache:--spec-type ngram-cache" --questions 2    # other modes
 
 Every question is answered by every mode in turn, so that interference affects all of them: greedily, then sampled with
-a seed. Modes of llama.cpp are servers of their own that stay open; treespec's are calls of one engine with the draft.
-Both get the same tokens (by treespec's chat template), and end answers at the end token. Reports by mode tokens per
-second without prefill (of all tokens, and median, minimum and maximum of the questions) and tokens per target pass; the
-time from the start of a process to its first token and its peak memory, with the files in the page cache; the speed of
-reading a prompt; and pass times by number of rows, each with logits (`passes.py`; of llama.cpp by llama-batched-bench,
-which must lie beside the server). Fails if treespec's tokens differ between its modes. Nothing else may run on the
+a seed. Each mode of llama.cpp is its own server, which stays open; treespec's modes are calls of one engine with the
+draft. Both get the same tokens (from treespec's chat template), and end answers at the end token. Reports by mode
+tokens per second without prefill (over all tokens, and median, minimum and maximum over questions) and tokens per
+target pass; the time from process start to the first token and its peak memory, with the files in the page cache; the
+prompt speed; and pass times by number of rows, each with logits (`passes.py`; for llama.cpp by llama-batched-bench,
+which must be next to the server). Fails if treespec's tokens differ between its modes. Nothing else may run on the
 machine.
 """
 
@@ -66,16 +66,16 @@ LLAMA = {
 }
 COMMON = "-c 2048 -np 1 --no-ui --cache-ram 0 --offline"
 BENCH = "-npp 128 -ntg 16 -npl 1,8,16 -pps -c 1024 --output-format jsonl"
-PATIENCE = 120.0  # seconds for a server to be ready
+PATIENCE = 120.0  # maximum seconds until a server is ready
 
 
 class Answer(NamedTuple):
-    """Tokens of an answer and the time of all but the first one."""
+    """An answer's tokens, and the time of all but the first one."""
 
     tokens: list[int]
     seconds: float
-    passes: int  # target passes, prefill not included
-    drafted: int  # tokens that they verified
+    passes: int  # target passes, excluding prefill
+    drafted: int  # drafted tokens verified in these passes
 
     @property
     def rate(self) -> float:
@@ -96,7 +96,7 @@ class Server:
         )
 
     def wait(self) -> None:
-        """Return when the server is ready. Raises RuntimeError if it ends or is late."""
+        """Wait until the server is ready. Raises RuntimeError if it exits or times out."""
         while time.perf_counter() - self._began < PATIENCE:
             if self.process.poll() is not None:
                 break
@@ -105,10 +105,10 @@ class Server:
                     return
             except OSError:  # refused, or 503 while loading
                 time.sleep(0.005)
-        raise RuntimeError(f"no llama-server with {shlex.join(self.process.args)}")  # type: ignore[arg-type]
+        raise RuntimeError(f"llama-server did not start:  {shlex.join(self.process.args)}")  # type: ignore[arg-type]
 
     def complete(self, tokens: list[int], max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Any:
-        """Return the response to a prompt that is read anew."""
+        """Return the response to a prompt, without reusing the server's prompt cache."""
         body = {"prompt": tokens, "n_predict": max_tokens, "temperature": temperature, "seed": seed}
         body |= {"samplers": ["temperature"], "cache_prompt": False, "return_tokens": True}
         headers = {"Content-Type": "application/json"}
@@ -119,11 +119,11 @@ class Server:
     def answer(self, tokens: list[int], max_tokens: int, temperature: float, seed: int) -> Answer:
         response = self.complete(tokens, max_tokens, temperature, seed)
         timings, count = response["timings"], response["timings"]["predicted_n"]
-        passes = count - timings.get("draft_n_accepted", 0)  # each adds one token to those that it accepts
+        passes = count - timings.get("draft_n_accepted", 0)  # each pass adds one token to the accepted ones
         return Answer(response["tokens"], timings["predicted_ms"] / 1000, passes, timings.get("draft_n", 0))
 
     def start(self) -> dict[str, float]:
-        """Return the seconds from the start to the first token, and the peak memory."""
+        """Return the seconds from the process start to the first token, and the peak memory."""
         self.wait()
         self.complete([1], 1)
         return {"seconds": time.perf_counter() - self._began, "peak_mib": self.peak_mib}
@@ -169,7 +169,7 @@ def answer(llm: LLM, spec: Any, tokens: list[int], max_tokens: int, temperature:
 
 
 def starts(llama: Mapping[str, list[str]], args: argparse.Namespace) -> dict[str, Any]:
-    """Measure starts in turn, after one that warms the page cache."""
+    """Measure starts in turn, after one start to warm the page cache."""
     ours = [sys.executable, "-m", "treespec", "generate", WARMUP, "--model", str(args.model), "--max-tokens", "1"]
     drafts = {"plain": ["--no-spec"], "draft": ["--draft", str(args.draft)]}
     ways: dict[str, Any] = {
@@ -195,7 +195,7 @@ def starts(llama: Mapping[str, list[str]], args: argparse.Namespace) -> dict[str
 
 
 def rates(answers: Mapping[str, list[Answer]]) -> dict[str, Any]:
-    """Print and return the figures of every mode; tokens are compared with the plain mode of the same engine."""
+    """Print and return the figures of every mode; compare tokens with the plain mode of the same engine."""
     rows = {}
     for mode, own in answers.items():
         engine = mode.split()[0]
@@ -242,7 +242,7 @@ def answers(llm: LLM, servers: Mapping[str, Server], args: argparse.Namespace) -
 
 
 def prompts_per_second(llm: LLM, server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure how fast a prompt of `args.prompt` tokens is read, from its start to the first token."""
+    """Measure the speed of reading a prompt of `args.prompt` tokens, from its start to the first token."""
     text = Path(__file__).read_text()
     tokens = llm.get_tokenizer().encode(text)[: args.prompt]
     first = SamplingParams(max_tokens=1)
@@ -258,7 +258,7 @@ def prompts_per_second(llm: LLM, server: Server, args: argparse.Namespace) -> di
 
 
 def passes(llm: LLM, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return milliseconds of a pass by number of rows."""
+    """Return the milliseconds of a pass by number of rows."""
     ours = dict(zip(ROWS, pass_seconds(llm, args.seconds), strict=True))
     command = [args.server.with_name("llama-batched-bench"), "-m", args.model, "-t", args.threads, *BENCH.split()]
     output = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stdout
@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--server", type=Path, required=True, help="llama-server")
-    parser.add_argument("--llama", nargs="+", metavar="NAME:OPTIONS", help="modes of llama.cpp instead of the usual")
+    parser.add_argument("--llama", nargs="+", metavar="NAME:OPTIONS", help="modes of llama.cpp; replaces the default")
     parser.add_argument("--only", nargs="+", metavar="MODE", help="modes to answer in, such as 'treespec auto'")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
     parser.add_argument("--skip", nargs="+", default=[], choices=("starts", "prompt", "passes"))

@@ -38,7 +38,7 @@ from treespec_weights import (
 )
 from treespec_weights.timing import touch
 
-INTERVAL = 0.003  # seconds between two samples
+INTERVAL = 0.003  # seconds between samples
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def measure(gigabytes: float, root: Path | None) -> Any:
         free = shutil.disk_usage(temporary).free
         if free < 2.2 * size:
             raise SystemExit(
-                f"{2.2 * size / 1e9:.1f} GB of disk are needed, {free / 1e9:.1f} are free; --gigabytes less"
+                f"{2.2 * size / 1e9:.1f} GB of disk are needed, but {free / 1e9:.1f} are free; lower --gigabytes"
             )
         folder = Path(temporary) / "model"
         grow_checkpoint(source, folder, shape, seed=0)

@@ -22,7 +22,7 @@ from treespec.text.prompt_files import read_prompts
 from treespec.training.files import atomic_write_text
 
 HELDOUT = held_out_prompts(chat=False)
-RESAMPLES = 4000  # of the bootstrap intervals
+RESAMPLES = 4000  # number of bootstrap resamples
 
 Job = tuple[Any, SamplingParams]
 Way = TypeVar("Way", bound=Hashable)
@@ -71,7 +71,7 @@ def opened(grow: str | None, drafts: Sequence[Any] | None = None, **options: Any
 
 
 class Decoded(NamedTuple):
-    """Outputs of prompts that were decoded one after another, and the seconds of the calls."""
+    """Outputs of prompts decoded one after another, and the seconds of the calls."""
 
     outputs: list[RequestOutput]
     seconds: float
@@ -96,14 +96,14 @@ class Decoded(NamedTuple):
 
 
 def decode(llm: LLM, jobs: Sequence[Job], spec: Any) -> Decoded:
-    """Decode prompts with their parameters one after another."""
+    """Decode prompts one after another, each with its parameters."""
     began = time.perf_counter()
     outputs = [llm.generate([prompt], params, spec)[0] for prompt, params in jobs]
     return Decoded(outputs, time.perf_counter() - began)
 
 
 def interleaved(ways: Mapping[Way, Callable[[], Run]], repeats: int) -> dict[Way, list[Run]]:
-    """Run every way once in turn, `repeats` times and once before, which warms up; return all results by way."""
+    """Run all ways in turn, once for warm-up and then `repeats` times; return the results by way."""
     runs: dict[Way, list[Run]] = {way: [] for way in ways}
     for _ in range(repeats + 1):
         for way, run in ways.items():
@@ -112,7 +112,7 @@ def interleaved(ways: Mapping[Way, Callable[[], Run]], repeats: int) -> dict[Way
 
 
 def count_differing(plain: Sequence[Decoded], other: Sequence[Decoded]) -> np.ndarray:
-    """Return the numbers of compared and of differing tokens, int64 [2]; lengths must be equal."""
+    """Return the numbers of compared and differing tokens, int64 [2]; lengths must be equal."""
     outputs = [
         pair for runs in zip(plain, other, strict=True) for pair in zip(*(run.tokens for run in runs), strict=True)
     ]
@@ -126,7 +126,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def over_plain(title: str, runs: dict[str, list[Decoded]], seconds: Callable[[Decoded], float]) -> dict[str, Any]:
-    """Print and return the figures of ways over that named "plain": speed-ups by repeat, and tokens per pass."""
+    """Print and return each way's figures relative to "plain": speed-ups by repeat, and tokens per pass."""
     counts = sum(count_differing(runs["plain"], other) for way, other in runs.items() if way != "plain")
     compared, differing = map(int, counts)
     plain = [seconds(run) for run in runs["plain"][1:]]
@@ -150,7 +150,7 @@ def tau(tokens: np.ndarray, passes: np.ndarray, picks: np.ndarray | slice = slic
 
 
 def interval(values: np.ndarray) -> list[float]:
-    """Return the 95 % interval of resampled values."""
+    """Return the 95 % interval of bootstrap values."""
     return np.percentile(values, [2.5, 97.5]).tolist()
 
 

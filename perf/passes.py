@@ -1,10 +1,10 @@
-"""Measures target passes by number of rows: what the further rows of a tree cost on this CPU.
+"""Measures target passes by number of rows: the cost of additional tree rows on this CPU.
 
     python perf/passes.py --model smollm2 --threads 2 --json out.json
     python perf/passes.py --model llama-1b --quantization int8 int4 --threads 2
 
 Each model is measured as stored and in every `--quantization`; `llama-1b` has the shape of Llama 3.2 1B and random
-weights. A pass scores a root and its children behind 128 positions, up to the argmax of every row. Times are minima of
+weights. A pass scores a root and its children after 128 positions, up to the argmax of every row. Times are minima of
 runs that alternate between the numbers of rows. Nothing else may run on the machine.
 """
 
@@ -47,7 +47,7 @@ def folder_of(model: str) -> Iterator[str]:
 
 @torch.inference_mode()
 def pass_seconds(llm: LLM, seconds: float) -> list[float]:
-    """Return the seconds of a pass by `ROWS`, measured for about `seconds`."""
+    """Return the seconds of a pass for each of `ROWS`, measured for about `seconds`."""
     runner, request = llm.engine.runner, Request([1] * (CONTEXT + 1), SamplingParams(), SpecConfig())
     request.pages = runner.cache.reserve(request.request_id, CONTEXT + ROWS[-1])
     request.context_len = CONTEXT

@@ -1,4 +1,4 @@
-"""Runs measurements in processes of their own within a time limit, and stores each row as soon as it is measured."""
+"""Runs measurements in separate processes within a time limit, and stores each row as soon as it is measured."""
 
 import contextlib
 import faulthandler
@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 
 Figures = dict[str, Any]
-Step = tuple[str, float, Callable[[Any], Figures]]  # name of the row, limit in seconds, and the measurement
-GRACE, CLOSING = 8.0, 12.0  # seconds for a late measurement to stop, and for the end of a run
+Step = tuple[str, float, Callable[[Any], Figures]]  # row name, limit in seconds, measurement
+GRACE, CLOSING = 8.0, 12.0  # seconds for a late measurement to stop, and for finishing a run
 
 
 class Section(NamedTuple):
-    """Measurements in order, their seconds of a run of 400, and the number of processes that share them."""
+    """Measurements in order, their seconds in a run of 400, and the number of processes that share them."""
 
     steps: Callable[[Any], Iterator[Step]]
     seconds: float
@@ -33,14 +33,14 @@ class Section(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A section with its measurements' inputs, output file and deadlines, as its processes get it."""
+    """A section with its measurements' inputs, output file and deadlines, passed to its processes."""
 
     section: Section
-    make: Callable[[dict[str, Figures]], Any]  # makes what the measurements get from the rows so far, by name
-    file: Path  # the rows, as JSON lines; stray output and tracebacks go to log.txt beside it
-    only: tuple[str, ...]  # beginnings of the names of the rows to measure; empty for all
-    few: bool  # whether to run only two measurements of each kind, with limits for the interpreter
-    until: float  # when they start nothing more
+    make: Callable[[dict[str, Figures]], Any]  # creates the measurements' input from the rows so far, by name
+    file: Path  # rows as JSON lines; stray output and tracebacks go to log.txt next to it
+    only: tuple[str, ...]  # prefixes of the rows to measure; empty for all
+    few: bool  # whether to run only two measurements per kind, with limits for the interpreter
+    until: float  # time after which no measurement starts
     end: float
 
 
@@ -51,7 +51,7 @@ class Late(BaseException):
 def run(
     sections: Sequence[Section], make: Any, file: Path, seconds: float, only: Sequence[str] = (), few: bool = False
 ) -> dict[str, Figures]:
-    """Run sections, within their shares of the time, then what they had no time for, and return all rows."""
+    """Run sections within their shares of the time, then their remaining measurements; return all rows."""
     began = time.monotonic()
     end, until, pending = began + seconds - CLOSING, began, []
     for section in sections:
@@ -63,7 +63,7 @@ def run(
         if time.monotonic() < end:
             _run_section(job._replace(until=end))
     rows = rows_of(file)
-    file.write_text("")  # errors that were stored in advance go
+    file.write_text("")  # removes errors stored in advance
     for name, figures in rows.items():
         store(file, name, figures)
     return rows
@@ -82,7 +82,7 @@ def store(file: Path, name: str, figures: Figures) -> None:
 
 
 def _run_section(job: Job) -> bool:
-    """Run a section. Replace a process that ends in a measurement. Return whether nothing is left."""
+    """Run a section, replacing processes that die in a measurement. Return whether it is complete."""
     context, complete, count = multiprocessing.get_context("spawn"), True, job.section.processes
     running: dict[Any, tuple[int, int]] = {}
 
@@ -100,7 +100,7 @@ def _run_section(job: Job) -> bool:
             if process.is_alive() and time.monotonic() < job.end + 2 * GRACE:
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # its children too
+                os.killpg(process.pid, signal.SIGKILL)  # including its children
             process.join(5)
             del running[process]
             complete = complete and process.exitcode == 0
@@ -113,14 +113,14 @@ def _run_section(job: Job) -> bool:
 
 
 def _work(job: Job, share: int) -> None:
-    """Run every nth measurement of a section, and exit with 0, or with 3 if something is left at `job.until`."""
-    os.setsid()  # so that this process can be ended with its children
+    """Run every nth measurement of a section; exit with 0, or with 3 if some are left at `job.until`."""
+    os.setsid()  # lets this process be killed with its children
     screen, log = os.fdopen(os.dup(1), "w"), (job.file.parent / "log.txt").open("a")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
 
     def late(*_: object) -> None:
-        raise Late("it took too long")
+        raise Late("the measurement took too long")
 
     signal.signal(signal.SIGALRM, late)
     torch.set_grad_enabled(False)
@@ -135,7 +135,7 @@ def _work(job: Job, share: int) -> None:
         began = time.monotonic()
         if began > job.until or parent is None or not parent.is_alive():
             sys.exit(3)
-        store(job.file, name, {"error": "its process ended in it; see log.txt"})  # stays if that happens
+        store(job.file, name, {"error": "its process ended in it; see log.txt"})  # remains only if the process dies
         limit = min(limit * (20 if job.few else 1), job.end - began)
         faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=log)
         try:
@@ -155,5 +155,5 @@ def _work(job: Job, share: int) -> None:
         print(f"{name:40} {', '.join(shown)[:300]}", file=screen, flush=True)
         if "error" in figures and torch.cuda.is_initialized():
             gc.collect()
-            torch.cuda.synchronize()  # raises, and thus ends the process, if the device is lost
+            torch.cuda.synchronize()  # raises, and so ends the process, if the device is lost
     faulthandler.cancel_dump_traceback_later()

@@ -6,15 +6,15 @@
 
 Every repeat runs every engine once in turn, so that interference affects all of them. Reports tokens per second of
 decoding (without prefill): median, min and max of the repeats; ratios are per repeat. Compares tree tokens with plain
-decoding by the same engine. Quality is that of the quantised embedded target on held-out text (teacher-forced): the
-share of positions with the same argmax as in bfloat16, and the mean KL(bfloat16 || quantised) in nats. --activations
-compares SmolLM2 as stored (Q4_1), with activations in bfloat16 and in int8, with the same weights in float32.
+decoding by the same engine. Quality, measured on the quantised embedded target with held-out text: the share of
+positions with the same argmax as in bfloat16, and the mean KL(bfloat16 || quantised) in nats, teacher-forced.
+--activations compares SmolLM2 as stored (Q4_1), with activations in bfloat16 and int8, with the weights in float32.
 
     python perf/quantised.py --gguf A.gguf --threads 2 --json out.json
     python perf/quantised.py --gguf A.gguf --types Q4_0 Q6_K --threads 2    # made from A.gguf
 
-compares compiled bfloat16 passes and llama.cpp (the package llama-cpp-python) with the same file's dequantised weights
-in eager float32, which take 4 bytes per parameter, on documentation of this repository and source of the standard
+compares compiled bfloat16 passes and llama.cpp (package llama-cpp-python) with eager float32 passes over the same
+file's dequantised weights (4 bytes per parameter), on documentation of this repository and source of the standard
 library. With --types, llama.cpp first requantises all matrices of the file to each type.
 """
 
@@ -38,7 +38,7 @@ from treespec.text.prompt_files import read_prompts
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_weights.gguf.reader import read_gguf
 
-Logits = Callable[[list[int]], torch.Tensor]  # of a sequence, fp32 [len(tokens), vocab]
+Logits = Callable[[list[int]], torch.Tensor]  # function from a sequence to its logits, fp32 [len(tokens), vocab]
 
 DOCS, SOURCES = ("architecture", "usage", "models", "exactness"), ("heapq", "textwrap", "csv", "fractions")
 FORMS = (None, "int8", "int4")
@@ -115,7 +115,7 @@ def quality(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def activations() -> list[dict[str, Any]]:
-    """Measure the agreement of SmolLM2 as stored with its reading in float32, on its held-out instructions."""
+    """Measure the agreement of SmolLM2 as stored with SmolLM2 in float32, on its held-out instructions."""
     options = {"drafts": [], "device": "cpu", "max_num_seqs": 1, "max_model_len": 1024, "compile": True}
     reference = LLM("smollm2", dtype="float32", **options)
     tokenizer = reference.get_tokenizer()
@@ -162,7 +162,7 @@ def files_agreement(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def file_agreement(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare the readings of one file. One model is in memory at a time."""
+    """Compare the implementations on one file, with one model in memory at a time."""
     options: dict[str, Any] = {"drafts": [], "spec": "off", "device": "cpu", "max_num_seqs": 1, "max_model_len": 512}
     llm = LLM(path, dtype="float32", compile=False, **options)
     paths = [Path(__file__).parents[1] / "docs" / f"{name}.md" for name in DOCS]
@@ -201,7 +201,7 @@ def llama_cpp_logits(path: Path, options: dict[str, Any]) -> Logits:
 
 
 def requantized(file: Path, kind: str, out: Path) -> Path:
-    """Write the file with all matrices in a block type, where its blocks divide their inputs; return `out`."""
+    """Requantise all matrices of a file whose inputs the block size divides; return `out`."""
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--activations", action="store_true", help="only measure the quality of int8 activations")
     parser.add_argument("--gguf", nargs="+", type=Path, help="only measure the quality of these files")
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="requantise them to these types first, such as Q4_K")
-    parser.add_argument("--positions", type=int, default=256, help="of each of the 8 texts of --gguf")
+    parser.add_argument("--positions", type=int, default=256, help="positions per text, for the 8 texts of --gguf")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.gguf:

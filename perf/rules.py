@@ -1,14 +1,14 @@
-"""Compares the acceptance of verification rules, on the same trees and in separate runs.
+"""Compares the acceptance of verification rules, both on the same trees and in separate runs.
 
     python perf/rules.py                                     # held-out prompts, the embedded models, temperature 0.8
     python perf/rules.py --prompts 90 --seeds 4 --compile --json out.json
 
 *On the same trees*: runs draw trees of one static topology and continue with the output of "rejection". Each tree is
 verified `REPEATS` more times by every rule with new random numbers, which pairs the rules by round. All rules preserve
-the target's distribution, so the trees are representative for each. Coupled sampling draws no random numbers in
+the target's distribution, so the trees are representative for each rule. Coupled sampling draws no random numbers in
 verification and is excluded. *Separate runs*: topology, prompts and seeds are equal, each rule continues with its own
 output, and "naive" and "coupled" use the most likely children. Reports tokens per target pass, bonus included (`tau`),
-with bootstrap 95 % intervals over prompts, also of paired differences.
+with bootstrap 95 % intervals over prompts, also for paired differences.
 """
 
 import sys
@@ -58,7 +58,7 @@ def verified_by_all(rng: np.random.Generator) -> Iterator[dict[int, dict[str, li
         seed_lengths = lengths.setdefault(self.noise.seed, {name: [] for name in RULES[:3]})
         deterministic, oracle = tree.as_deterministic(), RandomOracle(rng)
         for _ in range(REPEATS):
-            for name in RULES[:3]:  # "rejection" of one-hot draft distributions is the naive rule
+            for name in RULES[:3]:  # "rejection" with one-hot draft distributions is the naive rule
                 how = ("rejection", deterministic) if name == "naive" else (name, tree)
                 seed_lengths[name].append(len(verify_drawn(*how, target, oracle)[0]))
         return original(self, rule, tree, logits, tokens)
@@ -80,7 +80,7 @@ def figures(counted: dict[str, Counted]) -> dict[str, Any]:
     """Return acceptance lengths and their differences, with bootstrap intervals over prompts."""
     count = len(next(iter(counted.values()))[0])
     picks = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
-    # of all prompts, followed by those of each resample
+    # over all prompts, then over each resample
     lengths = {rule: np.append(tau(*counts), tau(*counts, picks)) for rule, counts in counted.items()}
 
     def row(values: np.ndarray) -> dict[str, Any]:

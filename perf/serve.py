@@ -3,13 +3,12 @@
     python perf/serve.py --json out.json
     python perf/serve.py --throughput --model smollm2 --json out.json
 
-The first compares the tokens of `--requests` requests of mixed parameters and priorities, which arrive at random times
-and share a cache that is too small for them, with `LLM.generate(spec="off")` in this process at the same seeds. Then
-`--soak` requests follow, many of which are cancelled, cut off, invalid or read slowly; after every tenth of them, when
-all have ended and the server has audited half of those that finished (256 at most), it records what the server holds.
-The second measures tokens per second of the server relative to
-`LLM.generate` on the same requests, and of the server with speculation relative to without; nothing else may run on
-the machine.
+The first command compares the tokens of `--requests` requests of mixed parameters and priorities, which arrive at
+random times and share a cache too small for them, with `LLM.generate(spec="off")` in this process at the same seeds.
+Then follow `--soak` requests, many of them cancelled, cut off, invalid or read slowly; after every tenth one, when all
+have ended and the server has audited half of the finished ones (at most 256), the server's resources are recorded. The
+second command measures tokens per second of the server relative to `LLM.generate` on the same requests, and of the
+server with speculation relative to without; nothing else may run on the machine.
 """
 
 import argparse
@@ -51,8 +50,8 @@ from treespec.text.prompt_files import read_prompts
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 8}
 # A cache of 10 pages for 8 requests, which need 2 to 6 each: requests are preempted.
 SCARCE: dict[str, Any] = ENGINE | {"kv_cache_memory_bytes": 5_000_000, "scheduling_policy": "priority"}
-AT_ONCE = 48  # clients
-PATIENCE = 60.0  # seconds for anything that must end
+AT_ONCE = 48  # maximum concurrent clients
+PATIENCE = 60.0  # maximum seconds for anything to end
 
 
 # --- the server
@@ -60,7 +59,7 @@ PATIENCE = 60.0  # seconds for anything that must end
 
 @contextlib.contextmanager
 def serving(*arguments: Any) -> Iterator[str]:
-    """Run `treespec serve` on a free port in another process; its URL."""
+    """Run `treespec serve` on a free port in another process; yield its URL."""
     command = [sys.executable, __file__, "--child", *map(str, arguments), "--port", "0"]
     log: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **log, start_new_session=True) as process:
@@ -68,7 +67,7 @@ def serving(*arguments: Any) -> Iterator[str]:
         try:
             lines = iter(process.stderr.readline, "")
             url = next(line.split("running on ")[1].split()[0] for line in lines if "running on http" in line)
-            threading.Thread(target=lambda: [*map(sys.stderr.write, lines)]).start()  # warnings, and how it ends
+            threading.Thread(target=lambda: [*map(sys.stderr.write, lines)]).start()  # forwards warnings
             yield url
             process.send_signal(signal.SIGINT)
             assert process.wait(PATIENCE) == 0
@@ -77,7 +76,7 @@ def serving(*arguments: Any) -> Iterator[str]:
 
 
 def child(arguments: list[str]) -> None:
-    """Be the server, with one more path: what the process holds."""
+    """Run the server in this process, with an additional path that reports the held resources."""
     create = serve_app.create_app
 
     def create_app(engine: AsyncLLM, *options: Any) -> Any:
@@ -94,7 +93,7 @@ def child(arguments: list[str]) -> None:
 
 
 def held_by(engine: AsyncLLM) -> dict[str, int]:
-    """Return what this process and an engine hold now."""
+    """Return counts of the resources held by this process and an engine."""
     gc.collect()
     inner, kinds = engine.llm.engine, Counter(type(each).__qualname__ for each in gc.get_objects())
     with engine.llm.between_rounds():
@@ -116,7 +115,7 @@ def held_by(engine: AsyncLLM) -> dict[str, int]:
 
 
 async def at_random_times(count: int, rate: float, rng: random.Random, one: Any) -> None:
-    """Run `one(i)` for all i, `AT_ONCE` of them at most at once; the gaps between starts are exponential."""
+    """Run `one(i)` for all i, at most `AT_ONCE` at once, with exponential gaps between starts."""
     limit = asyncio.Semaphore(AT_ONCE)
 
     async def limited(i: int) -> None:
@@ -186,12 +185,12 @@ KINDS = {"whole": 35, "cancelled": 20, "disconnected": 14, "cut off": 5, "bad": 
 
 
 class Soak:
-    """Sends random requests of random clients, and records what goes wrong.
+    """Sends random requests from random clients, and records failures.
 
     Args:
-        url: of the server.
+        url: the server's URL.
         work, expected: requests and their answers.
-        seed: of all choices.
+        seed: seed of all random choices.
     """
 
     def __init__(self, url: str, work: Sequence[Case], expected: Sequence[Answers], seed: int):
@@ -200,7 +199,7 @@ class Soak:
         self._held_after = list[dict[str, int]]()
 
     async def run(self, count: int) -> dict[str, Any]:
-        """Send further requests; return what went wrong so far, and what the server held after each call."""
+        """Send further requests; return all failures so far, and the resources the server held after each call."""
         http = openai.DefaultAsyncHttpxClient(timeout=PATIENCE)
         async with AsyncOpenAI(base_url=f"{self._url}/v1", api_key="none", max_retries=0, http_client=http) as client:
             self._client = client
@@ -219,7 +218,7 @@ class Soak:
         }
 
     async def _held(self) -> dict[str, int]:
-        """Return what the server holds as soon as it is idle; after a minute, whatever it is."""
+        """Return the server's resources as soon as it is idle, or after a minute."""
         async with AsyncOpenAI(base_url=self._url, api_key="none", timeout=PATIENCE) as client:
             for _ in range(60):
                 held = await client.get("/held", cast_to=dict[str, int])
@@ -256,7 +255,7 @@ class Soak:
         _, writer = await self._open()
         writer.write(self._request(case))
         await asyncio.sleep(self._rng.choice([0, 0.001, 0.02, 0.2]))
-        if self._rng.random() < 0.5:  # a reset instead of an orderly end
+        if self._rng.random() < 0.5:  # a reset instead of an orderly close
             linger = struct.pack("ii", 1, 0)
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         writer.close()
@@ -290,7 +289,7 @@ class Soak:
             if 400 <= error.status_code < 500 and isinstance(error.body, dict) and error.body["message"]:
                 return None
             return f"{text[:100]}: {error.status_code} {error}"
-        except openai.APIConnectionError:  # the server closes while a large body is on its way
+        except openai.APIConnectionError:  # the server closes the connection during a large body
             return None if len(text) > 1 << 20 else f"{text[:100]}: no answer"
         return f"{text[:100]} was answered"
 
@@ -344,7 +343,7 @@ def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _measure(llm: LLM, url: str, work: Sequence[Any], clients: int, args: argparse.Namespace) -> dict[str, Any]:
     rates: dict[str, list[float]] = {"generate": [], "server": [], "server_off": []}
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
-    for repeat in range(args.repeats + 1):  # the first warms up
+    for repeat in range(args.repeats + 1):  # the first run warms up
         for name, values in rates.items():
             began = time.perf_counter()
             if name == "generate":
@@ -362,7 +361,7 @@ def _measure(llm: LLM, url: str, work: Sequence[Any], clients: int, args: argpar
 
 
 async def _load(url: str, work: Sequence[Any], clients: int, max_tokens: int, is_off: bool) -> int:
-    """Let clients stream all requests, each one after another; the number of tokens."""
+    """Stream all requests from concurrent clients; return the number of tokens."""
     queue, tokens = [*work], 0
     fields = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | (
         {"speculation": "off"} if is_off else {}

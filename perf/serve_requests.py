@@ -1,4 +1,4 @@
-"""Requests of mixed parameters for perf/serve.py: sends them to a server, and compares the answers."""
+"""Requests of mixed parameters for perf/serve.py: sending them to a server, and comparing the answers."""
 
 import json
 import random
@@ -104,11 +104,11 @@ def _case(rng: random.Random, texts: Sequence[str], prefixes: Sequence[str], tok
     return Case(prompt, {name: value for name, value in params.items() if value is not None}, body | further)
 
 
-Answers = dict[int, tuple[Any, ...]]  # by index: the token ids, the text, and the reason to end
+Answers = dict[int, tuple[Any, ...]]  # (token ids, text, finish reason) by index
 
 
 def plainly(llm: LLM, case: Case) -> Answers:
-    """Return what plain decoding answers to a request of its own."""
+    """Return the answers of plain decoding to a single request."""
     params = SamplingParams(**case.params)
     if case.is_chat:
         tools = None if case.body.get("tool_choice") == "none" else case.body.get("tools")
@@ -119,7 +119,7 @@ def plainly(llm: LLM, case: Case) -> Answers:
 
 
 async def ask(client: AsyncOpenAI, case: Case, most_chunks: int | None = None) -> Answers:
-    """Send a request. `most_chunks` leaves a stream after so many."""
+    """Send a request. `most_chunks` is the number of chunks after which to leave a stream."""
     prompt = {"messages" if case.is_chat else "prompt": case.prompt}
     create: Any = client.chat.completions.create if case.is_chat else client.completions.create
     answer = await create(model="m", **prompt, stream=case.body["stream"], extra_body=case.fields())
@@ -162,7 +162,7 @@ def differ(case: Case, answers: Answers, expected: Answers) -> str | None:
         wanted, wanted_text, wanted_reason = expected[index]
         if tokens != wanted:
             return f"tokens {tokens}, expected {wanted}"
-        if isinstance(text, list):  # calls
+        if isinstance(text, list):  # tool calls
             named = isinstance(case.body["tool_choice"], dict)
             written = wanted_text if named or wanted_reason == "length" else json.loads(wanted_text)
             if named:

@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    # that are the start of structured data
+    # prompts that are the start of structured data
     prompts = [prompt.content for prompt in read_prompts(measuring.HELDOUT) if prompt.kind == "data"][: args.prompts]
     with measuring.opened(args.grow, max_num_seqs=1) as open_llm:
         llm = open_llm()

@@ -5,9 +5,9 @@
     python perf/suffix.py --grow 0.5B --threads 2 --no-drafts --json out.json  # lookup and stored outputs only
 
 Every repeat runs every mode once in turn: plain decoding and automatic trees on an engine without stored outputs, and
-automatic trees on an engine that stores outputs, starting empty. Seconds are those of the calls. Speed-ups are relative
-to plain decoding in the same repeat: median (min to max). Tokens per pass are over all repeats. Tokens are compared
-with plain decoding.
+automatic trees on an engine that stores outputs, starting empty. Seconds are per call. Speed-ups are relative to plain
+decoding in the same repeat: median (min to max). Tokens per pass are over all repeats. Tokens are compared with plain
+decoding.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ import torch
 
 from treespec import LLM, SamplingParams
 
-CUTS = (0, 8, 20, 40)  # numbers of tokens to remove from the start of a prompt
+CUTS = (0, 8, 20, 40)  # numbers of tokens removed from the start of a prompt
 SEEDS = range(4)
 REMEMBERED = 2**16
 WAYS = ("plain", "auto", "auto, remembering")

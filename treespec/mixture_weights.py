@@ -2,7 +2,7 @@
 
 Every SSM is scored on all verified tokens, including the prompt, whether or not its proposals were accepted (full
 information: HedgeSpec, arXiv 2510.20064). The weights are Bayesian mixture weights with exponential decay of older
-tokens, because the best SSM may change within a text. They affect what is drafted, never what is emitted.
+tokens, because the best SSM may change within a text. They change the drafts, never the output.
 """
 
 import copy
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-WINDOW = 64  # number of latest verified tokens that count
-DECAY = 0.96  # of a token's weight per later token
+WINDOW = 64  # number of most recent verified tokens considered
+DECAY = 0.96  # decay of a token's weight per later token
 _AGES = np.arange(WINDOW)
 _DECAYS = DECAY**_AGES
-MIN_COMPARED = 8  # minimum number of tokens by which two SSMs are compared
-MIN_LOGPROB = -6.0  # lower scores are clipped, so that a single outlier token does not dominate
-MIN_WEIGHT = 0.02  # floor of every mixture weight, so that an SSM recovers quickly once its predictions improve
+MIN_COMPARED = 8  # minimum number of tokens for comparing two SSMs
+MIN_LOGPROB = -6.0  # scores are clipped to this minimum, so that a single outlier does not dominate
+MIN_WEIGHT = 0.02  # minimum mixture weight, so that an SSM recovers quickly once its predictions improve
 
 
 class MixtureWeights:
@@ -31,9 +31,9 @@ class MixtureWeights:
         return copy.deepcopy(self)
 
     def observe(self, ssm: int, first: int, probs: np.ndarray) -> None:
-        """Score an SSM by its probabilities of the verified tokens from position `first` on, float [num_tokens].
+        """Score an SSM by its probabilities of verified tokens, float [num_tokens], from position `first` on.
 
-        A token that is already scored keeps its score. If `first` leaves a gap, earlier scores are discarded.
+        Scored tokens keep their scores. If `first` leaves a gap, earlier scores are discarded.
         """
         width, known = self._scores.shape[1], int(self.known[ssm])
         skipped = max(known - first, len(probs) - width, 0)
@@ -50,7 +50,7 @@ class MixtureWeights:
         self.known[ssm] = end
 
     def advantage(self, ssm: int, other: int) -> float | None:
-        """Return by how many nats per token an SSM predicts better than another one, at least.
+        """Return a lower bound on an SSM's advantage over another one, in nats per token.
 
         The bound is one standard error below the mean; None if too few tokens are scored.
         """
@@ -61,7 +61,7 @@ class MixtureWeights:
         return float(gains.mean() - gains.std() / np.sqrt(len(gains)))
 
     def weights(self, ssms: Sequence[int]) -> np.ndarray:
-        """Return mixture weights, float64 [len(ssms)], sum 1, from the latest positions that all are scored on."""
+        """Return mixture weights, float64 [len(ssms)], sum 1, from the latest positions scored for all of them."""
         if len(ssms) == 1:
             return np.ones(1)
         recent = self._recent(ssms)
@@ -72,7 +72,7 @@ class MixtureWeights:
         return MIN_WEIGHT + (1 - len(ssms) * MIN_WEIGHT) * weights / weights.sum()
 
     def _recent(self, ssms: Sequence[int]) -> np.ndarray:
-        """Return the scores of the latest positions that all of these SSMs know, float64 [len(ssms), count]."""
+        """Return the scores at the latest positions with scores of all these SSMs, float64 [len(ssms), count]."""
         end = int(self.known[ssms].min())
         count = max(min(end - int(self._begin[ssms].max()), WINDOW), 0)
         return self._scores[ssms].take((end - 1 - _AGES[:count]) % self._scores.shape[1], axis=1)

@@ -58,7 +58,7 @@ class TokenTree:
 
     @classmethod
     def root(cls, token: int) -> "TokenTree":
-        """Return the one-node tree, which proposes nothing."""
+        """Return a one-node tree, that is, no proposal."""
         return cls(np.array([token]), _NO_PARENT, _ZERO, _ONE, *_NO_DRAWS, ())
 
     @classmethod
@@ -98,7 +98,7 @@ class TokenTree:
 
     @cached_property
     def visible(self) -> np.ndarray:
-        """bool [num_nodes, num_nodes]: [i, j] is True if j is i or an ancestor of i. The attention mask of the tree."""
+        """Attention mask of the tree, bool [num_nodes, num_nodes]: [i, j] is True if j is i or an ancestor of i."""
         mask = np.eye(len(self), dtype=bool)
         above = np.maximum(self.parents, 0)
         for _ in range(int(self.depths.max()).bit_length()):  # each step doubles the number of covered ancestors
@@ -108,7 +108,7 @@ class TokenTree:
 
     @cached_property
     def values(self) -> np.ndarray:
-        """float64 [num_nodes]: estimated acceptance probabilities, the products of `probs` along each node's path."""
+        """Estimated acceptance probabilities, float64 [num_nodes]: products of `probs` along each node's path."""
         value, above = self.probs.tolist(), self.parents.tolist()
         for node in range(1, len(value)):
             value[node] *= value[above[node]]
@@ -136,7 +136,7 @@ class TokenTree:
         return np.flatnonzero(self.visible[node])
 
     def follow(self, choices: Sequence[int]) -> np.ndarray:
-        """Descend from the root while a child has the token chosen after its parent: the naive rule.
+        """Descend from the root as long as a child carries the token chosen at its parent: the naive rule.
 
         Args:
             choices: [num_nodes], the token chosen after each node.
@@ -167,11 +167,11 @@ class TokenTree:
             assert count == len(self), "a random draw was removed"
             return self
         rows: slice | np.ndarray
-        if nodes[-1] == count - 1:  # the first nodes, which keep their numbers
+        if nodes[-1] == count - 1:  # a prefix of the nodes keeps its numbers
             rows, parents, drawn = slice(count), self.parents[:count], self.draw_nodes
             kept = drawn < count
         else:
-            new_index = np.full(len(self) + 1, -1, dtype=np.int64)  # the last entry is that of the root's parent
+            new_index = np.full(len(self) + 1, -1, dtype=np.int64)  # the last entry is for parent -1, the root's
             new_index[nodes] = np.arange(count)
             rows, parents, drawn = nodes, new_index[self.parents[nodes]], new_index[self.draw_nodes]
             kept = drawn >= 0
@@ -181,14 +181,14 @@ class TokenTree:
         return tree.with_values(self.values[rows])
 
     def best(self, count: int, calibration: float = 1.0) -> "TokenTree":
-        """Return the subtree of the `count` nodes with the largest values, times `calibration` for each level.
+        """Return the subtree of the `count` nodes with the largest values, each times `calibration` per level.
 
         It is connected, because values never increase along a path.
         """
         if len(self) <= count:
             return self
         values = self.values * calibration**self.depths
-        order = np.argsort(-values, kind="stable")  # stable: a parent stays ahead of a child of equal value
+        order = np.argsort(-values, kind="stable")  # stable: a parent stays before a child of equal value
         return self.keep(np.sort(order[:count]))
 
     def as_deterministic(self) -> "TokenTree":
@@ -277,9 +277,9 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
 
 
 def join_seed_tree(tree: TokenTree, seed_tree: TokenTree, seed_of_node: np.ndarray, complete: bool) -> TokenTree:
-    """Append the draws of a seed tree to a tree that was grown over it, and the seeds that it lacks if `complete`.
+    """Append a seed tree's draws to the tree grown over it and, if `complete`, the seeds that are missing in it.
 
-    `seed_of_node`, int64 [num_nodes], is the seed that each node is, negative for none. The tree has no random draws.
+    `seed_of_node`, int64 [num_nodes], is each node's seed index, negative for none. The tree has no random draws.
     In the result parents precede their children, but nodes are not sorted by depth.
     """
     node_of_seed = np.full(len(seed_tree), -1)

@@ -2,8 +2,8 @@
 
 Stages: text of installed packages -> tokenizer -> target -> ssm-1, ssm-2, ssm-3, as `treespec train` trains them ->
 evaluation on held-out packages and export. Ctrl-C pauses without loss of progress; `--resume` continues. Training time
-is set in minutes per stage, over which the learning rate is annealed. `--target FOLDER` trains new SSMs for a target of
-an earlier run.
+is set in minutes per stage, over which the learning rate is annealed. `--target FOLDER` trains new SSMs for the target
+of an earlier run.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from treespec_training import train_tokenizer as tokenizer
 from treespec_training.export import export, rounded, write_folder
 
 DRAFTS = ("ssm-1", "ssm-2", "ssm-3")
-PEAK_RATE = 4e-3  # of the target
+PEAK_RATE = 4e-3  # peak learning rate of the target
 SHALLOW = 0.3  # fraction of the target's schedule trained with a third of its layers
 SHORT_WINDOWS = 0.8  # fraction of the target's schedule on half-length windows, for a quarter more tokens per second
 SHALLOW_WINDOWS = 500_000_000  # offset that separates the shallow model's windows from the deep model's
@@ -72,9 +72,9 @@ class Settings:
 
 
 class Build:
-    """A run in a work folder.
+    """A run of all stages in a work folder.
 
-    Every stage stores its result there, and returns at once if the result exists.
+    Every stage stores its result there, and returns immediately if the result exists.
     """
 
     def __init__(self, args: argparse.Namespace, settings: Settings) -> None:
@@ -117,7 +117,7 @@ class Build:
         print(f"text: {len(training)} documents, {len(held_out)} held out", flush=True)
 
     def tokens(self, halves: Sequence[str]) -> None:
-        """Train the tokenizer unless there is one, then tokenise every kind of text: `<half>-<kind>.bin`."""
+        """Train the tokenizer unless it exists, then tokenise every kind of text: `<half>-<kind>.bin`."""
         file = self.work / "tokenizer.json"
         if not file.exists():
             texts = (document.text for document in data.read_documents(self.work / "train.jsonl"))
@@ -162,7 +162,7 @@ class Build:
         return self._train("target", model, loss_of(0), budget)
 
     def drafts(self) -> Path:
-        """Train the drafts as `treespec train` does, each mostly on one kind of text; return their folder `drafts/`."""
+        """Train the drafts like `treespec train`, each mostly on one kind of text; return their folder `drafts/`."""
         folder, text = self.work / "target", (str(self.work / "train.jsonl"),)
         settings = TrainingSettings(
             folder,
@@ -190,7 +190,7 @@ class Build:
         return model.eval()
 
     def finish(self, target: LlamaForCausalLM, drafts: Path) -> None:
-        """Measure on the held-out packages and export everything."""
+        """Evaluate on the held-out packages and export everything."""
         s = self.settings
         held_out = list(data.read_documents(self.work / "heldout.jsonl"))
         prompts = evaluate.cut_prompts(held_out, self.tokenizer, self.args.prompts, s.seed)
@@ -235,12 +235,12 @@ class Build:
 
 
 def minutes_of(stages: Iterable[train.TrainingProgress]) -> float:
-    """Return the minutes of training, without pauses."""
+    """Return the total training minutes, without pauses."""
     return round(sum(stage.elapsed for stage in stages) / 60, 1)
 
 
 def training_of(drafts: Path) -> dict[str, object]:
-    """Return what a finished run of `treespec train` has in its folder about its settings and its training."""
+    """Return the settings and training statistics stored in the folder of a finished `treespec train` run."""
     report = json.loads((drafts / "report.json").read_text())
     lessons = train.TrainingProgress(**json.loads((drafts / "work" / "lessons.json").read_text()))
     stages = [lessons, *(train.read_progress(path) for path in sorted((drafts / "work").glob("*.ckpt")))]
@@ -261,10 +261,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="continue from the work folder")
     parser.add_argument("--target", type=Path, help="train SSMs for this target, and export only these")
     parser.add_argument("--target-minutes", type=float, default=80, help="training time of the target")
-    parser.add_argument("--draft-minutes", type=float, default=90, help="time of the drafts' lessons and training")
+    parser.add_argument("--draft-minutes", type=float, default=90, help="time for the drafts' lessons and training")
     parser.add_argument("--draft-tokens", type=int, help="tokens of the drafts' lessons, instead of minutes")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens per training step of the target")
-    parser.add_argument("--max-steps", type=int, help="steps of the target instead of minutes")
+    parser.add_argument("--max-steps", type=int, help="training steps of the target, instead of minutes")
     parser.add_argument("--kinds", nargs="+", choices=data.KINDS, default=list(data.KINDS), help="kinds of text")
     parser.add_argument("--held-out", nargs="+", default=list(data.HELD_OUT), help="packages excluded from training")
     parser.add_argument("--package-cap", type=int, default=8_000_000, help="maximum characters per package and kind")
@@ -273,7 +273,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     compiles = {"action": argparse.BooleanOptionalAction, "default": shutil.which("g++") is not None}
     parser.add_argument("--compile", **compiles, help="compile the training step (a quarter faster on a CPU)")
-    parser.add_argument("--compare", action="store_true", help="also train a generalist, into drafts/ of --work")
+    parser.add_argument("--compare", action="store_true", help="also train a generalist, into --work's drafts/")
     parser.add_argument("--prompts", type=int, default=256, help="held-out prompts to evaluate on and export")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens per continuation")
     parser.add_argument("--seed", type=int, default=0)
@@ -282,7 +282,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all stages. Returns 0, or 130 after a pause. Raises ValueError for a work folder of other settings."""
+    """Run all stages. Returns 0, or 130 after a pause. Raises ValueError if the work folder has other settings."""
     args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = args.work / "settings.json"
     if file.exists():
         if not args.resume:
-            raise ValueError(f"{args.work} holds an earlier run: pass --resume, or another --work")
+            raise ValueError(f"{args.work} holds an earlier run: pass --resume or another --work")
         if (kept := json.loads(file.read_text())) != asdict(settings):
             raise ValueError(f"{args.work} was started with {kept}, which differs from {asdict(settings)}")
     write_json(file, asdict(settings))

@@ -4,8 +4,8 @@
     treespec train --target M --data prompts/train.jsonl --texts prompts/texts.jsonl --out drafts
 
 The sources are documentation and code of installed packages, and of `--text-root` folders with one package each, such
-as unpacked source distributions. `heldout.jsonl` has other packages, other phrasings and two more kinds of tasks than
-`train.jsonl`; `texts.jsonl` has the sources of `train.jsonl`.
+as unpacked source distributions. Compared to `train.jsonl`, `heldout.jsonl` has other packages, other phrasings and two
+more kinds of tasks; `texts.jsonl` has the sources of `train.jsonl`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--text-root", nargs="+", type=Path, default=[], help="folders of further packages")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    everything = sys.maxsize  # characters per package: instructions alternate between packages anyway
+    everything = sys.maxsize  # no limit of characters per package: instructions alternate between packages anyway
     documents = chain(data.installed_documents(), data.folder_documents(args.text_root))
     halves = data.select(documents, data.KINDS, args.held_out, everything, args.seed)
     for name, half, count in (("train", halves[0], args.per_kind), ("heldout", halves[1], args.heldout_per_kind)):

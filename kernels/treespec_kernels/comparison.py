@@ -1,4 +1,4 @@
-"""Comparison of tensors: by their bits, and within bounds relative to the RMS."""
+"""Comparison of tensors: bit by bit, and within bounds relative to the RMS."""
 
 import torch
 
@@ -6,7 +6,7 @@ import torch
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, max_error: float, rms_error: float) -> None:
     """Assert that tensors are close, with errors relative to the RMS of `expected`.
 
-    Elementwise relative errors would demand an impossible precision of small elements.
+    Elementwise relative errors would require impossible precision for small elements.
 
     Args:
         max_error: bound on max |actual - expected| / rms(expected), beyond one rounding step of the dtype at
@@ -37,7 +37,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, max_error: flo
 
 
 def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether tensors of one dtype are bit-identical: equal NaNs are, +0 and -0 are not."""
+    """Return whether tensors of one dtype are bit-identical: NaNs with equal bits are, +0 and -0 are not."""
     return torch.equal(bits(tensor), bits(other))
 
 

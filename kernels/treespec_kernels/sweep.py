@@ -1,8 +1,8 @@
-"""Tuning sweep: checks and times every configuration of each op and shape, and keeps the fastest.
+"""Tuning sweep: checks and times all configurations of each op and shape, and selects the fastest.
 
-A configuration with wrong results, or whose rows depend on other rows, is not timed. Each measurement is appended to a
-log immediately, so that a sweep that was interrupted or ran out of its budget can be resumed. The sweep minimises the
-weighted mean time of the cases of one key.
+A configuration with wrong results, or with rows that depend on other rows, is not timed. Each measurement is appended
+to a log immediately, so that a sweep that was interrupted or ran out of its budget can be resumed. The sweep minimises
+the weighted mean time of the cases of one key.
 """
 
 import json
@@ -25,7 +25,7 @@ from treespec_kernels.ops.shapes import META, Setting
 from treespec_kernels.tuning.clock import Clock
 from treespec_kernels.tuning.tuned import TunedEntry, versions_of
 
-MARGIN = 0.01  # relative speed-up over the default that a configuration needs to replace it
+MARGIN = 0.01  # minimum relative speed-up over the default for replacing it
 
 TuningProblem = tuple[Case, ...]
 """Cases of one op and key, which are tuned together."""
@@ -53,13 +53,13 @@ class Tuned:
     unmeasured: int
 
     def mean(self, measurement: Measurement) -> float:
-        """Return the mean of the seconds of the cases, by their weights."""
+        """Return the weighted mean of the cases' seconds."""
         total = sum(case.weight for case in self.problem)
         return sum(case.weight * measurement.seconds[case.load] for case in self.problem) / total
 
     @property
     def default(self) -> Measurement | None:
-        """Measurement of the shipped default, or None if it failed."""
+        """Measurement of the default, or None if it failed."""
         shipped = self.problem[0].default
         return next((m for m in self.measurements if m.config == shipped and not m.error), None)
 
@@ -79,7 +79,7 @@ class Tuned:
         best, first = self.best, self.problem[0]
         if best is None:
             return None
-        shipped = self.default or best  # a default that failed cannot be compared with
+        shipped = self.default or best  # a failed default cannot be compared with
         loads = {
             case.load: {
                 "microseconds": 1e6 * best.seconds[case.load],
@@ -112,7 +112,7 @@ class SweepLog:
         key = self._key(problem, measurement.config)
         self._stored[key] = measurement.seconds, measurement.error
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:  # a truncated line ends where this one begins
+        with self.path.open("a", encoding="utf-8") as file:  # terminates a truncated line
             file.write(f"\n{json.dumps([key, measurement.seconds, measurement.error])}\n")
 
     def forget(self) -> None:
@@ -136,11 +136,11 @@ def problems_of(settings: Iterable[Setting], ops: Iterable[str] = TUNABLE) -> li
 def tune(
     problems: Sequence[TuningProblem],
     clock: Clock,
-    log: SweepLog,  # earlier measurements, which are not repeated; new ones are appended
+    log: SweepLog,  # earlier measurements, not repeated; new ones are appended
     *,
-    # Time after which no measurement starts; each problem gets an equal share of the remaining time
+    # Time limit for starting measurements; each problem gets an equal share of the remaining time
     budget_seconds: float = float("inf"),
-    # Number of processes that compile kernels before the timing, for at most half of the budget; 0 skips this step
+    # Number of processes that compile kernels before timing, for at most half of the budget; 0 skips this step
     jobs: int = 0,
     # Called with the label of the current step, the number of finished configurations, and the total
     advance: Callable[[str, int, int], None] = lambda label, done, total: None,
@@ -172,7 +172,7 @@ def tune(
                     break
                 measured[config] = measurement = measure(problem, config, clock)
                 log.append(problem, measurement)
-                if measurement.error and not works(clock.device):  # it would fail all others too
+                if measurement.error and not works(clock.device):  # all further measurements would fail, too
                     error = measurement.error.splitlines()[0]
                     raise TuningError(f"{label}, {config} broke the device ({error}); run again to continue without it")
                 done += 1
@@ -205,16 +205,16 @@ def measure(problem: TuningProblem, config: Any, clock: Clock) -> Measurement:
 def precompile(
     problems: Sequence[TuningProblem], pending_of: Sequence[Sequence[Any]], jobs: int, deadline: float
 ) -> None:
-    """Compile configurations in other processes until the deadline, which fills Triton's cache.
+    """Compile configurations in other processes until the deadline, to fill Triton's cache.
 
-    What fails or is left is compiled when it is measured. Every problem's first configurations come first.
+    Failed or remaining configurations are compiled when measured. Every problem's first configurations come first.
     """
     launches: dict[str, tuple[int, Launch]] = {}
     for (first, *_), pending in zip(problems, pending_of, strict=True):
         absent = replace(first.setting, device=META, compiled_for=first.setting.target)
         [case] = [c for c in cases_of(first.op, absent) if (c.key, c.load) == (first.key, first.load)]
         for index, config in enumerate(pending):
-            with suppress(Exception):  # as in `measure`
+            with suppress(Exception):  # see `measure`
                 for launch in launches_of_case(case, config):
                     launches.setdefault(repr(launch.binary), (index, launch))
     tasks = [launch for _, launch in sorted(launches.values(), key=lambda task: task[0])]

@@ -74,7 +74,7 @@ def test_prompt_forms(entry: dict[str, Any], expected: Prompt, tmp_path: Path) -
         ('{"messages": ["text"]}', "line 1: 'messages' holds"),
         ('{"prompt": "a"}\nnot JSON', "line 2: not JSON"),
         ('[{"prompt": "a"}, 7]', "entry 2: a JSON int"),
-        ("", "holds no prompt"),
+        ("", "contains no prompt"),
     ],
 )
 def test_bad_prompt_files(text: str, where: str, tmp_path: Path) -> None:
@@ -255,10 +255,10 @@ def test_grown_figures_say_so(tmp_path: Path, ids_file: Path, monkeypatch: pytes
         (["--nodes", "8", "1"], "nodes=(8, 1); valid: whole numbers from 2"),
         (["--k-values", "5", "x"], "--k-values x: valid: whole numbers"),
         (["--grow", "huge"], "--grow huge: valid are sizes"),
-        (["--grow-vocab", "600"], "go with grow"),
+        (["--grow-vocab", "600"], "require grow"),
         (["--out", "no/such/folder/out.json"], "there is no folder"),
         (["--max-tokens", "1000"], "has room"),
-        (["--batch", "1,5"], "--batch 5, but there are 4 prompts; give more --samples"),
+        (["--batch", "1,5"], "--batch 5, but there are only 4 prompts; raise --samples"),
         (["--verification", "greedy"], "--verification greedy: valid are coupled"),
         (["--branching", "2,1"], "branching needs verification"),
         (["--verification", "all", "--branching", "2,x"], "--branching 2,x"),
@@ -275,7 +275,7 @@ def test_bad_options(given: list[str], message: str, ids_file: Path, lent_engine
 
 
 def test_rules_need_an_ssm(ids_file: Path, lent_engine: None) -> None:
-    with pytest.raises(ConfigError, match="no SSM; give --draft"):
+    with pytest.raises(ConfigError, match="no SSM; pass --draft"):
         bench(options(ids_file, verification=("coupled",), drafts=[]))
 
 

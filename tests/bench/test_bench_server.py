@@ -54,9 +54,9 @@ def test_failures_are_counted(engine: AsyncLLM, prompts: Path, tmp_path: Path) -
     "options, message",
     [
         (("--server", "http://127.0.0.1:9"), "--server http://127.0.0.1:9: Connection error."),
-        (("--server", "http://x", "--nodes", "8", "--draft", "d"), "drafts, nodes: the server decides on it"),
+        (("--server", "http://x", "--nodes", "8", "--draft", "d"), "drafts, nodes: determined by the server"),
         (("--server", "http://x", "--request-rate", "0"), "request_rate=0.0; valid: requests per second, above 0"),
-        (("--max-concurrency", "3"), "request_rate and max_concurrency go with server"),
+        (("--max-concurrency", "3"), "request_rate and max_concurrency require server"),
     ],
 )
 def test_what_it_refuses(options: tuple[str, ...], message: str) -> None:

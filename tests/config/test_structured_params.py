@@ -28,7 +28,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unsatisfiable": ({"json": {"allOf": [{"type": "string"}, {"type": "null"}]}}, "Unsatisfiable schema"),
     "unsupported": ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
     "deep": ({"json": '{"items":' * 600 + "{}" + "}" * 600}, "json cannot be compiled: recursion limit exceeded"),
-    "nothing": ({"regex": "[^\\s\\S]"}, "structured_outputs: no token of the model's continues the text"),
+    "nothing": ({"regex": "[^\\s\\S]"}, "structured_outputs: no token of the model can continue the text"),
     "surrogate": ({"choice": ["a", "\ud800"]}, "lone surrogate"),
 }
 
@@ -86,12 +86,12 @@ def test_an_end_token_is_needed() -> None:
     folder = edit_config(Path(shutil.copytree(speaking_folder(), new_folder("endless") / "target")), eos_token_id=None)
     (folder / "generation_config.json").unlink()
     endless = open_llm(folder, tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")))  # which names none
-    with pytest.raises(RequestError, match="end with an end token, and the model has none"):
+    with pytest.raises(RequestError, match="end with an end token, but the model has none"):
         endless.generate("x", asked({"regex": "a"}))
 
 
 def test_a_tokenizer_is_needed_whose_tokens_can_be_read() -> None:
-    with pytest.raises(RequestError, match=r"a fast tokenizer, one with a tokenizer.json; the model's is none"):
+    with pytest.raises(RequestError, match=r"a fast tokenizer \(with a tokenizer.json\); the model's is none"):
         tiny_llm().generate([1, 2], asked({"regex": "a"}))
     own: Any = SimpleNamespace(eos_token_id=0, encode=lambda text: [1 + len(text)], decode=lambda ids: "a" * len(ids))
     llm = open_llm(tiny()[0], tokenizer=own)

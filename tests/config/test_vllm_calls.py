@@ -176,7 +176,11 @@ def broken(ids: list[int]) -> str:
         ("tokenizer", 5, r"tokenizer=5; valid: a folder, or an object with encode\(text\)"),
         ("tokenizer", letters(decode=lambda ids: None), r"decodes \[97\] to NoneType; .*valid: an object with"),
         ("tokenizer", letters(decode=broken), r"cannot decode \[97\]: KeyError: 97; valid: an object with"),
-        ("tokenizer", letters(encode=lambda text: text.split()), r"made \['a'\] of 'a'; valid: a list of token ids"),
+        (
+            "tokenizer",
+            letters(encode=lambda text: text.split()),
+            r"returned \['a'\] for 'a'; valid: a list of token ids",
+        ),
         (
             "tokenizer",
             letters(encode=lambda text, pair: []),

@@ -345,11 +345,11 @@ class Nameless:
 @pytest.mark.parametrize(
     ("drafts", "message"),
     [
-        ([Whole], r"Whole is a class; give an object of it, such as Whole\(\)"),
+        ([Whole], r"Whole is a class; pass an instance, such as Whole\(\)"),
         ([Headless()], r"Headless has no commit\(\), release\(\); a Drafter has propose\(\), commit\(\) and release"),
         ([Nameless()], "Nameless.name is None; give it a name, such as name = 'nameless'"),
-        ([named("lookup")], "Whole.name is 'lookup', which names a source of the engine"),
-        ([named("ssm-1"), tiny()[1][0]], "Whole.name is 'ssm-1', as is another draft's; rename one of them"),
+        ([named("lookup")], "Whole.name is 'lookup', which is reserved for a built-in source"),
+        ([named("ssm-1"), tiny()[1][0]], "Whole.name is 'ssm-1', like another draft's; rename one of them"),
         ([object()], "neither a folder, a hub id, a model nor a Drafter"),
     ],
 )

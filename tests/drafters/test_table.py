@@ -73,7 +73,7 @@ def test_a_table_predicts_its_lessons_and_is_stored(tmp_path: Path) -> None:
     smaller = count_lessons(lessons, VOCAB, table.nbytes // 2)
     assert smaller.nbytes <= table.nbytes // 2 < table.nbytes
     assert 0.3 < table_agreement(TableDrafter(smaller), lessons) < table_agreement(TableDrafter(loaded), lessons)
-    with pytest.raises(ModelError, match=f"is the table of a target with {VOCAB} tokens, and this one has 99"):
+    with pytest.raises(ModelError, match=f"is the table of a target with {VOCAB} tokens, but this target has 99"):
         StoredTable.load(tmp_path, 99)
     StoredTable(**vars(table) | {"sizes": table.sizes[:-1]}).save(tmp_path)
     with pytest.raises(ModelError, match="is damaged"):

@@ -191,7 +191,7 @@ def test_tokenizer_files_that_cannot_be_read(file: str, text: str, tmp_path: Pat
     folder = add_tokenizer(broken_copy(tmp_path / "model", lambda f: (f / file).write_text("{}")))
     (folder / file).write_text(text)
     for attempt in (lambda: open_llm(folder), lambda: open_llm(tiny()[0], tokenizer=folder)):
-        with pytest.raises(ConfigError, match=r"the tokenizer files of .*model cannot be read \(.*give LLM\(tokenizer"):
+        with pytest.raises(ConfigError, match=r"the tokenizer files of .*model cannot be read \(.*pass LLM\(tokenizer"):
             attempt()
 
 

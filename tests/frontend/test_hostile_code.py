@@ -32,7 +32,7 @@ BAD: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "sparse": (lambda ids, scores: scores.to_sparse(), "logits processor <lambda> failed: "),
     "complex": (lambda ids, scores: scores.to(torch.complex64), "returned torch.complex64 [1, "),
     "a class": (TopKLogitsWarper, "logits processor TopKLogitsWarper failed: "),
-    "infinite": (lambda ids, scores: scores + torch.inf, "logits_processors made NaN or infinity"),
+    "infinite": (lambda ids, scores: scores + torch.inf, "logits_processors produced NaN or infinity"),
     "nothing left": (lambda ids, scores: torch.full_like(scores, -torch.inf), "no token is left at position"),
     "verbose": (raising(ValueError("x" * 10**7)), "failed: ValueError: xxxxxxxx"),
     "memory": (raising(MemoryError()), "failed: MemoryError"),
@@ -95,7 +95,7 @@ def test_a_tokenizer_that_fails_ends_the_requests_that_need_it(text: Any, treach
     stopping = SamplingParams(max_tokens=6, stop="never written", ignore_eos=True)
     outputs = llm.generate(["trap", *prompts, *prompts], [greedy(6), *[greedy(6)] * 3, *[stopping] * 3])
     assert "the tokenizer rejects 'trap': ValueError: a trap" in str(outputs[0].error)
-    shown = "ValueError: unreadable" if isinstance(text, Exception) else f"to {type(text).__name__}; valid: a text"
+    shown = "ValueError: unreadable" if isinstance(text, Exception) else f"to {type(text).__name__}; valid: a string"
     for output in (outputs[1], outputs[4]):
         assert "the tokenizer" in str(output.error) and shown in str(output.error)
         assert output.outputs[0].finish_reason == "error"

@@ -253,7 +253,7 @@ def test_prompts_that_are_refused(model: Any) -> None:
     with pytest.raises((ConfigError, RequestError)):
         by_trees(model, {"inputs_embeds": model.get_input_embeddings()(ids)}, **few)
     no_end = {"eos_token_id": None, "generation_config": GenerationConfig()}
-    with pytest.raises(ConfigError, match="give an eos_token_id"):
+    with pytest.raises(ConfigError, match="pass an eos_token_id"):
         by_trees(model, inputs, **few, stopping_criteria=[EndsAfter(3, 1)], **no_end)
     with pytest.raises(RequestError, match="input_ids from -1 to 97; valid: 0 to 96"):
         by_trees(model, {"input_ids": torch.tensor([[-1, 97]])}, **few, attention_mask=torch.ones(1, 2))

@@ -88,7 +88,7 @@ def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None, m
 
     monkeypatch.setattr(pass_chain, "rms_norm_triton", planted)
     case.check(LaunchConfig())
-    with pytest.raises(AssertionError, match="differs from that of the chain without PDL"):
+    with pytest.raises(AssertionError, match="differs from the chain without PDL"):
         case.check(LaunchConfig(pdl=True))
 
 

@@ -294,7 +294,7 @@ def test_a_decoder_uses_tiles_that_it_found_equal(
     used.clear()
     pass_of_three(opened)
     assert set(used) == {(16, 32, 64) if wrong is None else (16, 64)}
-    named = [message.split(" of shape")[0] for message in caplog.messages if "do not have the bits" in message]
+    named = [message.split(" of shape")[0] for message in caplog.messages if "differ in bits" in message]
     assert named == ([] if wrong is None else ["qkv", "o", "gate_up", "down"])
 
 

@@ -58,7 +58,7 @@ def test_other_targets_and_layers_have_one_tile() -> None:
     "larger", [[(64, 4, 3)], [(256, 16, 3), (128, 8, 3)], [(192, 12, 3)], [(128, 4, 3)], [(128, 8, 0)]]
 )
 def test_tiles_that_cannot_be_are_refused(larger: Any) -> None:
-    message = r"larger has RowTile\(.*\); use increasing powers of 2 of rows, with as many rows per warp"
+    message = r"larger has RowTile\(.*\); use increasing powers of 2 of rows, with equal rows per warp"
     with pytest.raises(ValueError, match=message):
         replace(TILED, larger=larger)
     with pytest.raises(ValueError, match=message):

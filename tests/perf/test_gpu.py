@@ -69,8 +69,8 @@ def test_failures_are_rows_and_the_run_goes_on(tmp_path: Path) -> None:
     errors = {name: row["error"] for name, row in rows.items() if "error" in row}
     assert errors == {
         "raises": "ZeroDivisionError: division by zero",
-        "late": "Late: it took too long",
-        "check/ends": "its process ended in it; see log.txt",
+        "late": "Late: the measurement took too long",
+        "check/ends": "the process died in this measurement; see log.txt",
     }
     assert done.returncode == 1 and "ended with 7" in done.stdout
     assert "ZeroDivisionError" in (tmp_path / "out" / "log.txt").read_text()

@@ -27,7 +27,7 @@ FORMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "optional parts": (lambda: {"regex": "a?" * 8000}, "regex has 8000 optional or repeated parts"),
     "long choices": (
         lambda: {"choice": ["a" * i for i in range(1, 6000)]},
-        "choice has 17997000 characters, the limit is 1000000; give a shorter one",
+        "choice has 17997000 characters, but the limit is 1000000; shorten it",
     ),
     "a pattern": (
         lambda: {"json": {"type": "string", "pattern": "a?" * 8000}},
@@ -36,17 +36,17 @@ FORMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a schema": (lambda: {"json": {"enum": [f"{i:020}" for i in range(60_000)]}}, "json has 1440010 characters"),
     "pattern properties": (
         lambda: {"json": {"patternProperties": {f"^{i}x": {} for i in range(1000)}}},
-        "json has 1000 patternProperties, the limit is 100",
+        "json has 1000 patternProperties, but the limit is 100",
     ),
     "a multiple": (
         lambda: {"json": {"type": "integer", "multipleOf": 99_999_989}},
-        "multipleOf in json has 99999989 states, the limit is 100000",
+        "multipleOf in json has 99999989 states, but the limit is 100000",
     ),
     "white space": (
         lambda: {"json_object": True, "whitespace_pattern": " ?" * 2000},
         "whitespace_pattern has 2000 optional",
     ),
-    "terminals": (lambda: {"grammar": doubling(20)}, "terminal T10 of grammar, with the terminals that it names, has"),
+    "terminals": (lambda: {"grammar": doubling(20)}, "terminal T10 of grammar, with the terminals it references, has"),
     "a rule": (lambda: {"grammar": "start: " + '"a"? ' * 12_000}, "rule start has 12000 optional"),
     "a grammar": (lambda: {"grammar": "start: " + '"a" ' * 60_000}, "grammar has 240007 characters"),
 }
@@ -119,7 +119,7 @@ def test_reading_that_takes_long_all_the_same_is_given_up(monkeypatch: pytest.Mo
                 bad, good = llm.generate(["x", "def"], [asked({"choice": ["a", "b"]}), greedy(4)])
         finally:
             stop.set()
-    assert "choice takes more than 0.05 s to compile; give a simpler one" in str(bad.error)
+    assert "choice takes more than 0.05 s to compile; simplify it" in str(bad.error)
     assert good.outputs == alone
 
 

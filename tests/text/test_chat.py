@@ -77,7 +77,7 @@ def test_tools_that_the_template_does_not_read_are_announced_once(llm: LLM, capl
         for tools in ([tool], [tool]) if "[0]" in read else (None, [], [tool], [tool]):
             llm.chat([USER], SHORT, tools=tools, chat_template=read + "{{ messages[0].content }}")
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("tools=... has no effect: the chat template 'no tools{{ messages[0].content }}' does not ")
+    assert line.startswith("tools=... has no effect: the chat template 'no tools{{ messages[0].content }}' ignores it")
 
 
 PARTS = {"role": "user", "content": [{"type": "text", "text": "def add"}, "(a, b):"]}
@@ -105,7 +105,7 @@ def test_a_content_in_parts(llm: LLM) -> None:
             (output,) = llm.chat([message], SHORT, chat_template=template)
             assert output.prompt == prompt, template
     for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 5):
-        with pytest.raises(RequestError, match=r"content part .*; valid: a text or {'type': 'text'"):
+        with pytest.raises(RequestError, match=r"content part .*; valid: a string or {'type': 'text'"):
             llm.chat([{"role": "user", "content": [part]}], SHORT)
 
 
@@ -311,7 +311,7 @@ def test_a_stream_is_of_one_conversation_or_prompt(llm: LLM) -> None:
     for prompts in (["a", "b"], [{"prompt": "a"}, {"prompt": "b"}]):
         with pytest.raises(ConfigError, match=r"one prompt, not .*or use generate"):
             next(llm.stream(prompts, SHORT))
-    with pytest.raises(ConfigError, match="tools, chat_template_kwargs without a conversation; give messages"):
+    with pytest.raises(ConfigError, match="tools, chat_template_kwargs without a conversation; pass messages"):
         next(llm.stream("text", SHORT, tools=[], chat_template_kwargs={"shouting": True}))
     with pytest.raises(ConfigError, match=r"stream=True is not supported; use llm\.stream"):
         llm.chat([USER], SHORT, stream=True)

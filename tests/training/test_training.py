@@ -113,8 +113,8 @@ def test_texts_of_any_encoding_and_length(
     assert all(len(passage) <= 4096 for passages in found.values() for passage in passages)
     assert all(passage.endswith(" ") for passage in found["spaces"])
     log = caplog.text
-    assert "left out 1 of the files" in log and "large.txt: larger than 0 MiB" in log
-    assert "left out 2 of the files" in log and "latin-1.txt: binary, or in an encoding other than UTF-8" in log
+    assert "skipped 1 of the files" in log and "large.txt: larger than 0 MiB" in log
+    assert "skipped 2 of the files" in log and "latin-1.txt: binary, or in an encoding other than UTF-8" in log
 
 
 @pytest.mark.parametrize("folder", [False, True])
@@ -237,18 +237,18 @@ def test_clusters() -> None:
     ("changes", "message"),
     [
         ({"ssms": 9}, "ssms=9; valid: an int from 0 to 8"),
-        ({"ssms": 0}, "ssms=0 trains nothing; give table"),
+        ({"ssms": 0}, "ssms=0 trains nothing; pass table"),
         ({"minutes": 0.0}, "minutes=0.0; valid: more than 0"),
-        ({"tokens": 5, "minutes": 1.0}, "give minutes or tokens"),
-        ({"ssms": 1, "generalist": True}, "ssms=1 is a generalist; give more SSMs"),
-        ({"lessons": "out"}, "lessons of an earlier run are used instead of new ones; leave data and synthetic out"),
+        ({"tokens": 5, "minutes": 1.0}, "minutes and tokens exclude each other"),
+        ({"ssms": 1, "generalist": True}, "ssms=1 is already a generalist; choose more SSMs"),
+        ({"lessons": "out"}, "lessons=... replaces new lessons; omit data and synthetic"),
         ({"synthetic": 1.5}, "synthetic=1.5; valid: a number from 0.0 to 1.0"),
-        ({"data": (), "synthetic": 0.5}, "synthetic=0.5 without data; give data, or leave synthetic out"),
-        ({"start": "draft", "layers": 1}, "a start has its own layers and width; leave them out"),
+        ({"data": (), "synthetic": 0.5}, "synthetic=0.5 without data; pass data, or omit synthetic"),
+        ({"start": "draft", "layers": 1}, "start=... determines layers and width; omit them"),
         ({"hidden": 100}, "hidden=100; valid: multiples of 64"),
         ({"head": "medusa"}, "head='medusa'; valid: 'eagle3', 'dflash'"),
-        ({"head": "eagle3", "texts": ["notes"]}, "texts is for SSMs; leave it out to train a head"),
-        ({"head": "eagle3", "ssms": 2}, "ssms is for SSMs; leave it out to train a head"),
+        ({"head": "eagle3", "texts": ["notes"]}, "texts applies to SSMs only; omit it to train a head"),
+        ({"head": "eagle3", "ssms": 2}, "ssms applies to SSMs only; omit it to train a head"),
     ],
 )
 def test_settings_out_of_range(changes: dict[str, Any], message: str) -> None:
@@ -279,11 +279,11 @@ def test_texts_train_by_their_own_next_tokens(llm: LLM, target: Path, data: Path
 @pytest.mark.slow
 def test_inputs_are_checked_before_lessons_are_written(target: Path, data: Path, tmp_path: Path) -> None:
     (tmp_path / "short.md").write_text("A title\n")
-    with pytest.raises(ConfigError, match=r"--texts .*short.md: \d+ tokens of raw text; give at least 257"):
+    with pytest.raises(ConfigError, match=r"--texts .*short.md: \d+ tokens of raw text; at least 257 are needed"):
         train_drafts(target, [data], tmp_path / "out", texts=[tmp_path / "short.md"], **OPTIONS)
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         train_drafts(target, [data], tmp_path / "out", texts=[tmp_path / "nowhere"], **OPTIONS)
-    with pytest.raises(ModelError, match="hidden=64: the target has 64; give less, or leave hidden out"):
+    with pytest.raises(ModelError, match="hidden=64: the target's width is 64; choose less, or omit hidden"):
         train_drafts(target, [data], tmp_path / "out", hidden=64, **OPTIONS)
     assert not (tmp_path / "out").exists()
 
@@ -365,10 +365,10 @@ def test_a_table_of_lessons(trained: Path, target: Path, tmp_path: Path) -> None
 def test_lessons_of_another_run(trained: Path, target: Path, data: Path, tmp_path: Path) -> None:
     train_drafts(target, [], tmp_path / "same", lessons=trained, **OPTIONS)
     assert weights_of(tmp_path / "same") == weights_of(trained)
-    with pytest.raises(ConfigError, match="same has no lessons; give the output folder of an earlier run"):
+    with pytest.raises(ConfigError, match="same has no lessons; pass the output folder of an earlier run"):
         train_drafts(target, [], tmp_path / "none", lessons=tmp_path / "same", **OPTIONS)
     smaller = make_llama(tmp_path / "smaller", 0, vocab_size=64)
-    with pytest.raises(ConfigError, match=r"has lessons of another target: token \d+, and this one has 64"):
+    with pytest.raises(ConfigError, match=r"has lessons of another target: token \d+, but this target has 64 tokens"):
         train_drafts(smaller, [], tmp_path / "other", lessons=trained, **OPTIONS)
     with pytest.raises(ConfigError, match="holds a run with other settings"):
         train_drafts(target, [data], trained, tokens=99, resume=True)
@@ -462,7 +462,7 @@ def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trai
 
 def test_a_folder_with_something_else_is_refused(target: Path, data: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
-    with pytest.raises(ConfigError, match="is not empty; give --resume"):
+    with pytest.raises(ConfigError, match="is not empty; use --resume"):
         train_drafts(target, [data], tmp_path, tokens=10)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
@@ -508,7 +508,7 @@ def test_students_start_from_the_targets_rows(tied: bool, tmp_path: Path) -> Non
     llm = LLM(make_llama(tmp_path / "small", 0, vocab_size=64), drafts=[tmp_path / "draft"], compile=False)
     plain, tree = (llm.generate({"prompt_token_ids": [5, 6, 7]}, spec=spec)[0] for spec in ("off", SpecConfig(nodes=8)))
     assert plain.outputs[0].token_ids == tree.outputs[0].token_ids
-    with pytest.raises(ModelError, match="hidden=192: the target has 192; give less, or leave hidden out"):
+    with pytest.raises(ModelError, match="hidden=192: the target's width is 192; choose less, or omit hidden"):
         make_student(target, 2, 192, target_ids, [7])
 
 

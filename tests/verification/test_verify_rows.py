@@ -225,14 +225,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown rule": ({"rule": "traversl"}, r"'traversl' \(did you mean 'traversal'\?\).*naive, rejection, traversal"),
     "lengths": ({"parents": [-1, 0]}, "not 4 and 2"),
     "parents out of order": ({"parents": [-1, 0, 3, 1]}, r"parents\[2\].*0 to 1.*not 3"),
-    "token": ({"tokens": [9, 0, 3, 0]}, r"tokens\[2\] must be below the vocabulary's 3, not 3"),
+    "token": ({"tokens": [9, 0, 3, 0]}, r"tokens\[2\] must be less than the vocabulary size 3, not 3"),
     "equal siblings": ({"tokens": [9, 0, 0, 0]}, "siblings 1 and 2 under node 0 both carry token 0"),
     "draw of a stranger": ({"draws": [(0, 1, 0), (0, 2, None), (0, 3, 1)]}, r"draws\[2\]: node 3 is not a child.* 0"),
     "no draw": ({"draws": [(0, 1, 0), (0, 1, 1)]}, r"nodes without one: \[2, 3\]"),
     "row": ({"draws": [(0, 1, 2), (0, 2, None), (1, 3, 1)]}, r"draws\[0\].*0 to 1.*not 2"),
     "impossible draw": ({"draft_probs": np.array([[0.0, 1, 0], [0.1, 0.2, 0.7]])}, r"draws\[0\]: token 0.*row 0"),
     "target rows": ({"target_probs": np.full((3, 3), 1 / 3)}, r"\[4 nodes, vocab\], not \[3, 3\]"),
-    "negative": ({"target_probs": NEGATIVE}, r"target_probs\[0\] must be probabilities, but holds -0.2"),
+    "negative": ({"target_probs": NEGATIVE}, r"target_probs\[0\] must be probabilities, but contains -0.2"),
     "sum": ({"draft_probs": np.array([[0.5, 0.5, 0.0], [0.1, 0.2, 0.6]])}, r"draft_probs\[1\] must sum to 1, not 0\.9"),
 }
 

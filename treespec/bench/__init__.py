@@ -1,1 +1,1 @@
-"""`treespec bench`: compares speculative decoding with plain decoding and transformers in one run."""
+"""`treespec bench`: comparison of speculative decoding with plain decoding and transformers in one run."""

@@ -1,4 +1,4 @@
-"""Benchmarks of grown models: enlarges the target, and the drafts if the vocabulary grows, for a run."""
+"""Benchmarks of grown models: enlargement of the target, and of the drafts if the vocabulary grows."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,7 +39,7 @@ class GrownTarget(NamedTuple):
 def grown(
     options: Options, size: str, vocab: int | None, keep: str | Path | None
 ) -> Iterator[tuple[Options, GrownTarget]]:
-    """Grow the target, and the drafts if the vocabulary grows; yield the options of the grown models and a summary."""
+    """Grow the target, and the drafts if the vocabulary grows; yield options for the grown models and a summary."""
     source, drafts = resolve_model(options.model), resolve_folders(options.model, options.drafts)
     old = _shape_of(source)
     with ExitStack() as stack:

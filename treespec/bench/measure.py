@@ -1,4 +1,4 @@
-"""Runs the modes interleaved, and profiles their rounds.
+"""Interleaved runs of the modes, and profiling of their rounds.
 
 All modes decode a batch before the next batch starts, so that transient load on the machine affects all of them.
 """
@@ -19,10 +19,10 @@ from treespec_kernels.cpu.choice_cpu import RowChoice
 
 MEANING = {
     "draft": "all sources propose",
-    "merge": "plan, merge and cut the trees",
+    "merge": "plan, merge and prune the trees",
     "forward": "the target pass; in captured rounds also verification and commit",
     "verify": "from logits to the accepted path",
-    "noise": "choose the target's tokens with noise",
+    "noise": "sample the target's tokens with noise",
     "commit": "emit tokens, compact the caches",
     "update": "release finished requests",
     "host": "everything else",
@@ -38,14 +38,14 @@ class Sample:
     decoded: int = 0  # tokens generated in `decode_seconds`
     total_seconds: float = 0.0  # sum over batches, with prefill
     prefill_seconds: float = 0.0  # including the SSMs'; 0 if unknown
-    ttft: list[float] = field(default_factory=list)  # from a batch's start to the first token
-    per_token: list[float] = field(default_factory=list)  # the request's decode seconds per token
+    ttft: list[float] = field(default_factory=list)  # seconds from the start of the batch to the first token
+    per_token: list[float] = field(default_factory=list)  # decode seconds per token of each request
     passes: list[int] = field(default_factory=list)  # target passes that emitted tokens
-    nodes: int | None = None  # rows of these passes, summed over prompts; None if unknown
+    nodes: int | None = None  # rows of these target passes; None if unknown
     accepted_by_source: Counter[str] = field(default_factory=Counter)  # accepted drafted tokens by source
-    accepted: Counter[int] = field(default_factory=Counter)  # trees by accepted drafted tokens; empty if unknown
+    accepted: Counter[int] = field(default_factory=Counter)  # trees by accepted tokens; empty if unknown
     rounds: int = 0  # target passes of the whole batch
-    # seconds of all rounds by stage, as in `MEANING`; the sum is the time of all steps without prefill
+    # seconds of all rounds by stage of `MEANING`; the sum is the time of all steps without prefill
     stages: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -54,7 +54,7 @@ class Sample:
         return self.decode_seconds / self.decoded
 
     def add(self, other: "Sample") -> None:
-        """Add the same mode's measurements of further prompts."""
+        """Add measurements of the same mode on further prompts."""
         for member in fields(Sample):
             mine, more = getattr(self, member.name), getattr(other, member.name)
             if member.name == "stages":
@@ -67,7 +67,7 @@ class Sample:
 
 @contextmanager
 def profiled(engine: Engine) -> Iterator[Sample]:
-    """Measure an engine's rounds. They are in the sample at the end; noise is timed by patching `choose`."""
+    """Measure an engine's rounds. The sample is complete when the block ends; noise is timed by patching `choose`."""
     sample, clock, stats = Sample(nodes=0), engine.clock, engine.stats
 
     def timed(choose: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +105,7 @@ def run_ours(
     temperature: float = 0.0,
     seeds: Sequence[int] = (),
 ) -> Sample:
-    """Decode prompts, with a seed each if they are sampled, as one batch past end tokens, without detokenization."""
+    """Decode prompts (with seeds if sampled) as one batch, past end tokens and without detokenization."""
     options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": temperature}
     params = [SamplingParams(**options, seed=seed) for seed in (seeds if temperature > 0 else [None] * len(prompts))]
     with profiled(llm.engine) as sample:
@@ -128,11 +128,11 @@ def run_ours(
 
 
 Run = Callable[[Sequence[list[int]], Sequence[int]], Sample]
-"""Runs one mode on one batch of prompts and their seeds."""
+"""Function that runs one mode on one batch of prompts and their seeds."""
 
 
 def sampling_seed(seed: int, repeat: int, prompt: int) -> int:
-    """Return the seed of a prompt in one repeat; all modes use the same."""
+    """Return the seed of a prompt in one repeat; all modes use the same seed."""
     return (seed % 2**31 << 32) + (repeat << 16) + prompt
 
 
@@ -144,7 +144,7 @@ def interleave(
     seed: int = 0,
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, list[Sample]]:
-    """Run every mode, in rotating order, over all prompts, with equal seeds; returns a sample per mode and repeat."""
+    """Run all modes over all prompts in rotating order with equal seeds; return a sample per mode and repeat."""
     samples: dict[str, list[Sample]] = {name: [] for name in runs}
     names, turn = list(runs), 0
     for repeat in range(repeats):

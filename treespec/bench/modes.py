@@ -1,4 +1,4 @@
-"""Benchmark modes of treespec and transformers, and of verification rules on a fixed topology."""
+"""Benchmark modes: treespec, transformers, and verification rules on a fixed topology."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class Peer:
 def our_modes(
     ssms: Sequence[str], k_values: Sequence[int], nodes: Sequence[int], combine: Sequence[str] = ()
 ) -> list[Mode]:
-    """Return plain decoding, chains, trees of each source alone, of all and of the sets `combine`, and the default."""
+    """Return plain decoding, chains, trees (of each source, of all, and of the sets `combine`), and the default."""
     modes = [Mode(PLAIN, "plain decoding", None)]
     if ssms:
         for k in k_values:
@@ -81,12 +81,12 @@ def our_modes(
             modes.append(Mode(f"chain-k{k}", f"chain, K={k}", chain))
     singles = [(name, name, (name,)) for name in ssms] if len(ssms) > 1 else []
     merged = [("ssms", "all SSMs" if len(ssms) > 1 else ssms[0], ("ssm",))] if ssms else []
-    if len(ssms) > 1:  # only the SSM with the largest mixture weight drafts: the drafting time of one SSM
-        merged.append(("trusted", "one SSM a round", ("ssm",)))
+    if len(ssms) > 1:  # only the SSM with the largest mixture weight drafts, in the time of one SSM
+        merged.append(("trusted", "one SSM per round", ("ssm",)))
     lookup = [("lookup", "lookup", ("lookup",))]
     everything = [("everything", "SSMs + lookup", ("ssm", "lookup"))] if ssms else []
     if len(ssms) > 1:
-        everything.append(("trusted-lookup", "one SSM a round + lookup", ("ssm", "lookup")))
+        everything.append(("trusted-lookup", "one SSM per round + lookup", ("ssm", "lookup")))
     for count in nodes:
         for name, label, sources in (*singles, *merged, *lookup, *everything):
             options: dict[str, Any] = {"nodes": count, "sources": sources}
@@ -105,7 +105,7 @@ def our_modes(
 
 
 def peer_modes(ssms: Sequence[str], k_values: Sequence[int]) -> list[Peer]:
-    """Return transformers' plain decoding, assisted decoding by SSM and K or own schedule, and prompt lookup by K."""
+    """Return transformers' plain decoding, assisted decoding (by SSM and K, or own schedule) and prompt lookup by K."""
     peers = [Peer("hf-plain", "transformers plain", "plain")]
     for name in ssms:
         for k in (*k_values, None):
@@ -115,13 +115,13 @@ def peer_modes(ssms: Sequence[str], k_values: Sequence[int]) -> list[Peer]:
 
 
 def default_branching(nodes: int) -> tuple[int, ...]:
-    """Return the non-increasing branching, such as (3, 2, 1), of the largest tree of at most `nodes` nodes."""
+    """Return the non-increasing branching, such as (3, 2, 1), of the largest tree with at most `nodes` nodes."""
     shapes: list[tuple[int, ...]] = [()]
-    for shape in shapes:  # extended while iterating
+    for shape in shapes:  # grows while iterating
         if len(shape) < _DEEPEST:
             longer = [(*shape, k) for k in range(1, (shape or (_WIDEST,))[-1] + 1)]
             shapes += [candidate for candidate in longer if _size(candidate) <= nodes]
-    # Of equal ones, the smallest sum avoids stars and chains.
+    # Among equal sizes, the smallest sum avoids stars and chains.
     return max(shapes[1:], key=lambda shape: (_size(shape), -sum(shape), len(shape), shape))
 
 
@@ -147,7 +147,7 @@ def rule_modes(rules: Sequence[str], branchings: Sequence[tuple[int, ...]], samp
 
 
 def parse_rules(values: Sequence[str]) -> tuple[str, ...]:
-    """Return the named rules, or "all", once each, in the order of `VERIFICATIONS`. Raises ConfigError for others."""
+    """Return the named rules (or "all") without duplicates, in the order of `VERIFICATIONS`. Raises ConfigError."""
     for name in values:
         if name not in ("all", *VERIFICATIONS):
             raise ConfigError(f"--verification {name}: valid are {', '.join(VERIFICATIONS)}, or all")
@@ -155,7 +155,7 @@ def parse_rules(values: Sequence[str]) -> tuple[str, ...]:
 
 
 def select(ours: Sequence[Mode], peers: Sequence[Peer], only: Sequence[str]) -> tuple[list[Mode], list[Peer]]:
-    """Return the modes whose names match a pattern of `only` (empty = all), and always plain decoding, the baseline."""
+    """Return the modes whose names match a pattern of `only` (empty: all), always with plain decoding, the baseline."""
     names = [mode.name for mode in ours] + [peer.name for peer in peers]
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -16,11 +16,11 @@ from treespec.errors import ModelError
 from treespec_weights import as_folder
 from treespec_weights.draft_vocabulary import read_draft_vocabulary
 
-_TRIES = 5  # a disturbed run to the first token may take longer than a short full run
+_TRIES = 5  # tries: a disturbed run to the first token may take longer than a short full run
 
 
 class Transformers:
-    """Runs a target and its SSMs in transformers: greedily, without end token, and with the K of a peer."""
+    """A target and its SSMs in transformers, run greedily, without end token, and with the K of a peer."""
 
     def __init__(self, target: Path, drafts: Mapping[str, Path], device: torch.device, dtype: torch.dtype):
         self.device = device
@@ -38,11 +38,11 @@ class Transformers:
             self._passes = 0
             total, outputs = self.generate(prompts, max_tokens, options)
             if any(len(tokens) != max_tokens for tokens in outputs):
-                raise ModelError(f"{peer.name} made {list(map(len, outputs))} tokens instead of {max_tokens} each")
+                raise ModelError(f"{peer.name} generated {list(map(len, outputs))} tokens instead of {max_tokens} each")
             if (decode := total - first) > 0:
                 break
         else:
-            raise ModelError(f"{peer.name}: one token took longer than {max_tokens}, {_TRIES} times; give more tokens")
+            raise ModelError(f"{peer.name}: one token took longer than {max_tokens} in {_TRIES} runs; raise max_tokens")
         return Sample(
             tokens=outputs,
             decode_seconds=decode,
@@ -57,7 +57,7 @@ class Transformers:
     def generate(
         self, prompts: Sequence[list[int]], max_tokens: int, options: dict[str, Any]
     ) -> tuple[float, list[list[int]]]:
-        """Generate from a left-padded batch; return the seconds and the new tokens of each prompt."""
+        """Generate from a left-padded batch; return the seconds, and each prompt's new tokens."""
         rows = [torch.tensor(prompt, dtype=torch.int64, device=self.device) for prompt in prompts]
         ids = pad_sequence(rows, batch_first=True, padding_side="left")
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
@@ -101,7 +101,7 @@ class Transformers:
 
 
 class _ExpandedEmbedding(nn.Module):
-    """Embedding of a reduced vocabulary that takes the target's tokens."""
+    """Embedding of a reduced vocabulary that accepts target token ids."""
 
     def __init__(self, embedding: nn.Module, target_ids: np.ndarray, size: int):
         super().__init__()
@@ -116,7 +116,7 @@ class _ExpandedEmbedding(nn.Module):
 
 
 class _ExpandedHead(nn.Module):
-    """Head of a reduced vocabulary with logits for the target's; -inf for tokens without a row."""
+    """LM head of a reduced vocabulary that returns logits over the target's; -inf for tokens without a row."""
 
     def __init__(self, head: nn.Module, target_ids: np.ndarray, size: int):
         super().__init__()
@@ -137,7 +137,7 @@ def _load(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
     logging.disable_progress_bar()
     with as_folder(path, dtype) as folder:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
-    # A new generation config, because the model's may set sampling or penalties. Without an end token all outputs have
+    # A new generation config, because the model's may set sampling or penalties. Without an end token, all outputs have
     # the same length.
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.config.eos_token_id = None

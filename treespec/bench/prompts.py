@@ -1,4 +1,4 @@
-"""Held-out prompts of this repository, and an even choice of prompts over kinds and packages."""
+"""Held-out prompts of this repository, and balanced selection over kinds and packages."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from treespec_weights import models_folder
 
 
 def held_out_prompts(chat: bool) -> Path:
-    """Return the file of instructions for chat models, or of texts; their packages are in no data of our SSMs."""
+    """Return the file of instructions (for chat models) or texts, from packages absent from our SSMs' training data."""
     return models_folder(smollm2.NAME if chat else "default") / "heldout_prompts.json"
 
 

@@ -1,4 +1,4 @@
-"""Summarises samples for the JSON document; names follow vLLM's benchmarks where these have the same figure."""
+"""Summaries of samples for the JSON document; names follow vLLM's benchmarks for figures that these share."""
 
 import itertools
 import math
@@ -14,12 +14,12 @@ from treespec.bench.modes import PLAIN, Mode, Peer
 from treespec.config.configs import SpecConfig
 from treespec.text.prompt_files import Prompt
 
-# figures that are available for treespec's modes only
+# figures available for treespec's modes only
 OURS = """acceptance_by_depth accepted_by_source nodes_per_pass profile_ms verify_share noise_share efficiency
     pass_ratio draft_share""".split()
-RESAMPLES, COVERAGE = 2000, 0.95  # of the bootstrap intervals over prompts
+RESAMPLES, COVERAGE = 2000, 0.95  # bootstrap over prompts: resamples, and coverage of the intervals
 PAIRS = (("traversal", "rejection"), ("rejection", "naive"), ("coupled", "naive"), ("traversal", "coupled"))
-LOOPING = 0.5  # outputs whose share of distinct 4-grams is at most this count as looping
+LOOPING = 0.5  # maximum share of distinct 4-grams at which an output counts as looping
 
 
 def distinct_share(tokens: Sequence[int]) -> float:
@@ -41,7 +41,7 @@ def summarise(
     prompts: Sequence[Prompt],
     sampled: bool = False,
 ) -> dict[str, Any]:
-    """Summarise samples, one per repeat, and those of plain decoding. If `sampled`, seeds differ between repeats."""
+    """Summarise a mode's samples, one per repeat, against plain decoding's. If `sampled`, seeds differ per repeat."""
     shares = [statistics.mean(distinct_share(base.tokens[i]) for base in plain) for i in range(len(prompts))]
     lively = [i for i, share in enumerate(shares) if share > LOOPING]
     kinds = sorted({prompt.kind for prompt in prompts if prompt.kind is not None})
@@ -83,7 +83,7 @@ def _mismatches(mode: Mode | Peer, samples: Sequence[Sample], plain: Sequence[Sa
 
 
 def _engine_figures(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, Any]:
-    """Return the figures of `OURS`, the last three only beside plain decoding."""
+    """Return the figures of `OURS`, the last three only if plain decoding was measured."""
     accepted = sum((sample.accepted for sample in samples[1:]), samples[0].accepted.copy())
     sources = sum((sample.accepted_by_source for sample in samples[1:]), samples[0].accepted_by_source.copy())
     figures: dict[str, Any] = {
@@ -126,13 +126,13 @@ def _tau(samples: Sequence[Sample], indices: Sequence[int]) -> float | None:
 
 
 def acceptance_by_depth_of(accepted: Counter[int]) -> list[float]:
-    """Return the shares of trees whose accepted path reached depth 1, 2, ..., from numbers of trees by its depth."""
+    """Return the shares of trees whose accepted path reached depth 1, 2, ..., from tree counts by accepted depth."""
     total, deepest = accepted.total(), max(accepted, default=0)
     return [sum(n for depth, n in accepted.items() if depth >= d) / total for d in range(1, deepest + 1)]
 
 
 def resampled_lengths(samples: Sequence[Sample]) -> np.ndarray:
-    """Return the tokens per pass over all prompts, then of each resample of prompts, equal for every mode."""
+    """Return the tokens per pass over all prompts, then over each resample of prompts (the same for all modes)."""
     tokens = np.array([[len(tokens) for tokens in sample.tokens] for sample in samples]).sum(0)
     passes = np.array([sample.passes for sample in samples]).sum(0)
     picks = np.random.default_rng(0).integers(0, len(tokens), (RESAMPLES, len(tokens)))
@@ -140,7 +140,7 @@ def resampled_lengths(samples: Sequence[Sample]) -> np.ndarray:
 
 
 def interval(values: np.ndarray) -> list[float]:
-    """Return [value, low, high]: the value of all prompts and the bounds of the bootstrap interval."""
+    """Return [value, low, high]: the value over all prompts and the bounds of the bootstrap interval."""
     outside = (1 - COVERAGE) / 2
     return [float(values[0]), *np.quantile(values[1:], [outside, 1 - outside]).tolist()]
 
@@ -165,7 +165,7 @@ def best(modes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def comparisons(fastest: Mapping[str, str], samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
-    """Return the speed of plain decoding, "auto" and the fastest mode over that of the fastest peer of each kind."""
+    """Return the speed of plain decoding, "auto" and the fastest mode relative to the fastest peer of each kind."""
     ours = dict.fromkeys([PLAIN, "auto", *([fastest["ours"]] if "ours" in fastest else [])])
     peers = [name for name in ("hf-plain", fastest.get("assisted"), fastest.get("lookup")) if name is not None]
     result: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Runs a benchmark and builds its JSON document."""
+"""Execution of a benchmark, and its JSON document."""
 
 import platform
 import shutil
@@ -56,13 +56,13 @@ def bench(
     target = resolve_model(options.model)
     folders = dict(resolve_folders(options.model, options.drafts))
     ours, peers = _modes(options, list(folders))
-    specs = {mode.name: mode.spec for mode in ours}  # validates before anything is loaded
+    specs = {mode.name: mode.spec for mode in ours}  # validates before loading anything
     largest = max([AUTO_NODES, *(spec.max_nodes for spec in specs.values() if isinstance(spec, SpecConfig))])
     with loading:
         llm = LLM(
             target,
             [*folders.values()],
-            SpecConfig(nodes=largest),  # the engine reserves slots for it
+            SpecConfig(nodes=largest),  # makes the engine reserve slots for it
             device=options.device,
             dtype=options.dtype,
             max_num_seqs=max(options.batch),
@@ -142,7 +142,7 @@ def _modes(options: Options, ssms: list[str]) -> tuple[list[Mode], list[Peer]]:
     sampled = options.temperature > 0
     if options.verification:
         if not ssms:
-            raise ConfigError("--verification compares rules on SSM drafts, and there is no SSM; give --draft")
+            raise ConfigError("--verification compares rules on SSM drafts, but there is no SSM; pass --draft")
         branchings = [tuple(options.branching)] if options.branching else list(map(default_branching, options.nodes))
         return select(rule_modes(parse_rules(options.verification), branchings, sampled), [], options.only)
     peers = [] if sampled or not options.peers else peer_modes(ssms, options.k_values)
@@ -180,19 +180,19 @@ def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], list[list[int]],
     path = Path(options.prompts or held_out_prompts(chat))
     prompts = read_prompts(path, chat)
     if tokenizer is None and not all(isinstance(token, int) for prompt in prompts for token in prompt.content):
-        raise ConfigError(f"{path} holds text, but the model has no tokenizer; give prompt_token_ids")
+        raise ConfigError(f"{path} contains text, but the model has no tokenizer; use prompt_token_ids")
     encoded = [prompt._replace(content=encode_prompt(tokenizer, prompt.content)) for prompt in prompts]
     fitting = [prompt for prompt in encoded if 0 < len(prompt.content) <= room]
     if not fitting:
-        raise ConfigError(f"no prompt of {path} has room: --max-tokens {options.max_tokens} leaves {room} positions")
+        raise ConfigError(f"no prompt of {path} fits: --max-tokens {options.max_tokens} leaves {room} positions")
     selected = choose(fitting, options.samples, options.seed)
     if len(selected) < max(options.batch):
-        raise ConfigError(f"--batch {max(options.batch)}, but there are {len(selected)} prompts; give more --samples")
+        raise ConfigError(f"--batch {max(options.batch)}, but there are only {len(selected)} prompts; raise --samples")
     return selected, [encode_prompt(tokenizer, prompt.content) for prompt in selected], len(encoded) - len(fitting)
 
 
 def _peak_mib() -> float:
-    import resource  # not on Windows
+    import resource  # not available on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)

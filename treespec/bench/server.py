@@ -32,9 +32,9 @@ class Answer:
 
     chunks: list[float] = field(default_factory=list)  # arrival of each chunk with text
     seconds: float = 0.0
-    prompt_tokens: int = 0  # as the server counts them
+    prompt_tokens: int = 0  # as counted by the server
     tokens: int = 0
-    error: str | None = None  # why it failed; None if it succeeded
+    error: str | None = None  # reason of the failure; None if the request succeeded
 
 
 def bench_server(options: Options) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Formats the benchmark document as text: header, tables and legend."""
+"""Formatting of the benchmark document as text: header, tables and legend."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -58,14 +58,14 @@ def header(document: Mapping[str, Any]) -> str:
 
 
 def body(document: Mapping[str, Any], profile: bool) -> str:
-    """Format the tables of every batch size, and the legend. `profile` adds the time by part."""
+    """Format the tables of every batch size, and the legend. `profile` adds the time by stage."""
     blocks = []
     for run in document["runs"]:
         modes = run["modes"]
         title = f"batch {run['batch']}, {run['num_prompts']} prompts" + (", grown" if document["grown"] else "")
         blocks += [_speed(title, modes), *_comparisons(title, run), *_rules(title, run)]
         if run["peers_left_out"]:
-            blocks.append(f"left out: {', '.join(run['peers_left_out'])}: {run['why_left_out']}")
+            blocks.append(f"skipped: {', '.join(run['peers_left_out'])}: {run['why_left_out']}")
         blocks.append(_acceptance(title, modes))
         if profile:
             blocks.append(_profile(title, modes))

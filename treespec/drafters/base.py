@@ -49,7 +49,7 @@ class Drafter(Protocol):
         """
 
     def release(self, request: Request) -> None:
-        """Release a finished request. Called for every request, including those never passed to `propose`."""
+        """Free the state of a finished request. Called for every request, including those never passed to `propose`."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class DraftSource(ABC):
 
 
 def check_drafter(draft: Any) -> None:
-    """Raise ConfigError if an object in `LLM(drafts=[...])` that is not a model is no drafter, or its name unusable."""
+    """Raise ConfigError if a non-model object in `LLM(drafts=[...])` is not a drafter or has an unusable name."""
     if isinstance(draft, type):
-        raise ConfigError(f"drafts: {draft.__name__} is a class; give an object of it, such as {draft.__name__}()")
+        raise ConfigError(f"drafts: {draft.__name__} is a class; pass an instance, such as {draft.__name__}()")
     kind = type(draft).__name__
     missing = [f"{name}()" for name in _METHODS if not callable(getattr(draft, name, None))]
     if len(missing) == len(_METHODS):
@@ -117,17 +117,17 @@ def check_drafter(draft: Any) -> None:
         raise ConfigError(f"drafts: {kind}.name is {name!r}; give it a name, such as name = {kind.lower()!r}")
     if name in RESERVED:
         raise ConfigError(
-            f"drafts: {kind}.name is {name!r}, which names a source of the engine; choose a name other than "
+            f"drafts: {kind}.name is {name!r}, which is reserved for a built-in source; choose a name other than "
             f"{', '.join(map(repr, RESERVED))}"
         )
 
 
 def check_names(drafters: Sequence[Drafter], models: Collection[str]) -> None:
-    """Raise ConfigError unless custom drafters and `models`, the names of the other drafts, have different names."""
+    """Raise ConfigError unless custom drafters' names are distinct and not in `models`, the other drafts' names."""
     taken = set(models)
     for drafter in drafters:
         if drafter.name in taken:
             raise ConfigError(
-                f"drafts: {type(drafter).__name__}.name is {drafter.name!r}, as is another draft's; rename one of them"
+                f"drafts: {type(drafter).__name__}.name is {drafter.name!r}, like another draft's; rename one of them"
             )
         taken.add(drafter.name)

@@ -7,7 +7,7 @@ the seed's *evidence ratio*, a likelihood ratio:
     log ratio = bias + slope * logit(q)
 
 Bias and slope are the parameters of a logistic regression with offset logit(m), updated online with every verified
-seed. They affect what is drafted, never what is emitted.
+seed. They change the drafts, never the output.
 """
 
 import math
@@ -18,10 +18,10 @@ from treespec.tree import TokenTree
 
 # Tuned for acceptance with the embedded SSMs and lookup; the maximum-likelihood values are 1.0 and 0.635.
 BIAS, SLOPE = 0.6, 0.64
-PRIOR_COUNT = 500.0  # pseudo-count of seeds behind the initial values
+PRIOR_COUNT = 500.0  # weight of the initial values, in observed seeds
 MEMORY = 4000.0  # time constant of the exponential decay, in observed seeds
 _MIN_PROB, _MAX_PROB = 1e-4, 0.999  # a seed's probability is clipped to this range
-_SLOPE_RANGE = 0.0, 2.0  # not negative, so that the ratio does not fall as a seed's probability rises
+_SLOPE_RANGE = 0.0, 2.0  # no negative slopes: the ratio must not fall as a seed's probability rises
 _BIAS_RANGE = -4.0, 6.0
 
 
@@ -34,12 +34,12 @@ class SeedEvidence:
         self._information = [PRIOR_COUNT / 6, 4 * PRIOR_COUNT / 6]
 
     def ratios(self, probs: np.ndarray) -> np.ndarray:
-        """Return the evidence ratios of seeds with these probabilities; float32, positive and finite."""
-        clipped = np.minimum(np.maximum(probs.astype(np.float64), _MIN_PROB), _MAX_PROB)  # `np.clip` takes 5 us longer
+        """Return evidence ratios for the seeds' probabilities; float32, positive and finite."""
+        clipped = np.minimum(np.maximum(probs.astype(np.float64), _MIN_PROB), _MAX_PROB)  # 5 us faster than `np.clip`
         return np.exp(self.bias + self.slope * np.log(clipped / (1 - clipped))).astype(np.float32)
 
     def observe(self, tree: TokenTree, seed_tree: TokenTree, path: np.ndarray, bonus: int) -> None:
-        """Update from a verified tree that was grown over `seed_tree`: its accepted path, and the token after it."""
+        """Update from a verified tree grown over `seed_tree`, its accepted path and the bonus token."""
         seed_node, verified = 0, [*tree.tokens[path[1:]].tolist(), bonus]
         for node, token in zip(path.tolist(), verified, strict=True):
             below, accepted_child = np.flatnonzero(tree.parents == node), -1
@@ -50,8 +50,7 @@ class SeedEvidence:
                 if correct:
                     accepted_child = child
                 prob = float(seed_tree.probs[child])
-                # Without an SSM's estimate the node has the seed's own probability, which carries no information
-                # about the ratio.
+                # Without an SSM's estimate, the node keeps the seed's own probability and says nothing about the ratio.
                 merged = min(float(tree.values[matching[0]]) / value, 1.0) if len(matching) and value > 0 else prob
                 if abs(merged - prob) > 1e-6 * prob:
                     self._update(prob, merged, correct)
@@ -62,7 +61,7 @@ class SeedEvidence:
     def _update(self, prob: float, merged: float, correct: bool) -> None:
         """Take one Newton step with the diagonal of the Fisher information.
 
-        The seed has the probability `prob` by itself, and had `merged` in the tree.
+        `prob` is the seed's own probability, `merged` its probability in the tree.
         """
         prob = min(max(prob, _MIN_PROB), _MAX_PROB)
         logit, variance, error = math.log(prob / (1 - prob)), merged * (1 - merged), correct - merged

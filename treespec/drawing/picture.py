@@ -1,4 +1,4 @@
-"""Data of a rendered round, the formatting of its tokens, and the tree as terminal text."""
+"""Data of a rendered round, formatting of its tokens, and rendering as terminal text."""
 
 import unicodedata
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from treespec.drafters.base import RESERVED
 
 MAX_TOKEN_CELLS, MAX_CONTEXT_CELLS = 24, 60
 ACCEPTED, REJECTED, BONUS = "●", "○", "◆"
-BOLD, DIM, GREEN = "1", "2", "1;32"  # ANSI; green is bold too
+BOLD, DIM, GREEN = "1", "2", "1;32"  # ANSI codes; green is also bold
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RoundPicture:
 
     @property
     def all_sources(self) -> list[str]:
-        """The names of all sources: drafts, then the engine's own."""
+        """The names of all sources: drafts, then built-in sources."""
         named = {name for names in self.sources for name in names}
         return sorted(named, key=lambda name: (name in RESERVED, name))
 
@@ -56,7 +56,7 @@ class RoundPicture:
 
 
 def visible(text: str, space: str = "␣") -> str:
-    """Return `text` with whitespace as symbols and other unprintable characters escaped."""
+    """Show whitespace in `text` as symbols, and escape other unprintable characters."""
     signs = {chr(code): chr(0x2400 + code) for code in range(32)}  # the Unicode block of control pictures
     signs |= {" ": space, "\n": "⏎", "\t": "→", "\x7f": "␡"}
     return "".join(signs.get(char) or (char if char.isprintable() else _escaped(ord(char))) for char in text)

@@ -1,4 +1,4 @@
-"""Record rounds and convert them to pictures."""
+"""Recording of rounds, and their conversion to pictures."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ def record_rounds(
     llm: LLM, prompt: Prompt, count: int, temperature: float = 0.0, seed: int | None = None
 ) -> list[RoundRecord]:
     """Record the first `count` rounds of a continuation, or fewer if the output ends earlier."""
-    most = count * (llm.spec.max_depth + 1)  # so that max_tokens truncates no tree
+    most = count * (llm.spec.max_depth + 1)  # enough that max_tokens truncates no tree
     params = SamplingParams(max_tokens=most, temperature=temperature, seed=seed)
     with watch(llm.engine) as rounds:
         request_rounds: list[RoundRecord] = []
@@ -38,7 +38,7 @@ def watch(engine: Engine) -> Iterator[list[RoundRecord]]:
 
 
 def picture(record: RoundRecord, tokenizer: Any) -> RoundPicture:
-    """Convert a round to a picture. A node's text is what it adds to the text before, or [id] without a tokenizer."""
+    """Convert a round to a picture. A node's text is the text that it appends, or [id] without a tokenizer."""
     tree, before = record.tree, record.context[-_WINDOW:]
     paths = [tree.tokens[tree.path_to(node)].tolist() for node in range(len(tree))]
     context = record.context[-_CONTEXT:]
@@ -54,7 +54,7 @@ def picture(record: RoundRecord, tokenizer: Any) -> RoundPicture:
 
 
 def _last_text(tokens: list[int], tokenizer: Any) -> str:
-    """Return the text of the last token in the context of the others."""
+    """Return the text that the last token adds to the others'."""
     if tokenizer is None:
         return f"[{tokens[-1]}]"
     before, whole = tokenizer.decode(tokens[:-1]), tokenizer.decode(tokens)

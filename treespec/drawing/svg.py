@@ -1,4 +1,4 @@
-"""Render a token tree as a self-contained SVG for light and dark pages."""
+"""Rendering of a token tree as a self-contained SVG for light and dark pages."""
 
 from collections.abc import Sequence
 from html import escape
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from treespec.drawing.picture import MAX_TOKEN_CELLS, RoundPicture, cells, clip, decimals, label, visible
 
-# Pixels. A cell is one column of a 13 px monospace font; common ones are 7.2 to 7.9 wide.
+# Pixels. A cell is one column of a 13 px monospace font; common fonts are 7.2 to 7.9 px wide.
 CELL, SMALL_CELL = 8.0, 6.2
 BOX_HEIGHT, ROW_HEIGHT, PADDING, MARGIN, HEADER, MARK = 38, 48, 9, 24, 82, 11
 COUSIN_ROWS = 1.2  # distance in rows between nodes of different parents
 
-# For light and for dark pages, those of treespec/serve/page/page.css; green is reserved for accepted nodes.
+# Source colours for light and dark pages, as in treespec/serve/page/page.css; green is reserved for accepted nodes.
 LIGHT = ("#5a86f7", "#d07818", "#b8108b", "#514f0a", "#5942f1", "#014c55")
 DARK = ("#2681e3", "#df8a3d", "#dc1c9c", "#f8df31", "#cd9cf4", "#aef1fa")
 STYLE = """
@@ -110,7 +110,7 @@ def to_svg(picture: RoundPicture) -> str:
     before = clip(visible(picture.context + picture.tokens[0], " "), int(room / CELL) - cells(emitted), keep_end=True)
     parents = [*picture.parents, picture.path[-1]]
     edges, nodes = [], []
-    for node in sorted(range(1, len(boxes)), key=lambda node: node in path or node == count):  # the path on top
+    for node in sorted(range(1, len(boxes)), key=lambda node: node in path or node == count):  # path on top
         kind = "edge on dash" if node == count else "edge on" if node in path else "edge"
         edges.append(_edge(boxes[parents[node]], boxes[node], kind))
     for node, box in enumerate(boxes):

@@ -1,23 +1,23 @@
 """A captured round: draft, merge, verify and commit on the device, replayed from CUDA graphs.
 
-A batch of B requests has buffers of fixed shapes. The requests, their depths, numbers of nodes and tree topologies are
-data in these buffers, so four kinds of graphs serve every round:
+A batch of B requests has buffers of fixed shapes. These buffers hold the requests, their depths, numbers of nodes and
+tree topologies as data, so four kinds of graphs serve all rounds:
 
-- first level: the SSMs read the tokens emitted in the last round and propose below the new roots. Accepted tokens are
-  read again, one row per token, so the SSMs' K/V of drafted nodes need no compaction;
-- next level: the last level's proposals are merged, the best become the next frontier, and the SSMs score it. The level
-  is a number on the device, so one graph serves all of them;
-- verify N: the last level is merged, the best N nodes become the tree, the target scores it in one pass, the walk
-  follows its choices, the accepted K/V are compacted in place, and the emitted tokens are copied to the host.
+- first level: the SSMs read the tokens emitted in the last round and propose children of the new roots. Accepted tokens
+are read again, one row per token, so the K/V of drafted nodes need no compaction in the SSMs' caches;
+- next level: merges the last level's proposals, selects the next frontier, and scores it with the SSMs. The level
+number is stored on the device, so one graph serves all levels;
+- verify N: merges the last level, selects the tree's best N nodes, scores them in one target pass, walks along the
+target's choices, compacts the accepted K/V in place, and copies the emitted tokens to the host;
 
-- following: what the next round of the same requests begins with, launched before the host knows what this one
-  decided: all of a plain round, or the first level. The device itself writes the inputs that this changes. If the next
-  round is another one after all, it runs as if nothing had been launched: what the launch wrote lies behind the
-  contexts.
+- following: the beginning of the next round of the same requests (all of a plain round, or the first level), launched
+before the host knows the results of this round. The device writes the inputs that depend on these results. If the next
+round turns out to be another one, it runs as if nothing had been launched, since the launch wrote only behind the
+contexts.
 
-The host launches the first level, searches the proposals of sources without a model while it runs, launches the planned
-number of next levels, and verify. It waits once, for the result, and may do other work before.
-Without a GPU, the same kernels run one by one in Triton's interpreter.
+The host launches the first level, searches the proposals of model-free sources meanwhile, and launches the planned
+number of next levels, and verify. It waits only once, for the result, and may do other work before. Without a GPU, the
+same kernels run one by one in Triton's interpreter.
 """
 
 import logging
@@ -38,17 +38,17 @@ from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
 
 logger = logging.getLogger("treespec")
 
-_LASTING = "temperature", "draft_temperature", "rng_seed", "sample", "max_len"  # equal in all rounds of a request
+_LASTING = "temperature", "draft_temperature", "rng_seed", "sample", "max_len"  # constant for a request
 
 
 class _Round(NamedTuple):
     """A round in flight."""
 
-    requests: Sequence[RoundInput]  # as of the round before, if it was launched as `following`
+    requests: Sequence[RoundInput]  # requests of the previous round, if launched as `following`
     levels: int
     nodes: int
     kind: RoundKind
-    side: int = 0  # index of its events and of the host's buffer of its results
+    side: int = 0  # index of the events and of the host's result buffer
     captured: bool = False  # whether it captured graphs
 
 
@@ -61,12 +61,12 @@ class BatchRound:
         limits: RoundLimits,  # depth, nodes and context of the round
         target: ModelStack,  # a stack of one model
         stacks: Sequence[ModelStack],  # the SSMs and draft heads
-        # Memory pool shared by all graphs of an engine. Sharing is safe because no two graphs run at once and results
-        # live in buffers outside. None = launch every kernel by itself
+        # Memory pool shared by all graphs of an engine. Sharing is safe because graphs never run concurrently and
+        # results are stored outside it. None launches every kernel individually
         graph_memory: GraphMemory | None = None,
-        features: FeaturePool | None = None,  # hidden states of the target that heads read; None without heads
-        sampling: SamplingState | None = None,  # of the logit transforms of running requests; None = its own
-        evidence: SeedEvidence | None = None,  # evidence ratios of what sources without a model propose; None for 1
+        features: FeaturePool | None = None,  # hidden states of the target for heads; None without heads
+        sampling: SamplingState | None = None,  # state of running requests' logit transforms; None creates one
+        evidence: SeedEvidence | None = None,  # evidence ratios of model-free proposals; None for ratios of 1
     ):
         self.num_requests, self.limits, self._memory = num_requests, limits, graph_memory
         self._evidence = evidence
@@ -76,21 +76,21 @@ class BatchRound:
         self._drafts = DraftStage(self._inputs, stacks, vocab_size, features)
         sampling = sampling or SamplingState(num_requests, vocab_size, device, limits.width)
         self._verify = VerifyStage(self._inputs, target, self._drafts, features, sampling)
-        self.has_captured = False  # whether the last round captured graphs, so that its time says nothing
-        self.has_followed = False  # whether `launch_following` launched the last round, without a wait of the device
+        self.has_captured = False  # whether the last round captured graphs, which makes its time meaningless
+        self.has_followed = False  # whether `launch_following` launched the last round, so the device did not wait
         self._warms_up = False
         self._graphs: dict[tuple[object, ...], Callable[[], None]] = {}
-        self._events = [[_timing_event(device) for _ in range(3)] for _ in range(2)]  # before, between, after stages
-        self._side = 0  # of the events of the last round whose results were read
-        self._round: _Round | None = None  # the last one
+        self._events = [[_timing_event(device) for _ in range(3)] for _ in range(2)]  # start, middle, end of stages
+        self._side = 0  # side of the last round whose results were read
+        self._round: _Round | None = None  # the last round
         self._following: _Round | None = None
-        self._decided: list[RoundResult] = []  # by the last round
+        self._decided: list[RoundResult] = []  # results of the last round
 
     def warm_up(self, nodes: Sequence[int]) -> None:
         """Capture the graphs of greedy rounds with these numbers of nodes, on an idle batch that touches the null page.
 
-        All other graphs are captured at their first use, in a round that runs their launches one by one. Should that
-        fail, later rounds do the same.
+        All other graphs are captured at their first use, in a round that launches its kernels individually. If
+        capturing fails, later rounds do the same.
         """
         self._inputs.fill([])
         self._warms_up = True
@@ -102,10 +102,10 @@ class BatchRound:
         self,
         requests: Sequence[RoundInput],  # at most B requests
         levels: int,  # draft levels; 0 = plain decoding
-        nodes: int,  # rows per request of the target pass, one of `limits.nodes`; a request may use fewer
+        nodes: int,  # target pass rows per request, one of `limits.nodes`; a request may use fewer
         logprobs: bool = False,
-        # Returns what sources without a model propose, by request, as `RoundInputs.propose` takes it; called after the
-        # launch of the first level, which does not need it. None if that is nothing
+        # Returns the proposals of model-free sources by request, in the form of `RoundInputs.propose`; called after
+        # launching the first level, which does not need them. None for no proposals
         search: Callable[[], Sequence[TokenTree | None]] | None = None,
     ) -> None:
         """Launch the draft levels of a round."""
@@ -135,13 +135,13 @@ class BatchRound:
 
     @property
     def _is_launched(self) -> bool:
-        """Whether all of the round was launched as `following`."""
+        """Whether the whole round was launched as `following`."""
         return self.has_followed and self._round is not None and not self._round.levels
 
     def verify(self) -> Callable[[], list[RoundResult]]:
-        """Launch verification and commit of the round that drafts.
+        """Launch verification and commit of the drafted round.
 
-        Returns a function that waits for the device and returns the results, by request. Call it before the next round.
+        Returns a function that waits for the device and returns results by request. Call it before the next round.
         """
         assert self._round is not None
         requests, levels, nodes, kind, side, _ = self._round
@@ -157,7 +157,7 @@ class BatchRound:
         return results
 
     def launch_following(self) -> None:
-        """Launch what the next round of the same requests begins with; call it before the results of this one.
+        """Launch the beginning of the next round of the same requests; call it before reading this round's results.
 
         Does nothing in rounds that count tokens on the device, or copy log-probabilities to the host.
         """
@@ -174,7 +174,7 @@ class BatchRound:
         self.has_captured = captured
 
     def _continues(self, following: _Round, requests: Sequence[RoundInput], levels: int, kind: RoundKind) -> bool:
-        """Return whether a round begins with what was launched as `following`."""
+        """Return whether a round begins with the kernels launched as `following`."""
         if kind != following.kind or (levels > 0) != (following.levels > 0):
             return False
         if len(requests) != len(following.requests):
@@ -232,7 +232,7 @@ class BatchRound:
 
     @staticmethod
     def _buffer(nodes: int, side: int) -> int:
-        """Return the index of the host's buffer of results; see `VerifyStage`."""
+        """Return the index of the host's result buffer; see `VerifyStage`."""
         return side if nodes == 1 else 0
 
     def _run_graph(self, name: tuple[object, ...], launches: Callable[[], None]) -> None:
@@ -246,11 +246,11 @@ class BatchRound:
         self.has_captured = True
         try:
             self._graphs[name] = capture_replay(launches, self._memory)
-        except RuntimeError as error:  # no memory for another graph, or a new error of the driver
+        except RuntimeError as error:  # out of memory for another graph, or a driver error
             if self._warms_up:
                 raise
             torch.cuda.synchronize(self._inputs.device)  # raises if the device is lost
-            logger.warning("a graph cannot be captured; launching its kernels one by one", exc_info=error)
+            logger.warning("cannot capture a CUDA graph; launching its kernels individually", exc_info=error)
             self._graphs[name] = launches
 
     def _synchronize(self, side: int = 0) -> None:
@@ -264,7 +264,7 @@ class _HostEvent:
         self._at = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Return at once, because launches on the host are synchronous."""
+        """Return immediately, because launches on the host are synchronous."""
 
     def elapsed_time(self, end: "_HostEvent") -> float:
         """Return the milliseconds from this event to `end`."""

@@ -1,4 +1,4 @@
-"""Prepares an engine's captured rounds for every batch size and context length, and measures their costs."""
+"""Preparation of an engine's captured rounds for all batch sizes and context lengths, and their measured costs."""
 
 import itertools
 import statistics
@@ -36,17 +36,17 @@ from treespec_kernels.tree.device_trees import MAX_CANDIDATES
 from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, MAX_DEPTH, SEEDS
 from treespec_kernels.tuning.tuned import KernelConfigs
 
-# Slots behind a request's context that drafts write to: the root's, and those of every frontier but the last.
+# Slots behind a request's context that drafts write to: the root's and those of all frontiers but the last
 SLOTS = num_tree_slots(MAX_DEPTH)
-NODES = (1, 8, 16, 32, 64)  # rows per request of the target pass, by graph
-# A graph launches programs for every segment of its longest context, so shorter contexts get graphs of their own.
+NODES = (1, 8, 16, 32, 64)  # target pass rows per request, one graph each
+# A graph launches programs for all segments of its longest context, so shorter contexts have their own graphs.
 CONTEXTS = (4096, 16384, 65536)
-MARGIN = 1 << 30  # bytes for memory outside the plan: driver modules, graphs, vendor workspaces
+MARGIN = 1 << 30  # bytes for unplanned memory: driver modules, graphs, vendor workspaces
 _REPEATS = 5
 
 
 def stack_sizes(drafts: Sequence[ModelConfig]) -> list[int]:
-    """Return the sizes of the stacks: neighbouring SSMs of equal architecture run as one model with stacked weights."""
+    """Return the sizes of the stacks: adjacent SSMs of equal architecture run as one model with stacked weights."""
     return [len(list(group)) for _, group in itertools.groupby(drafts, lambda config: config.compute_key)]
 
 
@@ -54,11 +54,11 @@ class Rounds(NamedTuple):
     """Captured rounds of an engine."""
 
     limits: RoundLimits  # limits of the rounds for the longest context
-    by_size: dict[int, list[BatchRound]]  # by maximum batch size, ascending: rounds for ascending context lengths
+    by_size: dict[int, list[BatchRound]]  # by maximum batch size, ascending: rounds by ascending context length
     planners: dict[int, Planner]  # by maximum batch size
-    nbytes: int  # GPU memory of the buffers, and of the graphs that were captured at start
-    sampling: SamplingState  # what the logit transforms of running requests depend on
-    target_pass: TargetPass | None = None  # captured passes for requests that go step by step; None without graphs
+    nbytes: int  # GPU memory of the buffers and of graphs captured at start
+    sampling: SamplingState  # state of running requests' logit transforms
+    target_pass: TargetPass | None = None  # captured target passes for rounds of the host executor; None without graphs
 
     def size_for(self, num_requests: int) -> int:
         """Return the smallest batch size with room for `num_requests` requests."""
@@ -75,11 +75,11 @@ def captured_rounds(
     configs: KernelConfigs,  # tuned for the device
     spec: SpecConfig,  # the engine's default options, which limit depth and nodes
     max_model_len: int,
-    scratch: int,  # slots behind a request for tree nodes
+    scratch: int,  # slots behind a request's context for tree nodes
     max_num_seqs: int,
-    cuda_graphs: bool,  # whether to capture CUDA graphs; otherwise kernels are launched one by one
+    cuda_graphs: bool,  # whether to capture CUDA graphs; otherwise kernels are launched individually
 ) -> Rounds:
-    """Prepare captured rounds and measure their costs; graphs that this does not need are captured at first use."""
+    """Prepare captured rounds and measure their costs; other graphs are captured at first use."""
     limits = round_limits(spec, max_model_len, scratch, len(ssms.models) if ssms is not None else 0)
     target, cache = runner.target, runner.cache
     assert isinstance(target, TritonDecoder)
@@ -100,7 +100,7 @@ def captured_rounds(
         for size in sizes
     }
     if not is_interpreted():
-        rounds[sizes[-1]][-1].warm_up(limits.nodes[-1:])  # the largest first: other graphs fit into its memory
+        rounds[sizes[-1]][-1].warm_up(limits.nodes[-1:])  # largest first: other graphs fit into its memory
     one = _measure_costs(rounds[1][0])
     most = one if len(sizes) == 1 else _measure_costs(rounds[sizes[-1]][0])
     planners = {size: Planner(_between(one, most, (size - 1) / max(sizes[-1] - 1, 1)), limits) for size in sizes}
@@ -117,29 +117,29 @@ def _reserved(device: torch.device) -> int:
 
 def planned_bytes(
     models: Sequence[ModelConfig],  # the target and the SSMs
-    limits: RoundLimits,  # of the longest context
+    limits: RoundLimits,  # limits for the longest context
     max_num_seqs: int,
     prefill_chunk: int,  # rows of a prefill pass
-    dtype: torch.dtype,  # of activations
+    dtype: torch.dtype,  # dtype of activations
 ) -> int:
-    """Return bytes excluding weights and cache: of the largest round (all share memory) and of a prefill pass."""
+    """Return the memory of the largest round (all share it) and of a prefill pass, without weights and cache."""
     longest = limits.max_context + limits.nodes[-1]
     needed = MARGIN
     for i, model in enumerate(models):
         shape, spans = model.shape, np.array([min(window or longest, longest) for window in model.windows])
         per_layer = SegmentPartition().segment_of(spans) + 1 + (spans < longest)  # a window may start inside a segment
         segments = int(per_layer.sum())
-        # Twice the captured rows, because the run before a capture, which compiles the kernels, allocates memory of its
-        # own.
+        # Twice the captured rows, because the run before a capture, which compiles the kernels, allocates its own
+        # memory.
         captured = 2 * max_num_seqs * (max(limits.width, FRONTIER) if i else limits.nodes[-1])
         rows = captured + (0 if i else prefill_chunk)
         partials = rows * segments * shape.num_heads * (shape.head_dim + 2) * 4
         widths = 4 * shape.hidden_size + 3 * shape.intermediate_size + 8 * shape.num_heads * shape.head_dim
         split = 8 * max(shape.hidden_size, 3 * shape.num_heads * shape.head_dim) * 4  # fp32 sums of split layers
         activations = rows * (widths * dtype.itemsize + split + shape.vocab_size * (dtype.itemsize + 1))
-        tables = len(model.ropes) * (limits.max_context + model.short_context) * 2 * shape.head_dim * 4  # RoPE
+        tables = len(model.ropes) * (limits.max_context + model.short_context) * 2 * shape.head_dim * 4  # RoPE tables
         needed += partials + activations + tables
-        if not i:  # transformed scores in float32, logits of passes that go step by step, and log-probabilities
+        if not i:  # fp32 transformed scores, logits of the host executor's passes, log-probabilities
             nodes = max_num_seqs * limits.nodes[-1]
             scored = nodes * 4 + min(nodes, MAX_ROWS) * dtype.itemsize + LOGPROB_ROWS * BYTES_PER_LOGIT
             needed += scored * shape.vocab_size + SamplingState.nbytes(max_num_seqs, shape.vocab_size)
@@ -153,7 +153,7 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 def round_limits(spec: SpecConfig, max_model_len: int, scratch: int, num_ssms: int) -> RoundLimits:
-    """Return the limits of captured rounds; draft and tree nodes must fit into the `scratch` slots of a request."""
+    """Return the limits of captured rounds; its nodes must fit into the `scratch` slots of a request."""
     depth = min(MAX_DEPTH, spec.max_depth if not spec.is_plain else MAX_DEPTH, 1 + (scratch - 1) // FRONTIER)
     depth = max(min(depth, (MAX_CANDIDATES - SEEDS) // (FRONTIER * CHILDREN * (num_ssms + 1))), 1)
     most = max(spec.max_nodes, NODES[-1] if spec.is_adaptive else 1)
@@ -162,7 +162,7 @@ def round_limits(spec: SpecConfig, max_model_len: int, scratch: int, num_ssms: i
 
 
 def runs_on_device(model: GroupModel) -> bool:
-    """Return whether a draft's levels can be captured: one graph serves all, so weights per depth are not possible."""
+    """Return whether a draft's levels can be captured: one graph serves all, so weights must not vary by depth."""
     if isinstance(model, FeatureHead):
         return not isinstance(model, StateHead) and isinstance(model.decoder, TritonDecoder)
     return isinstance(model, TritonDecoder)
@@ -193,9 +193,9 @@ def _stacks(ssms: SsmDrafter | None, pools: Sequence[torch.Tensor], configs: Ker
 
 
 def _measure_costs(batch: BatchRound) -> CostCurve:
-    """Capture and measure the rounds of a batch size, on an idle batch, which runs the same kernels.
+    """Capture and measure the rounds of a batch size on an idle batch, which runs the same kernels.
 
-    Returns constant costs in Triton's interpreter, whose times are meaningless.
+    In Triton's interpreter, times are meaningless and the costs are constants.
     """
     nodes = batch.limits.nodes
     if is_interpreted():
@@ -208,7 +208,7 @@ def _measure_costs(batch: BatchRound) -> CostCurve:
 
 
 def _between(first: CostCurve, last: CostCurve, share: float) -> CostCurve:
-    """Return the costs at `share` of the way from one batch size to another, until rounds of this size are observed."""
+    """Interpolate costs at `share` of the way between two batch sizes, until rounds of this size are observed."""
 
     def mix(a: float, b: float) -> float:
         return a + share * (b - a)

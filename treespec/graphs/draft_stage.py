@@ -18,12 +18,12 @@ from treespec_kernels.tree.tree_root import tree_root_triton
 
 
 def num_tree_slots(max_depth: int) -> int:
-    """Return the number of slots of a tree of drafted tokens: the root's, and those of every frontier but the last."""
+    """Return the number of draft slots of a tree: the root's and those of all frontiers but the last."""
     return 1 + (max_depth - 1) * FRONTIER
 
 
 class SsmPasses:
-    """Passes of a stack of SSMs, which return hidden states for its `logits`."""
+    """Passes of a stack of SSMs; they return hidden states for `ModelStack.logits`."""
 
     def __init__(self, stack: ModelStack, inputs: RoundInputs):
         self._inputs = inputs
@@ -45,21 +45,21 @@ class SsmPasses:
 
 
 class HeadPasses(SsmPasses):
-    """Passes of a draft head, whose rows also read the feature of the token before theirs (see `FeatureHead`).
+    """Passes of a draft head, which also read the feature of the token before each row (see `FeatureHead`).
 
-    The feature is the target's after a verified token, and the head's own output after a drafted one.
+    The feature is the target's after a verified token, and the head's output after a drafted one.
     """
 
     def __init__(self, stack: HeadStack, inputs: RoundInputs, features: FeaturePool):
         super().__init__(stack, inputs)
         self._stack, self._features = stack, features
-        # Outputs at the nodes by their slot; those of an empty place in the frontier go to the last one.
+        # The head's outputs by node slot; empty places of the frontier write to the last slot.
         size = inputs.num_requests, num_tree_slots(inputs.limits.max_depth) + 1, stack.head.config.shape.hidden_size
         self._outputs = torch.zeros(size, dtype=stack.head.dtype, device=inputs.device)
 
     def read(self, tokens: Tensor, first: Tensor, depths: Tensor) -> Tensor:
-        # A token's K/V have the slot of its feature, one before its position. A request without a committed token has
-        # no feature; its heads have no weight, and what they compute in its first slot is overwritten.
+        # A token's K/V are in the slot of its feature, one before its position. A request without a committed token has
+        # no feature; its heads have weight 0, and their K/V in its first slot are overwritten.
         rows = self._chain.place((first - 1).clamp(min=0), depths)
         features = self._stack.head.features_of(self._features.read(rows.slots))
         hidden, outputs = self._forward(tokens, features, rows)
@@ -98,7 +98,7 @@ class DraftStage:
         shape = (ssms, b, FRONTIER, self.children)
         self._tokens = torch.full(shape, -1, dtype=torch.int32, device=device)
         self._probs = torch.zeros(shape, dtype=torch.float32, device=device)
-        # Probabilities that each SSM assigned to the tokens it read in this round.
+        # Probability that each SSM assigned to each token it read in this round.
         self.read_probs = torch.zeros(inputs.num_ssms, b, limits.max_depth, dtype=torch.float32, device=device)
         self._steps = torch.arange(limits.width, dtype=torch.int32, device=device)
         self._passes: list[SsmPasses] = []
@@ -113,9 +113,9 @@ class DraftStage:
         tree_root_triton(self.forest, self.inputs["roots"])
 
     def first_level(self, sampled: bool) -> None:
-        """Read the tokens emitted in the last round, up to the roots, and propose below the roots.
+        """Read the tokens emitted in the last round, up to the roots, and propose the roots' children.
 
-        This does not depend on the proposals of other sources, which may still be searched; `merge` does.
+        This step needs no proposals of other sources, which may still be searched; `merge` needs them.
         """
         inputs = self.inputs
         b, width = inputs.num_requests, inputs.limits.width
@@ -136,20 +136,20 @@ class DraftStage:
             self._propose(ssms, roots.view(groups * b, -1), None, 1, sampled)
 
     def next_level(self, sampled: bool) -> None:
-        """Merge the last level, score the new frontier, and propose below it."""
+        """Merge the last level, score the new frontier, and propose its children."""
         self.merge()
         for stack, passes in zip(self.stacks, self._passes, strict=True):
             ssms = slice(stack.first, stack.first + stack.groups)
             self._propose(ssms, *stack.logits(passes.score(self.forest)), FRONTIER, sampled)
 
     def merge(self) -> None:
-        """Merge the proposals below the frontier, those of sources without a model included."""
+        """Merge the proposals for the frontier, including those of model-free sources."""
         inputs = self.inputs
         arguments = inputs["weights"], inputs["end_tokens"], inputs.proposed
         tree_merge_triton(self.forest, self._tokens, self._probs, *arguments)
 
     def _propose(self, ssms: slice, logits: Tensor, stats: BlockStats | None, rows: int, sampled: bool) -> None:
-        """Store what these SSMs propose at each request's first `rows` nodes; logits are [G * B * rows, vocab]."""
+        """Store these SSMs' proposals at each request's first `rows` nodes; `logits` is [G * B * rows, vocab]."""
         inputs, groups = self.inputs, ssms.stop - ssms.start
         b = inputs.num_requests
 

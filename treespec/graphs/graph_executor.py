@@ -24,20 +24,20 @@ from treespec.sampling.transforms import runs_by_kernels
 from treespec.tree import TokenTree, merge
 from treespec_kernels.tree.growth_limits import SEEDS
 
-LEAST_VALUE = 1e-6  # minimum node value; only SSMs with weight 0 propose less
-STEADY_ROUNDS = 4  # of the same requests, before rounds are launched ahead
+LEAST_VALUE = 1e-6  # minimum node value; only SSMs with weight 0 propose nodes below it
+STEADY_ROUNDS = 4  # rounds of the same requests before rounds are launched ahead
 
 
 @dataclass
 class GraphExecution(Execution):
-    """A round that the device computes."""
+    """A round computed on the device."""
 
-    began: float = 0.0  # time at which planning began
-    seed_trees: list[TokenTree | None] = field(default_factory=list)  # what sources without a model proposed
+    began: float = 0.0  # start time of planning
+    seed_trees: list[TokenTree | None] = field(default_factory=list)  # proposals of model-free sources
     batch: BatchRound = field(init=False)
-    results: Callable[[], list[RoundResult]] = field(init=False)  # waits for the device; by request
+    results: Callable[[], list[RoundResult]] = field(init=False)  # waits for the device; results by request
     host_seconds: float = 0.0  # seconds that the device waited for the launch
-    decided: list[RoundResult] = field(default_factory=list)  # these results
+    decided: list[RoundResult] = field(default_factory=list)  # results of this round
 
 
 class GraphExecutor(Executor[GraphExecution]):
@@ -46,8 +46,8 @@ class GraphExecutor(Executor[GraphExecution]):
     def __init__(self, runner: Runner, sources: DraftSources, rounds: Rounds, max_model_len: int):
         self.runner, self.sources, self.rounds, self.max_model_len = runner, sources, rounds, max_model_len
         self.ssms = None if sources.ssms is None else CapturedSsms(sources.ssms)
-        self._steady, self._last = 0, list[Request]()  # the last round's requests, and how many rounds had just them
-        self._waited: float | None = None  # when the last round's results came, if `launch` follows in the same step
+        self._steady, self._last = 0, list[Request]()  # number of rounds since the batch changed, and the batch
+        self._waited: float | None = None  # when the last round's results arrived, if `launch` follows in the same step
 
     def serves(self, request: Request) -> bool:
         params, spec = request.params, request.spec
@@ -82,7 +82,7 @@ class GraphExecutor(Executor[GraphExecution]):
         return GraphExecution(requests, plans, planner=planner, planned=planner.round, overlaps=True, began=began)
 
     def propose(self, execution: GraphExecution, clock: StageClock) -> None:
-        """Let the SSMs read what they missed, and launch the draft levels, over what other sources propose."""
+        """Let the SSMs read missing tokens, and launch the draft levels over the other sources' proposals."""
         requests = execution.requests
 
         def search() -> Sequence[TokenTree | None]:
@@ -95,7 +95,7 @@ class GraphExecutor(Executor[GraphExecution]):
             clock.enter("draft")
             read = self._catch_up(drafting)
             if (ssms := self.sources.ssms) is None or not any(map(ssms.may_draft, drafting)):
-                clock.enter("search")  # otherwise the search runs beside the first level, as a part of it
+                clock.enter("search")  # otherwise the search overlaps with the first level
                 if not any(search()):
                     execution.plans, drafting = [PLAIN] * len(requests), []
             clock.enter("merge")
@@ -111,7 +111,7 @@ class GraphExecutor(Executor[GraphExecution]):
         execution.seed_trees = execution.seed_trees or [None] * len(requests)
 
     def forward(self, execution: GraphExecution, clock: StageClock) -> None:
-        """Launch the target pass, which the device goes on to verify and commit."""
+        """Launch the target pass, verification and commit."""
         batch, read = execution.batch, execution.drafted.read_seconds
         execution.results = batch.verify()
         if batch.has_captured:
@@ -138,10 +138,10 @@ class GraphExecutor(Executor[GraphExecution]):
         clock.move("merge", draft=waited * draft, forward=waited * forward)
 
     def commit(self, execution: GraphExecution, clock: StageClock) -> None:
-        """Record what the device has committed. A request with NaN or infinity stays undecided, its slots zeroed."""
+        """Record the committed results. Requests with NaN or infinity stay undecided, with their slots zeroed."""
         rows = zip(execution.requests, execution.plans, execution.seed_trees, execution.decided, strict=True)
         for request, plan, seed_tree, result in rows:
-            if request.finished:  # while the device computed it; the planner knows no such rounds
+            if request.finished:  # finished while the device computed; the planner ignores such rounds
                 execution.planner = None
                 continue
             request.target_passes += 1
@@ -161,22 +161,22 @@ class GraphExecutor(Executor[GraphExecution]):
             )
 
     def _launch_following(self, execution: GraphExecution, others_wait: bool) -> None:
-        """Launch what the next round begins with, if it is likely to be of the same requests.
+        """Launch the beginning of the next round if it is likely to have the same requests.
 
-        A plain round that is not is lost, so there must have been some rounds of the same requests.
+        If a launched plain round has other requests, it is lost, so some rounds of the same requests must precede it.
         """
         requests, batch = list(execution.requests), execution.batch
         for request in requests:
             request.runs_ahead = False
         self._steady = self._steady + 1 if requests == self._last else 0
         self._last = requests
-        most = self.rounds.limits.width if execution.drafted.levels else 1  # tokens of this round
+        most = self.rounds.limits.width if execution.drafted.levels else 1  # maximum tokens of this round
         if others_wait or self._steady < STEADY_ROUNDS:
             return
         if any(request.finished or request.tokens_left <= most for request in requests):
             return
         if any(request.reserved_len <= len(request.tokens) + most for request in requests):
-            return  # they get other pages before the next round
+            return  # its pages change before the next round
         size, context = self.rounds.size_for(len(requests)), max(request.context_len for request in requests)
         if self.rounds.round_for(size, min(context + most, self.max_model_len)) is batch:
             batch.launch_following()
@@ -193,7 +193,7 @@ class GraphExecutor(Executor[GraphExecution]):
             self.runner.wait()
 
     def _catch_up(self, requests: Sequence[Request]) -> float:
-        """Prefill the SSMs with prompts, or the output of rounds without drafting; return the seconds, 0 if none."""
+        """Prefill the SSMs with prompts or the output of plain rounds; return the seconds, 0 if nothing was missing."""
         ssms, began = self.ssms, time.perf_counter()
         if ssms is None or not requests or not ssms.catch_up(requests, self.rounds.limits.width):
             return 0.0

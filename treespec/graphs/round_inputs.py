@@ -1,4 +1,4 @@
-"""Inputs of a captured round: requests as data in buffers with fixed addresses."""
+"""Inputs of a captured round: requests as data in buffers at fixed addresses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ MAX_ENDS = 8  # maximum number of end tokens of a request
 class RoundLimits(RoundShapes):
     """Limits of the captured rounds of one batch size."""
 
-    max_pages: int  # of one request
+    max_pages: int  # maximum pages of a request
     max_context: int  # maximum committed positions of a request
 
     @property
     def width(self) -> int:
-        """Maximum number of tokens emitted by a round: a path of D nodes below the root, and the bonus token."""
+        """Maximum number of tokens emitted in a round: a path of D nodes below the root, and the bonus token."""
         return self.max_depth + 1
 
 
@@ -39,20 +39,20 @@ class RoundInput(NamedTuple):
     context_len: int  # L, the number of committed positions of the target
     new_tokens: Sequence[int]  # tokens that the SSMs have not read, the root last; at most D + 1
     pages: np.ndarray  # int64 [num_pages]
-    end_tokens: Sequence[int]  # tokens below which nothing is drafted
-    temperature: float  # temperature of the target's choices; 0 = argmax
-    draft_temperature: float  # temperature of the SSMs' proposals
-    rng_seed: int  # identifies the request's noise, with the next one
+    end_tokens: Sequence[int]  # tokens that nothing is drafted after
+    temperature: float  # temperature of the target; 0 = argmax
+    draft_temperature: float  # temperature of the SSMs
+    rng_seed: int  # noise seed of the request
     sample: int
-    weights: np.ndarray  # mixture weight of each SSM, NaN if it does not draft; sum 1. Empty if no SSM may draft
-    max_depth: int  # of the tree; 0 for plain decoding
-    max_nodes: int  # of the tree; 1 for plain decoding
+    weights: np.ndarray  # mixture weights of the SSMs, NaN if inactive; sum 1. Empty if no SSM may draft
+    max_depth: int  # maximum depth of the tree; 0 for plain decoding
+    max_nodes: int  # maximum nodes of the tree; 1 for plain decoding
     least_value: float  # minimum value of a node
-    max_len: int  # maximum number of positions that the request may reach
-    transforms: RequestTransforms | None = None  # logit transforms of the target's choices; None for temperature alone
+    max_len: int  # maximum number of positions of the request
+    transforms: RequestTransforms | None = None  # logit transforms of the target; None for temperature alone
 
 
-_ALIGNMENT = 64  # bytes of every field's address; Triton would recompile kernels for less than 16
+_ALIGNMENT = 64  # alignment of every field, in bytes; Triton would recompile kernels for less than 16
 
 
 class DeviceInputs:
@@ -62,13 +62,13 @@ class DeviceInputs:
         self,
         num_requests: int,  # B, the maximum number of requests
         limits: RoundLimits,
-        fields: Mapping[torch.dtype, Mapping[str, tuple[int, ...]]],  # shapes of the fields of each dtype, by name
+        fields: Mapping[torch.dtype, Mapping[str, tuple[int, ...]]],  # field shapes by dtype and name
         device: torch.device,
-        idle: Mapping[str, Any],  # contents of fields without a request, other than 0, by name
+        idle: Mapping[str, Any],  # values of idle fields other than 0, by name
     ):
         self.num_requests, self.limits, self.device = num_requests, limits, device
         layout: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
-        self._places: dict[str, tuple[int, int]] = {}  # first byte, and end
+        self._places: dict[str, tuple[int, int]] = {}  # first byte and end of each field
         size = 0
         for dtype, shapes in fields.items():
             for name, shape in shapes.items():
@@ -77,7 +77,7 @@ class DeviceInputs:
                 self._places[name] = first, size
         host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
         self._host, self._device = host, torch.zeros(size, dtype=torch.uint8, device=device)
-        # The fields as numpy arrays in pinned memory, which `upload` copies to the device.
+        # Numpy views of the fields in pinned memory, which `upload` copies to the device.
         self.host = {name: _field(host, *part).numpy() for name, part in layout.items()}
         self._fields = {name: _field(self._device, *part) for name, part in layout.items()}
         for name, values in idle.items():
@@ -92,8 +92,8 @@ class DeviceInputs:
         self._bytes[:] = self._idle
 
     def upload(self, first: str | None = None, last: str | None = None) -> None:
-        """Copy the fields from `first` to `last`, in the order of their definition, to the device; None = all."""
-        if first is None and last is None:  # the device waits for this copy, so nothing is sliced for it
+        """Copy the fields from `first` to `last`, in definition order, to the device; None for all."""
+        if first is None and last is None:  # the device waits for this copy, so avoid slicing
             self._device.copy_(self._host, non_blocking=True)
             return
         part = slice(self._places[first][0] if first else None, self._places[last][1] if last else None)
@@ -101,12 +101,12 @@ class DeviceInputs:
 
 
 def _field(memory: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a view of bytes from `first` on."""
+    """Return a tensor view of the bytes from `first` on."""
     return memory[first : first + int(np.prod(shape)) * dtype.itemsize].view(dtype).view(shape)
 
 
 class RoundInputs(DeviceInputs):
-    """The requests of a round as device buffers."""
+    """Device buffers that hold the requests of a round."""
 
     def __init__(self, num_requests: int, num_ssms: int, limits: RoundLimits, device: torch.device):
         b = num_requests
@@ -121,7 +121,7 @@ class RoundInputs(DeviceInputs):
                 "pages": (b, limits.max_pages),
                 "transform_options": (b, 3),
                 "counted_tokens": (b, limits.width),
-                "proposed_tokens": seeds,  # from here to `proposed_ratios`, what `propose` uploads
+                "proposed_tokens": seeds,  # `propose` uploads the fields from here to `proposed_ratios`
                 "proposed_parents": seeds,
             },
             torch.float32: {
@@ -144,7 +144,7 @@ class RoundInputs(DeviceInputs):
         self._rng_seeds = self.host["rng_seeds"].view(np.uint64)
 
     def noise(self, temperatures: Tensor, by_row: Callable[[Tensor], Tensor], positions: Tensor) -> RowNoise:
-        """Return the noise of `row_topk_triton`, one entry per row; `by_row` expands a field from requests to rows.
+        """Return the noise for `row_topk_triton`, one entry per row; `by_row` expands a field from requests to rows.
 
         Positions are those of the sampled tokens, int64 [rows].
         """
@@ -155,7 +155,7 @@ class RoundInputs(DeviceInputs):
         return ProposedTrees(*(self[f"proposed_{name}"] for name in ProposedTrees._fields))
 
     def fill(self, requests: Sequence[RoundInput]) -> None:
-        """Upload a batch; remaining places are idle."""
+        """Upload a batch; unused rows are idle."""
         self.clear()
         host = self.host
         for i, request in enumerate(requests):
@@ -187,7 +187,7 @@ class RoundInputs(DeviceInputs):
         self.upload()
 
     def propose(self, seed_trees: Sequence[TokenTree | None], evidence: SeedEvidence | None) -> None:
-        """Upload what sources without a model proposed for the batch of the last `fill`, None for nothing.
+        """Upload the proposals of model-free sources for the batch of the last `fill`, None for no proposal.
 
         A seed tree has at most 1 + SEEDS nodes. Evidence ratios are 1 if `evidence` is None.
         """

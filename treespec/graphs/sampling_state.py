@@ -1,4 +1,4 @@
-"""Device rows that the logit transforms of captured rounds read: biases and token counts of running requests."""
+"""Device state of the logit transforms in captured rounds: biases and token counts of running requests."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,10 +14,10 @@ from treespec.sampling.transforms import TransformRow, bias_row, count_row, has_
 class RequestTransforms(NamedTuple):
     """Transforms of a request in a round."""
 
-    row: TransformRow  # its parameters
-    slot: int  # its row of biases and counts, -1 for none
-    new_tokens: Sequence[int]  # output tokens that its counts do not include yet
-    truncates: bool  # whether it has top-k, top-p or min-p
+    row: TransformRow  # parameters of the request
+    slot: int  # row of its biases and counts, -1 for none
+    new_tokens: Sequence[int]  # output tokens to add to its counts
+    truncates: bool  # whether top-k, top-p or min-p applies
 
 
 class SamplingState:
@@ -29,21 +29,21 @@ class SamplingState:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, max_new: int):
         self.num_slots, self.vocab_size, self._device, self._max_new = num_slots, vocab_size, device, max_new
         self._slots: dict[Request, int] = {}
-        self._known: dict[Request, int] = {}  # tokens that the counts of a request include
+        self._known: dict[Request, int] = {}  # number of counted tokens by request
 
     @cached_property
     def biases(self) -> Tensor:
-        """float32 [S, vocab], added to the logits; -inf excludes a token."""
+        """Biases added to the logits, float32 [S, vocab]; -inf excludes a token."""
         return torch.zeros(self.num_slots, self.vocab_size, dtype=torch.float32, device=self._device)
 
     @cached_property
     def _all_counts(self) -> Tensor:
-        """The counts, and a row that takes those of absent tokens."""
+        """The counts, with an additional row for absent tokens."""
         return torch.zeros(self.num_slots + 1, self.vocab_size, dtype=torch.int32, device=self._device)
 
     @property
     def counts(self) -> Tensor:
-        """int32 [S, vocab], as in `TransformInputs`."""
+        """Token counts, int32 [S, vocab], as in `TransformInputs`."""
         return self._all_counts[: self.num_slots]
 
     @staticmethod
@@ -51,13 +51,13 @@ class SamplingState:
         return num_slots * vocab_size * 8
 
     def count(self, slots: Tensor, tokens: Tensor) -> None:
-        """Add tokens, int32 [B, n], -1 for none, to the counts of slots, int32 [B]; part of a captured round."""
+        """Add tokens (int32 [B, n], -1 for none) to the counts of slots (int32 [B]); part of a captured round."""
         rows = torch.where((tokens >= 0) & (slots >= 0)[:, None], slots[:, None], self.num_slots).long()
         places = (rows * self.vocab_size + tokens.clamp(min=0)).flatten()
         self._all_counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
 
     def rows_of(self, requests: Sequence[Request]) -> list[RequestTransforms | None]:
-        """Return each request's transforms in a round, None without any. Requests that are absent lose their slots."""
+        """Return each request's transforms in a round, or None. Free the slots of all other requests."""
         if self._slots:
             for gone in self._slots.keys() - set(requests):
                 del self._slots[gone], self._known[gone]
@@ -78,7 +78,7 @@ class SamplingState:
         return RequestTransforms(row, self._slots[request], request.tokens[new:], params.truncates)
 
     def _fill(self, request: Request) -> None:
-        """Give a request a slot with its biases and counts."""
+        """Allocate and fill a request's slot of biases and counts."""
         if request not in self._slots:
             self._slots[request] = min(set(range(self.num_slots)) - set(self._slots.values()))
         slot = self._slots[request]

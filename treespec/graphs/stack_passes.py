@@ -1,4 +1,4 @@
-"""Model passes of fixed shape for captured rounds: of stacked models, and of the target over token trees."""
+"""Model passes of fixed shape for captured rounds: stacked models' passes, and target passes over token trees."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from treespec_kernels.linear.lm_head import BlockStats, LmHead
 class FeaturePool(NamedTuple):
     """Pool of the target's hidden states that draft heads read."""
 
-    layers: tuple[int, ...]  # of the target, as in `Decoder.forward_with_states`
+    layers: tuple[int, ...]  # target layers, as in `Decoder.forward_with_states`
     pool: Tensor  # [num layers, 2, num_pages, heads, PAGE_SIZE, width], as in `KVCache`
 
     def write(self, slots: Tensor, states: Tensor) -> None:
@@ -43,9 +43,9 @@ class ModelStack:
     table: Tensor  # RoPE table, fp32 [num_ropes, num_positions, 2, head_dim]
     attention: TritonAttention
     pool: Tensor  # K/V, [num_layers, 2, G * num_pages, num_kv_heads, PAGE_SIZE, head_dim]
-    first: int = 0  # index of the first of these models among the SSMs
-    heads: Sequence[HeadVocabulary] = ()  # of reduced heads, one per model; empty if they are not reduced
-    scorer: PassKernels | None = None  # kernels of the model whose vocabulary head is used; None = their own
+    first: int = 0  # index of the first model among the SSMs
+    heads: Sequence[HeadVocabulary] = ()  # vocabularies of reduced heads, one per model; empty for full heads
+    scorer: PassKernels | None = None  # kernels of the model whose LM head is used; None for the stack's own
 
     @property
     def groups(self) -> int:
@@ -53,11 +53,11 @@ class ModelStack:
 
     @cached_property
     def _columns(self) -> Tensor:
-        """int64 [G, 1, width], tokens of the columns of reduced heads."""
+        """Token ids of reduced heads' columns, int64 [G, 1, width]."""
         return torch.stack([head.index for head in self.heads])[:, None]
 
     def logits(self, hidden: Tensor) -> tuple[Tensor, BlockStats | None]:
-        """Return logits [G * rows, vocab], -inf outside a reduced head, and block statistics if not reduced."""
+        """Return logits [G * rows, vocab], -inf outside a reduced head, and block statistics of full heads."""
         head = (self.scorer or self.kernels).logits(hidden)
         if not self.heads:
             return head
@@ -69,7 +69,7 @@ class ModelStack:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadStack(ModelStack):
-    """A draft head that reads hidden states of the target, as a stack of its own."""
+    """A stack of one draft head that reads hidden states of the target."""
 
     head: FeatureHead
 
@@ -77,7 +77,7 @@ class HeadStack(ModelStack):
 class StackPasses:
     """Passes over R = `rows` rows of each of B requests in each of G models.
 
-    The rows are consecutive tokens if `chain`, and nodes of a tree otherwise.
+    Rows are consecutive tokens if `chain`, otherwise tree nodes.
     """
 
     def __init__(self, stack: ModelStack, inputs: DeviceInputs, rows: int, chain: bool):
@@ -104,12 +104,12 @@ class StackPasses:
 
     @property
     def positions(self) -> Tensor:
-        """Positions of the last pass's rows, int32 [G * B * R]."""
+        """Row positions of the last pass, int32 [G * B * R]."""
         return self._layouts[0].positions
 
     @property
     def slots(self) -> Tensor:
-        """Physical slots of the last pass's rows, int64 [G * B * R]."""
+        """Physical slots of the rows of the last pass, int64 [G * B * R]."""
         return self._layouts[0].slots
 
     def place(
@@ -143,16 +143,16 @@ class StackPasses:
         depths: Tensor,
         row_slots: Tensor | None = None,
         ancestors: Tensor | None = None,
-        states: dict[int, Tensor | None] | None = None,  # receives residual streams, as in `PassKernels.hidden`
+        states: dict[int, Tensor | None] | None = None,  # filled with residual streams, as in `PassKernels.hidden`
     ) -> Tensor:
-        """Return the hidden states after the final norm, [G * B * R, hidden_size], of the same rows in every model."""
+        """Return the hidden states after the final norm, [G * B * R, hidden_size]."""
         rows = self.place(context_lens, depths, row_slots, ancestors)
         ids = (tokens.clamp(min=0).long() + self._first_tokens).flatten()
         return self.stack.kernels.hidden(ids, rows, self.stack.pool, states=states)
 
 
 class TreePass:
-    """Target pass over trees of at most N nodes in each of B requests; stores the hidden states that heads read."""
+    """Target pass over trees of at most N nodes for B requests; stores the hidden states that heads read."""
 
     def __init__(self, target: ModelStack, inputs: DeviceInputs, nodes: int, features: FeaturePool | None):
         self._target, self._inputs, self._features = target, inputs, features
@@ -164,14 +164,14 @@ class TreePass:
 
     @property
     def positions(self) -> Tensor:
-        """Positions of the last pass's rows, int32 [B * N]."""
+        """Row positions of the last pass, int32 [B * N]."""
         return self._passes.positions
 
     def logits(self, tokens: Tensor, depths: Tensor, ancestors: Tensor) -> LmHead:
         """Write the nodes' K/V to the slots behind the contexts and return their logits.
 
-        Tokens and depths, -1 for padding, are int32 [B, N]; `ancestors`, int32 [B, N, D + 1], are indices of a node's
-        ancestors by depth, its own last and then repeated.
+        Tokens and depths, -1 for padding, are int32 [B, N]; `ancestors`, int32 [B, N, D + 1], are the indices of a
+        node's ancestors by depth, ending with its own index, which is repeated.
         """
         of_trees = (self._slots, None if self._slots is None else ancestors)
         run = partial(self._passes.hidden, tokens, self._inputs["context_lens"], depths, *of_trees)

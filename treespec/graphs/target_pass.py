@@ -1,4 +1,4 @@
-"""Captured target passes over trees that were drafted step by step."""
+"""Captured target passes for rounds of the host executor."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ from treespec_kernels.launch.switches import is_on
 
 logger = logging.getLogger("treespec")
 
-MAX_ROWS = 512  # of a captured pass: with more, launches take a small part of its time, and logits much memory
+MAX_ROWS = 512  # maximum rows of a captured pass: larger ones gain little, and their logits take much memory
 
 
 class _PassShape(NamedTuple):
-    """Shape of a captured pass: maximum requests, nodes of each, and committed positions."""
+    """Shape of a captured pass: maximum numbers of requests, nodes per request, and committed positions."""
 
     requests: int
     nodes: int
@@ -34,32 +34,32 @@ class _PassShape(NamedTuple):
 class TargetPass:
     """Target passes over host trees, replayed from CUDA graphs.
 
-    Rounds that go step by step (drafters from outside, structured outputs, rules with random draws) launch one graph
-    per target pass instead of several hundred kernels. A graph is captured at the first pass of its shape, which also
-    runs without it: the graph is used from then on if both gave the same bits.
+    The host executor's rounds (custom drafters, structured outputs, rules with random draws) launch one graph per
+    target pass instead of several hundred kernels. A graph is captured at the first pass of its shape, and is used from
+    then on if its bits equal those of the same pass without it.
     """
 
     def __init__(
         self,
         target: ModelStack,  # a stack of one model
-        limits: RoundLimits,  # limits of captured rounds; larger trees are not captured
-        sizes: Sequence[int],  # numbers of requests to capture for, ascending
-        contexts: Sequence[int],  # maximum committed positions to capture for, ascending
+        limits: RoundLimits,  # limits of captured rounds; larger trees run without a graph
+        sizes: Sequence[int],  # numbers of requests to capture, ascending
+        contexts: Sequence[int],  # maximum committed positions to capture, ascending
         memory: GraphMemory,  # memory pool of the engine's graphs
-        features: FeaturePool | None,  # hidden states of the target that heads read; None without heads
-        exact: bool,  # whether the graphs must have the bits of the runner's passes
+        features: FeaturePool | None,  # hidden states of the target for heads; None without heads
+        exact: bool,  # whether the graphs must reproduce the bits of the runner's passes
     ):
         self._target, self._limits, self._sizes, self._contexts = target, limits, sizes, contexts
         self._memory, self._features, self._exact = memory, features, exact
         self.has_captured = False  # whether the last pass was the first of its shape
-        self._graphs: dict[_PassShape, _Graph] | None = {}  # None: graphs do not run here
+        self._graphs: dict[_PassShape, _Graph] | None = {}  # None if graphs cannot run here
 
     @property
     def num_graphs(self) -> int:
         return len(self._graphs or ())
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree], run: Callable[[], Tensor]) -> Tensor:
-        """Return the logits of all nodes of all requests, [total nodes, vocab]; `run` runs the pass without a graph."""
+        """Return the logits of all nodes of all requests, [total nodes, vocab]; `run` computes them without a graph."""
         shape = self._shape_of(requests, trees)
         self.has_captured = False
         if shape is None or not is_on("captured_passes"):
@@ -70,7 +70,7 @@ class TargetPass:
         return graphs[shape].replay(requests, trees)
 
     def _shape_of(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> _PassShape | None:
-        """Return the smallest shape with room for a pass; None if it is too large, or if graphs do not run here."""
+        """Return the smallest shape with room for a pass; None if the pass is too large or graphs cannot run here."""
         nodes = max(map(len, trees))
         if self._graphs is None or nodes > self._limits.nodes[-1]:
             return None
@@ -86,33 +86,33 @@ class TargetPass:
 
     @cached_property
     def _out(self) -> Tensor:
-        """Logits of the last pass, [rows, vocab], in memory that all graphs write to."""
+        """Logits of the last pass, [rows, vocab], in a buffer shared by all graphs."""
         head, rows = self._target.kernels.weights.head, min(self._sizes[-1] * self._limits.nodes[-1], MAX_ROWS)
         return torch.empty(rows, head.shape[1], dtype=self._target.kernels.dtype, device=head.device)
 
     def _first(
         self, shape: _PassShape, requests: Sequence[Request], trees: Sequence[TokenTree], run: Callable[[], Tensor]
     ) -> Tensor:
-        """Run a pass without a graph, capture its shape, and compare both."""
+        """Run a pass without a graph, capture its shape, and compare the results."""
         assert self._graphs is not None
         expected = run()
         try:
             graph = _Graph(shape, self._target, self._limits, self._memory, self._features, self._out)
             replayed = graph.replay(requests, trees)
             differs = self._exact and not torch.equal(replayed.view(torch.int16), expected.view(torch.int16))
-        except Exception as error:  # any error of a driver or compiler on which these kernels have never run
-            torch.cuda.synchronize(expected.device)  # raises if the device is lost, so that nothing can run
-            logger.warning("target passes cannot be captured here; launching their kernels one by one", exc_info=error)
+        except Exception as error:  # drivers and compilers may raise any error for new kernels
+            torch.cuda.synchronize(expected.device)  # raises if the device is lost
+            logger.warning("cannot capture target passes; launching their kernels individually", exc_info=error)
         else:
             if not differs:
                 self._graphs[shape] = graph
                 return replayed
             logger.warning(
-                "a captured target pass of %s requests with %s nodes gives other bits; launching kernels one by one",
+                "a captured target pass of %s requests with %s nodes differs in bits; launching kernels individually",
                 *shape[:2],
             )
         self._graphs = None
-        return run()  # the graph may have left other K/V
+        return run()  # the graph may have written different K/V
 
 
 class _Graph:
@@ -138,20 +138,20 @@ class _Graph:
         self._replay: Callable[[], None] | None = None
 
     def replay(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
-        """Return the logits of all nodes, [total nodes, vocab], in memory of their own."""
+        """Return the logits of all nodes, [total nodes, vocab], in their own memory."""
         self._fill(requests, trees)
         if self._replay is None:
             self._replay = run_then_capture(self._run, self._memory)
         self._replay()
         rows = self._out.view(*self._shape[:2], -1)
-        # The next pass writes to the same memory, so the rows are copied out of it.
+        # Copy the rows, because the next pass writes to the same memory.
         return torch.cat([rows[i, : len(tree)] for i, tree in enumerate(trees)])
 
     def _run(self) -> None:
         self._out.copy_(self._launches())
 
     def _fill(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> None:
-        """Upload a batch; remaining places are idle."""
+        """Upload a batch; unused rows are idle."""
         self._inputs.clear()
         host = self._inputs.host
         for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):

@@ -24,24 +24,24 @@ from treespec_kernels.tree.tree_walk import Walk, tree_walk_triton
 class RoundResult(NamedTuple):
     """Result of a captured round for one request."""
 
-    # int32 [5, num_rows], the verified tree: tokens; parents, -1 for the root; depths, -1 after the last node; bit
-    # masks of the sources as in `DeviceTrees`; and the bits of the float32 values
+    # int32 [5, num_rows], the verified tree: tokens; parents (-1 for the root); depths (-1 after the last node); source
+    # bit masks as in `DeviceTrees`; bits of the float32 values
     rows: np.ndarray
-    # int64 [1 + accepted], the accepted nodes, root first. Empty if the target computed NaN or infinity, in which case
-    # nothing is committed
+    # int64 [1 + accepted], accepted nodes, root first; empty if the target computed NaN or infinity, so that nothing is
+    # committed
     path: np.ndarray
-    tokens: list[int]  # the accepted drafted tokens, then the target's own
-    read_probs: np.ndarray  # float32 [num_ssms, len(new_tokens) - 1], of each SSM for the tokens that it read
-    logprobs: np.ndarray | None = None  # those of the path's nodes, as of `LogprobRows.packed`; None if not asked
+    tokens: list[int]  # accepted drafted tokens, then the target's token
+    read_probs: np.ndarray  # float32 [num_ssms, len(new_tokens) - 1], each SSM's probabilities of the tokens it read
+    logprobs: np.ndarray | None = None  # `LogprobRows.packed` of the path's nodes, or None
 
     @property
     def num_nodes(self) -> int:
         return int(np.count_nonzero(self.rows[2] >= 0))
 
     def tree(self, names: Sequence[str], seed_tree: TokenTree | None) -> TokenTree:
-        """Return the verified tree. The device keeps no probabilities of single sources, so those of SSMs are NaN.
+        """Return the verified tree. SSMs have NaN probabilities, since the device does not keep them per source.
 
-        It does not distinguish the sources of the seed tree, which proposed it without a model.
+        The device does not distinguish the model-free sources of the seed tree.
         """
         tokens, parents, depths, masks = self.rows[:4, : self.num_nodes].astype(np.int64)
         values = self.rows[4, : len(tokens)].view(np.float32).astype(np.float64)
@@ -62,7 +62,7 @@ class RoundResult(NamedTuple):
 
 
 class RoundKind(NamedTuple):
-    """What a round computes for some of its requests; rounds of each kind have graphs of their own."""
+    """The optional computations of a round; each kind has its own graphs."""
 
     sampled: bool = False  # whether a request is sampled; otherwise no noise is computed
     transforms: bool = False  # whether a request transforms its logits beyond the temperature
@@ -71,8 +71,8 @@ class RoundKind(NamedTuple):
 
 
 GREEDY = RoundKind()
-MAX_LOGPROBS = 20  # most likely tokens per position; requests for more go step by step
-LOGPROB_ROWS = 32  # rows whose log-probabilities are computed at once, because they need memory of their own
+MAX_LOGPROBS = 20  # maximum number of top tokens per position; requests for more use the host executor
+LOGPROB_ROWS = 32  # rows per log-probability computation, to limit its memory
 
 
 class VerifyStage:
@@ -94,9 +94,9 @@ class VerifyStage:
         }
         self._passes = {n: TreePass(target, inputs, n, features) for n in limits.nodes}
         pinned = device.type == "cuda"
-        # Row of a request: path length, tokens after the root, path; then by node tokens, parents, depths, masks and
-        # the bits of the values. There is one buffer per number of nodes, because a captured graph can only copy into
-        # contiguous memory, and a second one for plain rounds, of which two may be in flight.
+        # One row per request: path length, tokens after the root, path; then for all nodes tokens, parents, depths,
+        # masks and value bits. There is one buffer per number of nodes, because captured graphs can only copy to
+        # contiguous memory, and a second one for plain rounds, since two of them may be in flight.
         self._rows = {
             (n, side): torch.zeros(b, 1 + 2 * limits.width + 5 * n, dtype=torch.int32, pin_memory=pinned, device="cpu")
             for n in limits.nodes
@@ -112,9 +112,9 @@ class VerifyStage:
         self._logprobs = torch.zeros(logprobs, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
     def advance(self) -> None:
-        """Write what the last round decided to the inputs, as the host would for the next round of the same requests.
+        """Write the last round's results to the inputs, like the host for the next round of the same requests.
 
-        Requests without a decision, because a logit was not finite, and idle ones keep their inputs.
+        Idle requests and requests with a non-finite logit keep their inputs.
         """
         inputs, walk = self.inputs, self._walk
         last = walk.tokens.gather(1, (walk.path_lens - 1).clamp(min=0).long()[:, None])[:, 0]
@@ -124,9 +124,9 @@ class VerifyStage:
         inputs["new_tokens"].copy_(walk.tokens.clamp(min=0))
 
     def run(self, nodes: int, kind: RoundKind, side: int = 0) -> None:
-        """Merge the last level, and verify trees of at most `nodes` nodes; the roots alone if 1.
+        """Merge the last level, and verify trees of at most `nodes` nodes; only the roots if 1.
 
-        `side` is the index of the host's buffer; only plain rounds have two.
+        `side` is the index of the host's result buffer; only plain rounds have two.
         """
         inputs, trees, target = self.inputs, self._trees[nodes], self._passes[nodes]
         b = inputs.num_requests
@@ -152,7 +152,7 @@ class VerifyStage:
         options: dict[str, Any] = {"stats": head.stats}
         if kind.transforms:
             logits, options = self._transformed(head.logits, trees, target.positions, kind.truncates), {}
-            temperatures = (temperatures > 0).float()  # the scores are divided by them
+            temperatures = (temperatures > 0).float()  # the scores are already divided by the temperatures
         if kind.sampled:
             options = {"noise": inputs.noise(temperatures, by_row, target.positions.long() + 1)}
         choices = row_topk_triton(logits, 1, **options)
@@ -198,7 +198,7 @@ class VerifyStage:
     def results(
         self, requests: Sequence[RoundInput], nodes: int, drafted: bool, logprobs: bool = False, side: int = 0
     ) -> list[RoundResult]:
-        """Return what the last round, of these arguments, copied to the host; `drafted`: SSMs read tokens."""
+        """Return the last round's results from the host; arguments as in that round. `drafted`: SSMs read tokens."""
         width, count = self.inputs.limits.width, len(requests)
         rows = self._host_rows[nodes, side][:count].copy()  # the next round overwrites both buffers
         read_probs = self._host_read_probs[:, :count].copy()

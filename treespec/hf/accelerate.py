@@ -1,4 +1,4 @@
-"""Install treespec as a model's `generate` method, and remove it again."""
+"""Installation of treespec as a model's `generate` method, and its removal."""
 
 import copy
 import inspect
@@ -17,7 +17,7 @@ from treespec.hf.rows import EndingStreamer
 
 logger = logging.getLogger("treespec")
 
-# Draft sizes of assisted generation. They do not change tokens, and the planner chooses its own.
+# Draft sizes of assisted generation. They change no tokens, and the planner chooses its own sizes.
 _HINTS = """num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind
     target_lookbehind""".split()
 
@@ -25,17 +25,17 @@ _HINTS = """num_assistant_tokens num_assistant_tokens_schedule assistant_confide
 def accelerate(
     model: Any, drafts: Sequence[Any] | None = None, spec: SpecConfig | str | None = None, exact: bool = True
 ) -> Any:
-    """Make a model's `generate` decode with token trees, also in pipelines, until `restore(model)`.
+    """Make a model's `generate` (also in pipelines) decode with token trees, until `restore(model)`.
 
-    Arguments and results are those of transformers' `generate`: the same tokens if greedy, the same distribution if
-    sampled. `streamer=` is supported and ended even on errors, `assistant_model=` becomes another draft, and
-    `tokenizer=` is used for `stop_strings=` and, with `assistant_tokenizer=`, to connect their vocabularies. Other
-    features such as beam search raise an error. Calls may override `drafts=`, `spec=` and `exact=`; calls with another
-    `custom_generate=` go to transformers.
+    Arguments and results are those of transformers' `generate`: greedy decoding returns the same tokens, sampling has
+    the same distribution. `streamer=` is supported and ended even on errors, `assistant_model=` becomes another draft,
+    and `tokenizer=` is used for `stop_strings=` and, with `assistant_tokenizer=`, to connect the two vocabularies.
+    Other features such as beam search raise an error. Calls may override `drafts=`, `spec=` and `exact=`; calls with
+    another `custom_generate=` go to transformers.
 
     Args:
         model: a `PreTrainedModel` in eval mode. Weights and code are not modified; `generate` is set on this instance.
-        drafts, spec, exact: as of `treespec.hf.generate`.
+        drafts, spec, exact: as in `treespec.hf.generate`.
 
     Returns:
         The model.
@@ -50,8 +50,8 @@ def accelerate(
     SpecConfig.resolve(spec, SpecConfig())
     replaced = model.__dict__.get("generate")
     if replaced is not None and not isinstance(replaced, _Generate):
-        raise ConfigError(f"model.generate was replaced by {replaced!r}; delete that first")
-    # instance attribute, which takes precedence over the class's method
+        raise ConfigError(f"model.generate was replaced by {replaced!r}; delete that attribute first")
+    # an instance attribute takes precedence over the class's method
     model.__dict__["generate"] = _Generate(model, drafts, spec, exact)
     return model
 
@@ -86,10 +86,10 @@ class _Generate:
         named = list(inspect.signature(method).parameters)[1:]
         arguments = dict(zip(named, args, strict=False)) | kwargs
         if len(args) > len(named) or arguments.keys() & set(named[: len(args)]) & kwargs.keys():
-            return method(model, *args, **kwargs)  # raises the right TypeError
+            return method(model, *args, **kwargs)  # raises transformers' TypeError
         custom = arguments.pop("custom_generate", None)
         if custom is not None and custom is not generate:
-            logger.info("generate(custom_generate=%r): left to transformers, without treespec", custom)
+            logger.info("generate(custom_generate=%r): handled by transformers, without treespec", custom)
             return method(model, *args, **kwargs)
         streamer = arguments.pop("streamer", None)
         if streamer is None:
@@ -114,7 +114,7 @@ class _Generate:
         return [*others, assistant if tokenizer is None else (assistant, tokenizer)]
 
     def _read_stop_strings(self, arguments: dict[str, Any]) -> None:
-        """Convert `stop_strings` and `tokenizer`, which custom loops do not get, to a stopping criterion."""
+        """Convert `stop_strings` and `tokenizer`, which custom loops do not receive, to a stopping criterion."""
         tokenizer, config = arguments.pop("tokenizer", None), arguments.get("generation_config")
         strings = arguments.pop("stop_strings", None)
         default = getattr(self._model, "generation_config", None)
@@ -122,7 +122,7 @@ class _Generate:
             strings = config.stop_strings
         if default is not None and default.stop_strings is not None:
             named = f"model.generation_config.stop_strings={default.stop_strings!r}"
-            raise ConfigError(f"{named}; set it to None there, and give stop_strings= and tokenizer= to the call")
+            raise ConfigError(f"{named}; set it to None there, and pass stop_strings= and tokenizer= to the call")
         if strings is None:
             return
         if tokenizer is None:

@@ -31,8 +31,8 @@ def check_drafts(drafts: Sequence[Any] | None) -> None:
 def check_dropped_arguments(model: Any) -> None:
     """Reject arguments that transformers' `generate` received but does not pass to a custom loop.
 
-    transformers drops them silently, and the reader of a dropped streamer would wait forever, so it is ended. They are
-    read from the frame of transformers' function, the caller's caller.
+    transformers drops them silently; a dropped streamer is ended here, since its reader would wait forever. The
+    arguments are read from the frame of transformers' function, the caller's caller.
     """
     frame = sys._getframe(2)
     if frame.f_code.co_name != "generate" or frame.f_globals.get("__name__") != "transformers.generation.utils":
@@ -80,14 +80,14 @@ def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: 
     ends_alone = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     others = [type(criterion).__name__ for criterion in criteria if type(criterion).__name__ != "MaxLengthCriteria"]
     if rows > 1 and others and not ends_alone:
-        raise ConfigError(f"{', '.join(others)} with {rows} rows: give an eos_token_id and a pad_token_id, or one row")
+        raise ConfigError(f"{', '.join(others)} with {rows} rows: pass an eos_token_id and a pad_token_id, or one row")
 
 
 def read_padding(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
-    """Return the padding tokens before each row. Raises ConfigError or RequestError for what trees do not support."""
+    """Return the number of padding tokens of each row. Raises ConfigError or RequestError for unsupported inputs."""
     remaining = dict(model_kwargs)
     mask, positions = remaining.pop("attention_mask", None), remaining.pop("position_ids", None)
-    for name in ("past_key_values", "cache"):  # transformers has renamed it in 5.24
+    for name in ("past_key_values", "cache"):  # transformers 5.24 renamed it
         cache = remaining.pop(name, None)
         if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
             raise ConfigError("past_key_values: the engine uses its own cache; pass the whole prompt as input_ids")
@@ -97,7 +97,7 @@ def read_padding(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int
         raise ConfigError(f"{', '.join(strange)}: not supported by treespec.hf.generate; valid: {valid}")
     rows, width = input_ids.shape
     if not rows or not width:
-        raise RequestError(f"input_ids of shape {list(input_ids.shape)}; give at least one row and one token")
+        raise RequestError(f"input_ids of shape {list(input_ids.shape)}; pass at least one row and one token")
     if mask is None:
         mask = torch.ones_like(input_ids)
     mask = mask.to(input_ids.device).long()

@@ -22,10 +22,10 @@ from treespec.llm import LLM
 
 logger = logging.getLogger("treespec")
 
-MAX_ROWS = 8  # rows decoded concurrently; further rows are queued
+MAX_ROWS = 8  # maximum rows decoded concurrently; further rows are queued
 MAX_ENGINES = 3  # per model, for calls that alternate between drafts, no drafts and many rows
 LEAST_LENGTH = 512  # minimum positions of an engine, so that a slightly longer text does not need another one
-_LENGTH_STEP = 4096  # lengths are rounded up to powers of two below it, and to multiples of it above
+_LENGTH_STEP = 4096  # lengths are rounded up, to powers of two below this number and to multiples of it above
 
 
 class _Entry(NamedTuple):
@@ -63,7 +63,7 @@ def engine_for(
     tokenizer: Any,
 ) -> LLM:
     """Return an engine of a model in eval mode, from the cache or newly built. Raises the errors of `LLM`, and
-    RequestError if the cache of one row does not fit into memory."""
+    RequestError if one row's cache does not fit into memory."""
     components = [component for draft in drafts for component in (draft if isinstance(draft, tuple) else (draft,))]
     key = (
         tuple(_tensors(component) if isinstance(component, nn.Module) else component for component in components),
@@ -71,13 +71,13 @@ def engine_for(
         tokenizer,
         exact,
         spec.max_nodes > AUTO_NODES and spec.max_nodes,
-        torch.get_num_threads(),  # the self-test is valid for one number of threads
+        torch.get_num_threads(),  # the self-test holds for one number of threads only
     )
     rows, tensors = min(rows, MAX_ROWS), _tensors(model)
     with _guard:
         engines = _engines.setdefault(model, _Engines())
     with engines.lock:
-        # Drop unusable engines first, also those of deleted drafts, to free their memory.
+        # To free memory, first drop unusable engines and those of deleted drafts.
         engines.entries = [
             entry
             for entry in engines.entries
@@ -89,7 +89,7 @@ def engine_for(
                 engines.entries.append(engines.entries.pop(index))
                 return entry.llm
         room = room_for(length, most_positions)
-        for entry in engines.entries.copy():  # the new one replaces those of no more rows and positions
+        for entry in engines.entries.copy():  # the new engine replaces engines with at most as many rows and positions
             if entry.key == key and entry.llm.config.max_num_seqs <= rows and entry.llm.config.max_model_len <= room:
                 engines.entries.remove(entry)
         del engines.entries[: max(len(engines.entries) - MAX_ENGINES + 1, 0)]
@@ -118,7 +118,7 @@ def _tensors(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _build(build: Callable[..., LLM], sizes: Iterable[tuple[int, int]], others: list[_Entry]) -> LLM:
-    """Build an engine of the first of these numbers of rows and positions that fits; first, drop `others` for it."""
+    """Build an engine with the first of `sizes` (rows, positions) that fits, after dropping `others`."""
     for rows, positions in sizes:
         while True:
             try:
@@ -128,5 +128,5 @@ def _build(build: Callable[..., LLM], sizes: Iterable[tuple[int, int]], others: 
             if not others:
                 break
             others.pop(0)
-        logger.info("%d rows of %d positions do not fit: %s", rows, positions, short)
+        logger.info("%d rows of %d positions do not fit into memory: %s", rows, positions, short)
     raise RequestError(f"the cache of one row of {positions} tokens does not fit into memory; lower max_new_tokens")

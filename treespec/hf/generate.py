@@ -1,4 +1,4 @@
-"""Custom `generate` loop for transformers that decodes with token trees."""
+"""A custom `generate` loop for transformers that decodes with token trees."""
 
 import functools
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger("treespec")
 
 _MAX_SEED = 2**53
 _metrics: "weakref.WeakKeyDictionary[nn.Module, GenerateMetrics]" = weakref.WeakKeyDictionary()
-_guard = threading.Lock()  # of `_metrics`
+_guard = threading.Lock()  # guards `_metrics`
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class GenerateMetrics(RequestMetrics):
 
 
 def last_metrics(model: nn.Module) -> GenerateMetrics | None:
-    """Return the metrics of the last token-tree call with this model, from any thread, or None before the first.
+    """Return the metrics of the last token-tree call with this model, from any thread; None before the first.
 
     Covers `accelerate` and `custom_generate=treespec.hf.generate`. Failed calls and calls passed to transformers are
     not recorded.
@@ -85,13 +85,13 @@ def generate(
         token_streamer: object with `put` and `end`, ended even on errors.
         exact: raise an error if trees are not bit-identical to plain decoding; False is faster if torch's matrix
             products need a fixed number of rows.
-        target_tokenizer: the model's tokenizer, by which drafts are connected; None is that of the folder or hub id
-            that the model was loaded from.
+        target_tokenizer: the model's tokenizer, for connecting drafts; None loads it from the folder or hub id that the
+            model was loaded from.
         model_kwargs: attention_mask and position_ids; others are rejected.
 
     Returns:
-        int64 [rows, width + new tokens], or a GenerateDecoderOnlyOutput with `return_dict_in_generate`, whose
-        past_key_values is None; finished rows repeat their last scores and logits.
+        int64 [rows, width + new tokens], or a GenerateDecoderOnlyOutput with `return_dict_in_generate`, with
+            past_key_values=None; finished rows repeat their last scores and logits.
 
     Raises:
         ConfigError: beam search, guidance, watermarks, constraints and other unsupported features.
@@ -113,7 +113,7 @@ def generate(
         longest = max(map(len, prompts)) + most
         positions = Source.from_model(model).max_positions
         if longest > positions:
-            tokens = f"{longest - most} tokens of prompt and {most} new ones"
+            tokens = f"{longest - most} prompt tokens and {most} new tokens"
             raise RequestError(f"{tokens}, but the model has {positions} positions; lower max_new_tokens")
         began = time.time()
         check_drafts(drafts)
@@ -148,7 +148,7 @@ def generate(
 
 @functools.cache
 def _warn_autocast(dtype: torch.dtype) -> None:
-    """Warn once per dtype, because evaluations call `generate` for every batch."""
+    """Warn once per dtype, since evaluations call `generate` for every batch."""
     logger.warning("torch.autocast has no effect in treespec.hf.generate: the model computes in %s", dtype)
 
 
@@ -166,7 +166,7 @@ def _output(ids: Tensor, rows: Sequence[Row], config: Any) -> Any:
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
     def gathered(i: int) -> tuple[Tensor, ...]:
-        """Return [rows, vocab] per step. Finished rows repeat their last one."""
+        """Return a tensor [rows, vocab] per step. Finished rows repeat their last one."""
         records = [row.recorded() for row in rows]
         return tuple(
             torch.stack([record[min(step, len(record) - 1)][i] for record in records]) for step in range(steps)

@@ -1,4 +1,4 @@
-"""The rows of a `generate` call as requests, with transformers' processors, stopping criteria and streamers."""
+"""Rows of a `generate` call as requests, with transformers' processors, stopping criteria and streamers."""
 
 import copy
 import time
@@ -35,7 +35,7 @@ def processors_of_row(processors: Sequence[Any], row: int) -> list[Any]:
 
 
 def with_delayed_start(criteria: Sequence[Any], seconds: float) -> list[Any]:
-    """Return the criteria, with copies of time criteria started `seconds` later."""
+    """Copy time criteria with a start `seconds` later; return all criteria."""
     delayed = []
     for criterion in criteria:
         if hasattr(criterion, "max_time") and hasattr(criterion, "initial_timestamp"):
@@ -46,11 +46,11 @@ def with_delayed_start(criteria: Sequence[Any], seconds: float) -> list[Any]:
 
 
 class ProcessorScoring:
-    """Applies processors to a row behind its `padding`, int64 [n]; `records` keeps logits and scores."""
+    """Applies processors to a row after its `padding`, int64 [n]; with `records`, keeps logits and scores."""
 
     def __init__(self, processors: Any, padding: Tensor, records: bool):
         self._processors, self._padding = processors, padding
-        self.records: dict[int, tuple[Tensor, Tensor]] | None = {} if records else None  # position -> (logits, scores)
+        self.records: dict[int, tuple[Tensor, Tensor]] | None = {} if records else None  # (logits, scores) by position
 
     @outside_code()
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
@@ -68,7 +68,7 @@ class ProcessorScoring:
 
 @dataclass(eq=False)
 class Row(Request):
-    """A request that ends by transformers' stopping criteria, which are called after each token."""
+    """A request with transformers' stopping criteria, called after each token."""
 
     criteria: Any = None
     padding: Tensor | None = None
@@ -105,14 +105,14 @@ class Row(Request):
             return False
 
     def recorded(self, more: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """Return logits and scores, [vocab] each, of the output tokens and `more` upcoming ones."""
+        """Return (logits, scores), [vocab] each, for the output tokens and `more` upcoming ones."""
         assert self.sampler is not None
         records = self.sampler.transforms.records  # type: ignore[attr-defined]
         return [records[position] for position in range(self.num_prompt, len(self.tokens) + more)]
 
 
 def temperature_of(config: Any) -> float:
-    """Return the temperature of the drafts. The target's is applied by one of the processors."""
+    """Return the drafts' temperature. The target's is applied by one of the processors."""
     if not config.do_sample:
         return 0.0
     value = 1.0 if config.temperature is None else float(config.temperature)
@@ -132,7 +132,7 @@ def make_rows(
     vocab_size: int,
     device: torch.device,
 ) -> list[Row]:
-    """Create the requests of a call, with transformers' prepared arguments; `padding` are the tokens before prompts."""
+    """Create a call's requests from transformers' prepared arguments; `padding` is the tokens before each prompt."""
     ends = getattr(config, "_eos_token_tensor", None)
     end_tokens = tuple(ends.reshape(-1).tolist()) if isinstance(ends, Tensor) else ()
     keeps = bool(config.return_dict_in_generate and config.output_scores)
@@ -150,7 +150,7 @@ def make_rows(
 
 class EndingStreamer:
     """Wraps the streamer of the argument `name`, or None, and ends it exactly once with the context, so that no reader
-    waits forever. Raises ConfigError if it is no streamer."""
+    waits forever. Raises ConfigError for an object that is not a streamer."""
 
     def __init__(self, name: str, streamer: Any):
         if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -174,14 +174,14 @@ class EndingStreamer:
 
 
 class RowStreamer:
-    """Feeds a streamer with the prompt, then with one step of all rows at a time; finished rows get `pad`."""
+    """Feeds a streamer the prompt, then one token per row and step; finished rows get `pad`."""
 
     def __init__(self, streamer: EndingStreamer, input_ids: Tensor, rows: Sequence[Row], pad: int):
         self._streamer, self._rows, self._pad, self._steps = streamer, rows, pad, 0
         streamer.put(input_ids.cpu())
 
     def due(self) -> list[list[int]]:
-        """Return the steps that all unfinished rows have reached and that are not streamed yet."""
+        """Return the steps reached by all unfinished rows and not streamed yet."""
         unfinished = [row.num_generated for row in self._rows if row.ended is None]
         start, self._steps = self._steps, min(unfinished or [max(row.num_generated for row in self._rows)])
         outputs = [row.output_token_ids for row in self._rows]

@@ -1,7 +1,7 @@
 """Size limits of structured-output constraints.
 
-llguidance cannot be interrupted while it compiles a constraint, and its own limits count expressions of unbounded size:
-a regex of n optional parts takes n^2 steps. Within the limits below, compilation takes at most one second of CPU time.
+llguidance cannot be interrupted while it compiles a constraint, and its own limits count expressions of any size: a
+regex of n optional parts takes n^2 steps. Within the limits below, compilation takes at most one second of CPU time.
 """
 
 import json
@@ -13,19 +13,19 @@ from typing import Any
 from treespec.errors import RequestError
 from treespec.sampling_params.structured_params import StructuredOutputsParams
 
-MAX_CHARACTERS = 1_000_000  # in all texts of a choice together, or in a JSON schema
-MAX_TEXT = 20_000  # characters of one text or regex
-MAX_GRAMMAR = 100_000  # characters of a grammar, or of a terminal with the terminals that it names
+MAX_CHARACTERS = 1_000_000  # total over the texts of a choice, or in a JSON schema
+MAX_TEXT = 20_000  # characters per text or regex
+MAX_GRAMMAR = 100_000  # characters of a grammar, or of a terminal with all terminals it references
 MAX_PARTS = 1000  # optional or repeated parts per regex, terminal or rule
-MAX_PATTERN_PROPERTIES = 100  # compared pairwise
-MAX_MULTIPLE = 100_000  # states of the automaton of `multipleOf`, one per remainder
+MAX_PATTERN_PROPERTIES = 100  # regexes, which are compared pairwise
+MAX_MULTIPLE = 100_000  # automaton states of `multipleOf`, one per remainder
 
-# Operators that make a part optional or repeated, or an alternative empty; "(?" opens a group, and [] is Lark's.
+# Operators of optional, repeated or empty parts; "(?" opens a group, and [] is Lark's syntax.
 _OPTIONAL = r"(?<!\()\?|[*{]|\|\)|\(\||\|\||\(\)"
 _DEFINITION = re.compile(r"^[ \t]*[!?]*([A-Za-z_]\w*)(?:\[[^\n\]]*\]|\{[^\n}]*\}|[^\n:\"/\[{])*:", re.MULTILINE)
 _TERMINAL = re.compile(r"\b[A-Z_][A-Z0-9_]*\b")
 _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.\w]+)')
-_COMBINES = re.compile('"(?:allOf|anyOf|oneOf|\\$ref|\\$dynamicRef)"')  # may require several multiples at once
+_COMBINES = re.compile('"(?:allOf|anyOf|oneOf|\\$ref|\\$dynamicRef)"')  # may combine several multiples
 
 
 def check_form(form: StructuredOutputsParams) -> None:
@@ -57,7 +57,7 @@ def check_lark(grammar: str) -> None:
 
     @cache
     def expanded(name: str) -> tuple[int, int]:
-        """Return the characters and parts of a rule, or of a terminal with those that it names."""
+        """Return the characters and parts of a rule, or of a terminal including the terminals it references."""
         named = [term for term in _TERMINAL.findall(bodies[name]) if term in bodies] if name.isupper() else []
         sizes = [(len(bodies[name]), _num_parts(bodies[name], _OPTIONAL + r"|\[")), *map(expanded, named)]
         return sum(length for length, _ in sizes), sum(parts for _, parts in sizes)
@@ -66,11 +66,11 @@ def check_lark(grammar: str) -> None:
         sizes = {name: expanded(name) for name in bodies}
     except RecursionError:
         raise RequestError(
-            "structured_outputs: terminals of grammar name each other in a circle, or too deep"
+            "structured_outputs: terminals of grammar reference each other in a cycle or too deeply"
         ) from None
     for name, (length, parts) in sizes.items():
-        label = f"terminal {name} of grammar, with the terminals that it names," if name.isupper() else f"rule {name}"
-        _check(label, length, MAX_GRAMMAR, remedy="use rules, whose names are in lower case")
+        label = f"terminal {name} of grammar, with the terminals it references," if name.isupper() else f"rule {name}"
+        _check(label, length, MAX_GRAMMAR, remedy="use rules (lower-case names) instead")
         _check_parts(label, parts)
 
 
@@ -96,9 +96,9 @@ def _check_schema(schema: str) -> None:
 
 
 def _check_multiples(text: str, combined: bool) -> None:
-    """Limit the automaton states of `multipleOf`; `combined`: a number may have to satisfy several."""
+    """Limit the automaton states of `multipleOf`; `combined`: a number may have to satisfy several multiples."""
     digits = {re.sub(r"[eE].*|\D", "", number).strip("0") for number in _MULTIPLE_OF.findall(text)}
-    numbers = [int(leading[:18] or "1") for leading in digits]  # longer ones exceed the limit anyway
+    numbers = [int(leading[:18] or "1") for leading in digits]  # longer numbers exceed the limit anyway
     states = math.lcm(*numbers) if combined else sum(numbers)
     _check("multipleOf in json", states, MAX_MULTIPLE, "states", "use smaller or fewer distinct multiples")
 
@@ -111,6 +111,6 @@ def _check_parts(label: str, count: int) -> None:
     _check(label, count, MAX_PARTS, "optional or repeated parts", "repeat a group, as in (...){0,100}")
 
 
-def _check(label: str, count: int, most: int, unit: str = "characters", remedy: str = "give a shorter one") -> None:
+def _check(label: str, count: int, most: int, unit: str = "characters", remedy: str = "shorten it") -> None:
     if count > most:
-        raise RequestError(f"structured_outputs: {label} has {count} {unit}, the limit is {most}; {remedy}")
+        raise RequestError(f"structured_outputs: {label} has {count} {unit}, but the limit is {most}; {remedy}")

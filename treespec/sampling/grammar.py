@@ -1,7 +1,7 @@
 """Structured outputs: allowed next tokens from llguidance's parser.
 
-The allowed tokens depend only on the text, so a tree node gets the mask that plain decoding computes for the same text.
-The tests compare with a parser that reads every text from the start.
+The allowed tokens depend only on the text, so a tree node gets the same mask as plain decoding of the same text. The
+tests compare with a parser that reads every text from the start.
 """
 
 import json
@@ -23,10 +23,10 @@ from treespec.text.prompt_tokenizer import check_text
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_KEPT = 64  # compiled constraints kept for later requests (LRU)
+_KEPT = 64  # number of compiled constraints cached for later requests (LRU)
 SECONDS = 10  # time limit for compiling a constraint; within `form_limits` it takes less than 1 s of CPU time
-_STACK = 256 << 20  # bytes, committed on first use; nested rules take 15 KB each
-_stack_size = threading.Lock()  # of the size for new threads, which is one for all
+_STACK = 256 << 20  # stack bytes, committed on first use; nested rules take 15 KB each
+_stack_size = threading.Lock()  # guards the stack size of new threads, a global setting
 
 
 class Grammars:
@@ -37,13 +37,13 @@ class Grammars:
         self._end_tokens = [token for token in end_tokens if token < vocab_size]
         self._tokenizer: LLTokenizer | None = None
         self._parsers: dict[StructuredOutputsParams, LLMatcher] = {}
-        self._lock = threading.Lock()  # of `_parsers`: `AsyncLLM` creates requests while another thread runs rounds
+        self._lock = threading.Lock()  # guards `_parsers`: `AsyncLLM` creates requests while another thread runs rounds
 
     def grammar(self, form: StructuredOutputsParams, num_prompt: int) -> "Grammar":
         """Create the grammar state of a request with `num_prompt` prompt tokens."""
         with self._lock:
             if (parser := self._parsers.pop(form, None)) is not None:
-                self._parsers[form] = parser  # the most recently used is the last
+                self._parsers[form] = parser  # last is most recently used
         if parser is None:
             parser = self._new_parser(form)
         renew = partial(self._new_parser, form)
@@ -94,11 +94,9 @@ def _read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) 
     fast = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(fast, Tokenizer):
         kind = "none" if tokenizer is None else type(tokenizer).__name__
-        raise RequestError(
-            f"structured_outputs need a fast tokenizer, one with a tokenizer.json; the model's is {kind}"
-        )
+        raise RequestError(f"structured_outputs need a fast tokenizer (with a tokenizer.json); the model's is {kind}")
     if not end_tokens:
-        raise RequestError("structured_outputs end with an end token, and the model has none")
+        raise RequestError("structured_outputs end with an end token, but the model has none")
     fast = Tokenizer.from_str(fast.to_str())
     fast.no_padding()
     fast.no_truncation()
@@ -113,10 +111,10 @@ def _read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) 
 
 
 class _PlainTextTokenizer:
-    """Tokenizes a constraint's texts without special tokens: the model's would encode "</s>" as the end token."""
+    """Tokenizes a constraint's texts without special tokens: the model's own would encode "</s>" as the end token."""
 
     bos_token_id = None
-    plain: "LLTokenizer"  # llguidance's, restricted to the target's ordinary tokens
+    plain: "LLTokenizer"  # llguidance's tokenizer, restricted to the target's ordinary tokens
 
     def __init__(self, base: "LLTokenizer", vocab_size: int, end_tokens: Sequence[int]):
         self.eos_token_id, self._base = end_tokens[0], base
@@ -131,7 +129,7 @@ class _PlainTextTokenizer:
         return tokens if self._ordinary.issuperset(tokens) else self._longest(text)
 
     def _longest(self, text: str) -> list[int]:
-        """Tokenize by greedy longest match, up to the first byte without a token (llguidance skips such bytes)."""
+        """Tokenize by greedy longest match, up to the first byte without a token (llguidance would skip it)."""
         data, end = text.encode(), 0
         tokens: list[int] = []
         for token in self.plain.greedy_tokenize(text):
@@ -145,8 +143,8 @@ class _PlainTextTokenizer:
 def _run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatcher":
     """Run a call in a thread with a large stack.
 
-    A chain of 800 references, `{"$ref": ...}`, overflows the usual 8 MB and kills the process. A constraint that passes
-    `check_form` and still exceeds the time limit is abandoned. Its thread cannot be stopped and continues to run.
+    A chain of 800 references, `{"$ref": ...}`, overflows the usual 8 MB and kills the process. If a constraint passes
+    `check_form` but exceeds the time limit, its thread is abandoned; it cannot be stopped and continues to run.
     """
     result: Future[LLMatcher] = Future()
 
@@ -165,9 +163,7 @@ def _run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatc
     try:
         return result.result(timeout=SECONDS)
     except TimeoutError:
-        raise RequestError(
-            f"structured_outputs: {form} takes more than {SECONDS} s to compile; give a simpler one"
-        ) from None
+        raise RequestError(f"structured_outputs: {form} takes more than {SECONDS} s to compile; simplify it") from None
 
 
 def _source(form: StructuredOutputsParams) -> str:
@@ -177,7 +173,7 @@ def _source(form: StructuredOutputsParams) -> str:
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.choice is not None:
-        # A terminal instead of rules, because the parser follows at most 2,000 rules at a time.
+        # A single terminal, because the parser follows at most 2,000 rules at a time.
         return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, form.choice)))
     if form.grammar is not None:
         source = grammar_from("grammar", form.grammar)
@@ -198,7 +194,7 @@ def _source(form: StructuredOutputsParams) -> str:
 def _reason(parser: "LLMatcher") -> str:
     """Return the parser's error message on one line."""
     message = " ".join(parser.get_error().removesuffix("<non-verbose/>").split())
-    return "no token of the model's continues the text" if message == "NoExtensionBias" else message
+    return "no token of the model can continue the text" if message == "NoExtensionBias" else message
 
 
 class Grammar:
@@ -207,10 +203,10 @@ class Grammar:
     def __init__(
         self,
         parser: "LLMatcher",  # parser before the first token; not modified
-        renew: Callable[[], "LLMatcher"],  # function that compiles a fresh parser
-        num_prompt: int,  # number of prompt tokens, which the grammar does not constrain
+        renew: Callable[[], "LLMatcher"],  # compiles a fresh parser
+        num_prompt: int,  # number of prompt tokens, which are unconstrained
         end_tokens: Sequence[int],  # tokens allowed once the output is complete
-        vocab_size: int,  # those of the target's logits
+        vocab_size: int,  # size of the target's logits
         device: torch.device,
     ):
         self._vocab_size, self._device, self._end_tokens = vocab_size, device, frozenset(end_tokens)
@@ -218,16 +214,16 @@ class Grammar:
         # The parser has consumed tokens[num_prompt:read]. Queries run on copies (1 us each), because an error on a
         # drafted text is permanent and `rollback` may not restore the state (llguidance 1.9).
         self._parser, self._read = parser.deep_copy(), num_prompt
-        self._excluded: dict[tuple[int, ...], Tensor] = {}  # by path after the consumed tokens
+        self._excluded: dict[tuple[int, ...], Tensor] = {}  # masks by path after the consumed tokens
 
     def excluded(self, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> Tensor:
-        """Return the tokens that are not allowed next: bool [vocab] on the logits' device.
+        """Return a mask of the tokens that are not allowed next, bool [vocab] on the logits' device.
 
         Raises RequestError if the text violates the grammar or exceeds llguidance's limits.
         """
         path = tuple(ancestors)
         if not self._end_tokens.isdisjoint(path):  # llguidance accepts an end token, but cannot recover from it
-            raise RequestError("structured_outputs: nothing follows an end token")
+            raise RequestError("structured_outputs: no text may follow an end token")
         self._follow(tokens)
         if path not in self._excluded:
             try:
@@ -242,7 +238,7 @@ class Grammar:
     def fitting(self, tokens: Sequence[int], path: Sequence[int]) -> int:
         """Return the number of leading path tokens whose bytes the grammar accepts.
 
-        A forced text in a tokenization that `excluded` masks still counts.
+        Forced text also counts in a tokenization that `excluded` masks.
         """
         self._follow(tokens)
         ends = [place for place, token in enumerate(path, start=1) if token in self._end_tokens]
@@ -260,12 +256,12 @@ class Grammar:
         new = list(tokens[self._read :])
         self._excluded.clear()
         self._read = len(tokens)
-        self._parser.consume_tokens(new)  # `_exclude` reports a failure
+        self._parser.consume_tokens(new)  # `_exclude` reports failures
 
     def _reparse(self, tokens: Sequence[int]) -> None:
         """Reparse a text with a fresh parser, as plain decoding alone would.
 
-        Copies share their lexer and its limits (llguidance 1.9), which a draft or another request may have exhausted.
+        Copies share a lexer and its limits (llguidance 1.9), which a draft or another request may have exhausted.
         """
         self._parser = self._new_parser().deep_copy()
         for token in tokens[self._num_prompt :]:

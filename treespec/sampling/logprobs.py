@@ -11,9 +11,9 @@ from torch import Tensor
 from treespec_kernels.cpu.choice_cpu import row_logprobs
 from treespec_kernels.sampling.logit_transforms import topk_rows
 
-_ROWS = 64  # rows that are computed at once: 39 MB in float32 for a vocabulary of 152,000
-_BLOCK = 64  # columns
-BYTES_PER_LOGIT = 32  # of memory that `LogprobRows.of` needs at most
+_ROWS = 64  # rows computed at once: 39 MB in float32 for a vocabulary of 152,000
+_BLOCK = 64  # columns per block
+BYTES_PER_LOGIT = 32  # maximum memory that `LogprobRows.of` needs
 
 
 class Logprob(NamedTuple):
@@ -34,9 +34,9 @@ class LogprobRows(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, token_ids: Tensor, count: int) -> "LogprobRows":
-        """Compute the rows of logits [num_rows, vocab], finite or -inf, and of the chosen tokens, int64 [num_rows].
+        """Compute the rows from logits [num_rows, vocab], finite or -inf, and the chosen tokens, int64 [num_rows].
 
-        All shapes are known in advance, so that CUDA graphs can capture it.
+        All shapes are static, so CUDA graphs can capture it.
         """
         raw, index = logits.float(), token_ids[:, None]
         logprobs, score = torch.log_softmax(raw, 1), raw.gather(1, index)
@@ -46,20 +46,20 @@ class LogprobRows(NamedTuple):
         return cls(logprobs.gather(1, index)[:, 0], ranks, best, logprobs.gather(1, best))
 
     def packed(self) -> Tensor:
-        """Return the rows as int32 [num_rows, 2 + 2 * count], for one copy to the host; see `unpacked`."""
+        """Return the rows as int32 [num_rows, 2 + 2 * count], for a single copy to the host; see `unpacked`."""
         token_logprobs, values = self.token_logprobs.view(torch.int32), self.values.contiguous().view(torch.int32)
         return torch.cat((token_logprobs[:, None], self.ranks[:, None].int(), self.tokens.int(), values), 1)
 
     @classmethod
     def unpacked(cls, packed: np.ndarray) -> "LogprobRows":
-        """Return rows from the result of `packed`."""
+        """Reconstruct rows from the result of `packed`."""
         rows = torch.from_numpy(packed)
         count = packed.shape[1] // 2 - 1
         token_logprobs, values = rows[:, :1].view(torch.float32)[:, 0], rows[:, 2 + count :].view(torch.float32)
         return cls(token_logprobs, rows[:, 1].long(), rows[:, 2 : 2 + count].long(), values)
 
     def named(self, token_ids: Sequence[int], count: int) -> list[dict[int, Logprob]]:
-        """Return the log-probabilities by token: of the chosen one, and then of the `count` most likely ones."""
+        """Return log-probabilities by token: the chosen token, then the `count` most likely ones."""
         entries = []
         rows = zip(token_ids, *(column.tolist() for column in self), strict=True)
         for token, logprob, rank, tokens, values in rows:
@@ -73,9 +73,9 @@ class LogprobRows(NamedTuple):
 def logprobs_of(
     logits: Tensor, tokens: Sequence[int], count: int, library: CDLL | None = None
 ) -> list[dict[int, Logprob]]:
-    """Return the log-probabilities of each row's chosen token, the first, and of its `count` most likely tokens.
+    """Return log-probabilities by token for each row: the chosen token, then the `count` most likely ones.
 
-    The logits are [num_rows, vocab], untransformed; `library` as in `packed_logprobs`.
+    `logits` are untransformed, [num_rows, vocab]; `library` as in `packed_logprobs`.
     """
     return LogprobRows.unpacked(packed_logprobs([logits], tokens, count, library)).named(tokens, count)
 
@@ -83,10 +83,10 @@ def logprobs_of(
 def packed_logprobs(
     parts: Sequence[Tensor], tokens: Sequence[int], count: int, library: CDLL | None = None
 ) -> np.ndarray:
-    """Return `LogprobRows.packed` of the rows of several [num_rows, vocab] logits and of their chosen tokens.
+    """Return `LogprobRows.packed` for several logits [num_rows, vocab] and their chosen tokens.
 
-    With a library from `growth_library`, the logits are a compiled decoder's and the op is C++. Its log-probabilities
-    are rounded from float64, and so differ from torch's by the rounding of torch's sums.
+    With a library from `growth_library`, the logits are a compiled decoder's and the op runs in C++. Its
+    log-probabilities are rounded from float64, so they differ from torch's by the rounding of torch's sums.
     """
     if library is not None:
         return row_logprobs(library, parts, tokens, count)
@@ -100,8 +100,8 @@ def packed_logprobs(
 def _best(raw: Tensor, count: int) -> Tensor:
     """Return the columns of each row's `count` largest scores, best first; among equal ones, lower columns win.
 
-    They are in the `count` blocks with the largest maxima, of which the first ones win, too. Only these blocks' scores
-    are ordered with their columns, in int64: of 16 rows of 151,936, this saves half of the time of `LogprobRows.of`.
+    They lie in the `count` blocks with the largest maxima, again preferring lower blocks. Only the scores of these
+    blocks are ordered with their columns, in int64: for 16 rows of 151,936, this halves the time of `LogprobRows.of`.
     """
     (rows, width), columns = raw.shape, torch.arange(raw.shape[1], device=raw.device)
     if width % _BLOCK or width // _BLOCK <= count:
@@ -114,7 +114,7 @@ def _best(raw: Tensor, count: int) -> Tensor:
 
 
 def _ordered(raw: Tensor, columns: Tensor) -> Tensor:
-    """Return int64 keys in the order of the float32 scores [num_rows, width]; among equal ones, lower columns win."""
+    """Return int64 keys in the order of float32 scores [num_rows, width]; among equal scores, lower columns win."""
     bits = (raw + 0.0).view(torch.int32)  # +0.0 makes -0 equal to 0
-    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # negative floats are ordered by descending magnitude
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # the bits of negative floats are in descending order
     return keys.bitwise_left_shift_(32).bitwise_or_(0x7FFFFFFF - columns)

@@ -10,10 +10,10 @@ import numpy as np
 from treespec_kernels.sampling.coupled_choice import gumbel_integers_of_row, gumbel_ref
 
 _RUN = 64  # rows are padded to multiples of this, so that no token falls into a SIMD tail
-# The noise is at least -2.82, and w < exp(-g) for g and w of `gumbel_ref`. So only a token with w < exp(2.82) * exp(its
-# score - the best score) can be chosen. The factor leaves room for rounding.
+# The noise is at least -2.82, and w < exp(-g) for `gumbel_ref`'s g and w, so only tokens with w < exp(2.82) * exp(score
+# - best score) can be chosen. The factor leaves room for rounding.
 _ROOM = np.float32(1.05 * np.exp(2.82))
-_LARGE = 2.0**17  # from such a score on, sums may round by more than that
+_LARGE = 2.0**17  # sums of larger scores may round by more than that
 
 
 class Noise:
@@ -24,12 +24,12 @@ class Noise:
         self._rows: dict[int, np.ndarray] = {}
 
     def choose(self, scores: np.ndarray, position: int) -> tuple[int, float]:
-        """Return the first token with the largest score plus noise, and this sum; scores are float32 [vocab_size].
+        """Return the token of the largest score plus noise (first on ties), and this sum; scores: float32 [vocab].
 
-        Takes the logarithms only of tokens that can be chosen; the result is that of adding `row`.
+        Computes logarithms only for tokens that can be chosen; the result is the same as when adding `row`.
         """
         most = scores.max()
-        if not abs(most) < _LARGE:  # also NaN
+        if not abs(most) < _LARGE:  # or NaN
             values = scores + self.row(position)
             token = int(values.argmax())
             return token, float(values[token])

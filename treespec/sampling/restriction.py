@@ -1,4 +1,4 @@
-"""Token restrictions of a request (allowed_token_ids, grammar), which also apply to drafts."""
+"""Token restrictions of a request (allowed_token_ids, grammar). They also apply to drafts."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from treespec.tree import TokenTree
 
 
 class Restriction:
-    """Masks tokens by a list of allowed ids, a grammar or both."""
+    """Token mask from a list of allowed ids, a grammar or both."""
 
     def __init__(self, allowed: Sequence[int] | None, grammar: Grammar | None, vocab_size: int, device: torch.device):
         self.grammar = grammar
@@ -21,13 +21,13 @@ class Restriction:
         self._unlisted_on_device = torch.from_numpy(self._unlisted).to(device)
 
     def excluded(self, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-        """Return the tokens that are not allowed next: bool [vocab]. Do not modify the result."""
+        """Return a mask of the tokens that are not allowed next, bool [vocab]. Do not modify it."""
         if self.grammar is None:
             return self._unlisted_on_device
         return self._unlisted_on_device | self.grammar.excluded(tokens, ancestors)
 
     def narrow(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Mask draft logits [num_rows, vocab], in place, of tokens that the target may not choose after a row's path.
+        """Mask tokens, in draft logits [num_rows, vocab] in place, that the target may not choose after a row's path.
 
         A row is left unmasked if no token would remain or if the grammar rejects its text. Drafts there are never
         accepted.
@@ -70,7 +70,7 @@ class Restriction:
         return tree.keep(np.flatnonzero(reachable))
 
     def _fits(self, grammar: Grammar, tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
-        """Return the nodes whose paths the grammar accepts, queried at the leaves: bool [num_nodes]."""
+        """Return a mask of the nodes whose paths the grammar accepts, queried at the leaves: bool [num_nodes]."""
         fits = np.zeros(len(tree), dtype=bool)
         inner = np.zeros(len(tree), dtype=bool)
         inner[tree.parents[1:]] = True

@@ -1,4 +1,4 @@
-"""Sampler of one request: transforms of logits, noise and tree verification."""
+"""Sampler of one request: logit transforms, noise and tree verification."""
 
 import math
 import secrets
@@ -26,7 +26,7 @@ from treespec_kernels.sampling.coupled_choice import RowNoise
 from treespec_kernels.sampling.row_topk import row_topk_triton
 
 _VERIFY_STREAM, DRAFT_STREAM = 1 << 32, 2 << 32  # added to the sample index in the generator's key
-SEED_BITS = 53  # bits of a generated seed, which is exact as a JSON number
+SEED_BITS = 53  # bits of a generated seed, so that JSON numbers represent it exactly
 
 
 def new_seed() -> int:
@@ -38,7 +38,7 @@ class Scoring(Protocol):
     """Protocol of objects that transform one row of logits into scores."""
 
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-        """Return the scores, as `Transforms.scores` does."""
+        """Return the scores; see `Transforms.scores`."""
 
 
 class Sampler:
@@ -47,16 +47,16 @@ class Sampler:
     def __init__(
         self,
         params: SamplingParams,
-        transforms: Scoring,  # of its logits, including temperature and truncation
+        transforms: Scoring,  # logit transforms, including temperature and truncation
         end_tokens: Sequence[int],  # tokens that end the request
-        vocab_size: int,  # that of the target's logits
+        vocab_size: int,  # size of the target's logits
         device: torch.device,
-        seed: int,  # of the noise
+        seed: int,  # noise seed
         sample: int = 0,  # index among the request's samples
-        # Compute noise and transforms on the logits' device, with the kernels of captured rounds. They may round
-        # differently from the host's, so an engine always uses the same ones
+        # Compute noise and transforms on the logits' device, with the kernels of captured rounds. Their rounding may
+        # differ from the host's, so an engine always uses the same ones
         kernel_noise: bool = False,
-        library: CDLL | None = None,  # from `growth_library`: chooses on the CPU with the same bits, in less time
+        library: CDLL | None = None,  # from `growth_library`, for choosing faster on the CPU with the same bits
     ):
         self.params, self.temperature, self._device = params, params.temperature, device
         self._end_tokens = frozenset(end_tokens)
@@ -70,11 +70,11 @@ class Sampler:
 
     @property
     def restriction(self) -> Restriction | None:
-        """Allowed tokens, also for drafts; None = all."""
+        """Restriction to allowed tokens, also for drafts; None allows all."""
         return self.transforms.restriction if isinstance(self.transforms, Transforms) else None
 
     def choose(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
-        """Return the token that plain decoding emits here: argmax of `Transforms.scores`, plus noise if sampled.
+        """Return the token of plain decoding: the argmax of `Transforms.scores`, plus noise if sampled.
 
         Raises RequestError if a processor failed, no token is left, or the target computed NaN or infinity.
         """
@@ -99,11 +99,11 @@ class Sampler:
             scores = self.transforms.scores(logits, tokens, ancestors)
         if self.temperature > 0:
             return self.noise.choose(scores.cpu().numpy(), position)
-        largest = scores.max(0)  # the first on ties
+        largest = scores.max(0)  # first on ties
         return int(largest.indices), float(largest.values)
 
     def _choose_by_kernel(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int], position: int) -> int:
-        """Compute temperature, noise and argmax in one kernel; logits without transforms as in captured rounds."""
+        """Compute temperature, noise and argmax in one kernel, without transforms on the logits themselves."""
         unmodified = not self.params.transforms_logits and not self.params.truncates
         scores = logits if unmodified else self.transforms.scores(logits, tokens, ancestors)
         seed, sample = (np.uint64(word).astype(np.int64).item() for word in self.key)
@@ -133,7 +133,7 @@ class Sampler:
         in plain decoding, and the next walk fails at its root.
 
         `logits` are [num_nodes, vocab], `tokens` prompt and output up to the root, `most` the request's remaining
-        tokens. Returns the accepted path, int64 [1 + accepted], root first, and the token after it.
+        tokens. Returns the accepted path, int64 [1 + accepted], root first, and the next token.
         """
         below = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
         children = {key: node for node, key in enumerate(below) if node}
@@ -179,7 +179,7 @@ class Sampler:
             except RequestError:
                 if not node:
                     raise
-                return None  # as in plain decoding, emit the preceding token; the next round fails at its root
+                return None  # emit the preceding token, as in plain decoding; the next round fails at its root
 
         return verify_drawn(rule, tree, target, self._oracle)
 
@@ -189,7 +189,7 @@ class Sampler:
 
     @cached_property
     def draft_oracle(self) -> RandomOracle:
-        """Randomness of the drafts' draws, independent of verification."""
+        """Source of randomness for the drafts' draws, independent of verification."""
         return RandomOracle(self.generator(DRAFT_STREAM))
 
     def generator(self, stream: int) -> np.random.Generator:
@@ -205,7 +205,7 @@ class Sampler:
             raise RequestError(f"the target computed NaN or infinity at position {position - 1}")
         if math.isnan(best) or best > 0:
             raise RequestError(
-                f"logit_bias, penalties or logits_processors made NaN or infinity at position {position}"
+                f"logit_bias, penalties or logits_processors produced NaN or infinity at position {position}"
             )
         raise RequestError(
             f"no token is left at position {position}: allowed_token_ids, structured_outputs, bad_words, logit_bias, "

@@ -1,6 +1,6 @@
-"""Transforms of a request's logits: as inputs of the kernels of captured rounds, and applied to one row at a time.
+"""Logit transforms of a request: as inputs of captured rounds' kernels, and applied to one row at a time.
 
-Plain decoding and tree nodes use the same code on each row alone, so a row's bits do not depend on the other rows.
+Plain decoding and tree nodes run the same code on one row at a time, so other rows do not affect its bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +24,12 @@ from treespec_kernels.sampling.logit_transforms import (
     truncated_row,
 )
 
-_STEP = 8  # numbers of end tokens and of a path's tokens are rounded up to multiples, for few variants of a kernel
-_NUCLEUS = 64  # most likely draft tokens considered for top_p
+_STEP = 8  # numbers of end tokens and of a path's tokens are rounded up to a multiple, to limit kernel variants
+_NUCLEUS = 64  # maximum number of most likely draft tokens considered for top_p
 
 
 def runs_by_kernels(params: SamplingParams) -> bool:
-    """Whether kernels compute all transforms; bad words, structured outputs and logits processors need the host."""
+    """Return whether kernels can compute all transforms; bad words, grammars and logits processors need the host."""
     return not params.bad_words and not params.logits_processors and params.structured_outputs is None
 
 
@@ -39,7 +39,7 @@ def has_state(params: SamplingParams) -> bool:
 
 
 class TransformRow(NamedTuple):
-    """Parameters of a request: a row of `TransformInputs.numbers`, and of its `options` behind the slot."""
+    """Parameters of a request: a row of `TransformInputs.numbers`, and of its `options` without the slot."""
 
     numbers: tuple[float, ...]
     options: tuple[int, int]
@@ -53,7 +53,7 @@ class TransformRow(NamedTuple):
 
 
 def bias_row(params: SamplingParams, vocab_size: int) -> np.ndarray:
-    """Return what is added to the logits, float32 [vocab]: -inf for excluded tokens."""
+    """Return the biases added to the logits, float32 [vocab]: -inf for excluded tokens."""
     allowed = params.allowed_token_ids
     row = np.full(vocab_size, 0.0 if allowed is None else -np.inf, dtype=np.float32)
     if allowed is not None:
@@ -64,7 +64,7 @@ def bias_row(params: SamplingParams, vocab_size: int) -> np.ndarray:
 
 
 def count_row(tokens: Sequence[int], num_prompt: int, vocab_size: int) -> np.ndarray:
-    """Return the row of `TransformInputs.counts` of a text, int32 [vocab]."""
+    """Return a text's row of `TransformInputs.counts`, int32 [vocab]."""
     row = np.bincount(tokens[num_prompt:], minlength=vocab_size).astype(np.int32)
     row[np.unique(np.asarray(tokens[:num_prompt], dtype=np.int64))] += IN_PROMPT
     return row
@@ -80,15 +80,15 @@ class Transforms:
         end_tokens: Sequence[int],  # tokens masked before `min_tokens`
         bad_words: Sequence[Sequence[int]],  # token ids of each spelling
         vocab_size: int,  # the target's vocabulary size
-        device: torch.device,  # of the logits
+        device: torch.device,  # device of the logits
         grammar: Grammar | None = None,
-        by_kernel: bool = False,  # use the kernel of captured rounds, not its reference, if `runs_by_kernels`
+        by_kernel: bool = False,  # if `runs_by_kernels`, use captured rounds' kernel, not its reference
     ):
         self.params, self._num_prompt, self._vocab_size, self._device = params, num_prompt, vocab_size, device
         by_kernel = by_kernel and runs_by_kernels(params)
         self._bad_words, self._grammar, self._by_kernel = _BadWords(bad_words), grammar, by_kernel
         self._modifies = params.transforms_logits or bool(bad_words) or grammar is not None
-        self.restriction: Restriction | None = None  # allowed tokens, also for drafts; None = all
+        self.restriction: Restriction | None = None  # allowed tokens, also for drafts; None allows all
         if grammar is not None or params.allowed_token_ids is not None:
             self.restriction = Restriction(params.allowed_token_ids, grammar, vocab_size, device)
         self._row, self._num_counted = TransformRow.of(params, num_prompt, vocab_size), 0
@@ -106,7 +106,7 @@ class Transforms:
     def scores(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
         """Return float32 [vocab]: log-probabilities up to a constant, -inf for excluded tokens.
 
-        `logits`, [vocab], are the target's after `ancestors`, the tree path behind prompt and output `tokens`.
+        `logits`, [vocab], are the target's after prompt and output `tokens` and the tree path `ancestors`.
         """
         if self._by_kernel:
             if len(self._biases):
@@ -119,7 +119,7 @@ class Transforms:
         return self.truncated(self.penalised(logits, tokens, ancestors))
 
     def penalised(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
-        """Return the first part of `scores`: what `truncated` takes, [vocab], float32 or the logits themselves."""
+        """Return the first part of `scores`: the input of `truncated`, [vocab], float32 or the logits themselves."""
         if not self._modifies:
             return logits
         if len(self._biases):
@@ -145,12 +145,12 @@ class Transforms:
 
     @property
     def truncation(self) -> tuple[float, int, float, float]:
-        """The temperature, top_k (0 for all), top_p, and the logarithm of min_p."""
+        """Temperature, top_k (0 for all), top_p, and the logarithm of min_p."""
         (temperature, top_p, log_min_p, *_), (top_k, _) = self._row
         return temperature, top_k, top_p, log_min_p
 
     def _count(self, tokens: Sequence[int]) -> None:
-        """Add the tokens since the last call to the counts."""
+        """Count the tokens added since the last call."""
         if not self._num_counted:
             self._counts.copy_(torch.from_numpy(count_row(tokens, self._num_prompt, self._vocab_size))[None])
         elif self._num_counted < len(tokens):
@@ -166,7 +166,7 @@ class Transforms:
 
 
 class _BadWords:
-    """Forbidden sequences by the tokens before their last one, so that a lookup does not cost by their number."""
+    """Forbidden sequences, indexed by all tokens but the last, so that lookups take constant time."""
 
     def __init__(self, words: Sequence[Sequence[int]]):
         self._ends: dict[tuple[int, ...], list[int]] = {}
@@ -197,9 +197,9 @@ def _process(processor: object, scores: Tensor, tokens: Sequence[int], ancestors
 
 
 def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
-    """Apply top_k, top_p and min_p to draft logits, float32 [num_rows, vocab] divided by the temperature, in place.
+    """Apply top_k, top_p and min_p in place to draft logits: float32 [num_rows, vocab], divided by the temperature.
 
-    Drafts are truncated approximately: ties at the threshold stay, and a nucleus of more than `_NUCLEUS` tokens is not
+    Drafts are truncated approximately: ties at the threshold stay, and a nucleus of over `_NUCLEUS` tokens is not
     truncated.
     """
     wide = logits.shape[1]
@@ -218,9 +218,9 @@ def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
 
 
 def call_processor(name: str, call: Callable[[], Any], size: int, device: torch.device) -> Tensor:
-    """Call a logits processor and return a copy of its scores, which it may keep and modify: float32 [size].
+    """Call a logits processor and return a copy of its scores, float32 [size], since it may keep and modify them.
 
-    Raises RequestError if it fails, or returns anything but dense floating-point scores [1, size].
+    Raises RequestError if it fails or returns anything but dense floating-point scores [1, size].
     """
     scores = torch.empty(size, dtype=torch.float32, device=device)
     try:

@@ -1,4 +1,4 @@
-"""Render chat prompts with the tokenizer's chat template."""
+"""Rendering of chat prompts with the tokenizer's chat template."""
 
 import functools
 import json
@@ -14,12 +14,12 @@ logger = logging.getLogger("treespec")
 
 Message = Mapping[str, Any]
 
-_ANSWER = "treespec"  # of a conversation that is rendered to see what follows an answer
-_MARK = "treespec-mark"  # at the end of a message, to find it in the rendered text
+_ANSWER = "treespec"  # answer of a conversation rendered to find the tokens that follow an answer
+_MARK = "treespec-mark"  # suffix of a message, to find its end in the rendered text
 
 
 class ChatOptions(NamedTuple):
-    """How to render conversations, as `LLM.chat` and transformers' `apply_chat_template` take it."""
+    """Rendering options of conversations, as in `LLM.chat` and transformers' `apply_chat_template`."""
 
     chat_template: str | None = None
     add_generation_prompt: bool = True
@@ -29,7 +29,7 @@ class ChatOptions(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Messages, and how to render them."""
+    """A conversation: messages and rendering options."""
 
     messages: Sequence[Message]
     options: ChatOptions = ChatOptions()
@@ -63,7 +63,7 @@ class Conversation(NamedTuple):
         except Exception as error:  # templates may raise anything
             raise RequestError(f"the chat template rejects the messages: {describe_error(error)}") from error
         if not isinstance(text, str):
-            raise RequestError(f"the chat template made {type(text).__name__}, not one text")
+            raise RequestError(f"the chat template returned {type(text).__name__} instead of a string")
         return text
 
     def warn_unread_tools(self, tokenizer: Any, text: str) -> None:
@@ -77,7 +77,7 @@ class Conversation(NamedTuple):
                 _warn_unread_tools(str(self.options.chat_template or tokenizer.chat_template))
 
     def last_turn(self, tokenizer: Any, text: str) -> str:
-        """Return the end of the rendered `text` behind the messages, or with the last one if it is continued."""
+        """Return the part of the rendered `text` after the messages, including the last message if it is continued."""
         place = len(self.messages) - 1 - self.options.continue_final_message
         if place < 0:
             return text
@@ -87,19 +87,19 @@ class Conversation(NamedTuple):
         messages[place] = {**messages[place], "content": marked}
         try:
             return self._replace(messages=messages).render(tokenizer).rpartition(_MARK)[2]
-        except RequestError:  # as of a template that takes only certain contents
+        except RequestError:  # the template accepts only certain contents
             return text
 
     def turn_end(self, tokenizer: UserTokenizer, end_tokens: Collection[int]) -> tuple[int, ...]:
-        """Return the first added token behind an answer, which ends the turn, unless it is one of `end_tokens`."""
+        """Return the first added token after an answer, which ends the turn, unless it is in `end_tokens`."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         options = self.options._replace(add_generation_prompt=False, continue_final_message=False)
         try:
             text = Conversation(turn, options).render(tokenizer.base)
-        except RequestError:  # the template takes only other conversations
+        except RequestError:  # the template accepts only other conversations
             return ()
         added = getattr(tokenizer.base, "added_tokens_decoder", {})
-        for word in text.partition(_ANSWER)[2].split():  # a further one may end the text, in another line
+        for word in text.partition(_ANSWER)[2].split():  # a further one may end the text, on another line
             if ends := [token for token in tokenizer.encode(word, special=False) if token in added]:
                 return () if not {*ends}.isdisjoint(end_tokens) else (ends[0],)
         return ()
@@ -109,14 +109,14 @@ class Conversation(NamedTuple):
 def _warn_unread_tools(template: str) -> None:
     """Warn once per template, because applications give the same tools in every call."""
     logger.warning(
-        "tools=... has no effect: the chat template %s does not read it; give chat_template=... that does, or leave it "
-        "out",
+        "tools=... has no effect: the chat template %s ignores it; pass a chat_template=... that uses it, or omit "
+        "tools",
         short_repr(template[:60]),
     )
 
 
 def _to_template_format(message: Message) -> Message:
-    """Convert an OpenAI-style message: content parts to objects of type "text"; without its empty fields."""
+    """Convert an OpenAI-style message: content parts become objects of type "text", and empty fields are removed."""
     changed = {name: value for name, value in message.items() if name in ("role", "content") or not _is_empty(value)}
     if isinstance(content := message.get("content"), list | tuple):
         changed["content"] = [{"type": "text", "text": _text_of(content_part)} for content_part in content] or ""
@@ -141,10 +141,10 @@ def _with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
 
 
 def _with_readable_arguments(messages: list[Message], apply: Callable[[Sequence[Message]], Any]) -> list[Message]:
-    """Give the arguments of calls the form that the template reads: an object, or its JSON text.
+    """Convert the arguments of calls to the form that the template reads: an object, or its JSON text.
 
-    It reads a form if rendering a probe shows it neither as Python's text nor as JSON in JSON. Raises RequestError for
-    arguments that are no JSON.
+    A template reads a form if a rendered probe shows neither Python syntax nor JSON-encoded JSON. Raises RequestError
+    for arguments that are not JSON.
     """
     if not any("tool_calls" in message for message in messages):
         return messages
@@ -173,10 +173,10 @@ def _as_one_part(content: list[Any]) -> Any:
 
 
 def _readable(messages: Sequence[Message], apply: Callable[[Sequence[Message]], Any]) -> Sequence[Message]:
-    """Give each content the form that the template reads: its own (text or parts), one text, or one part.
+    """Convert each content to the form that the template reads: unchanged (text or parts), one text, or one part.
 
-    What a template reads may depend on the role and the position: text, parts, or the first part. It reads a form if
-    rendering a probe shows the probe's texts, but not an additional key of its parts, which printed lists would show.
+    The form may depend on role and position: text, parts, or the first part. A template reads a form if a rendered
+    probe shows the probe's texts, but not an additional key of its parts, which printed lists would show.
     """
     original, contents, probes = {}, {}, {}
     for i, message in enumerate(messages):
@@ -210,7 +210,7 @@ def _readable(messages: Sequence[Message], apply: Callable[[Sequence[Message]], 
 def _text_of(content: Any) -> str:
     text = content.get("text") if isinstance(content, Mapping) and content.get("type") == "text" else content
     if not isinstance(text, str):
-        raise RequestError(f"content part {short_repr(content)}; valid: a text or {{'type': 'text', 'text': '...'}}")
+        raise RequestError(f"content part {short_repr(content)}; valid: a string or {{'type': 'text', 'text': '...'}}")
     return text
 
 
@@ -232,12 +232,12 @@ def _as_json(arguments: str | Mapping[str, Any]) -> str:
 def conversations(tokenizer: Any, messages: Any, options: ChatOptions) -> list[Conversation]:
     """Validate one conversation (a list of messages) or several. Raises ConfigError."""
     if tokenizer is None:
-        raise ConfigError("chat needs a tokenizer, and the model's folder has none; give LLM(tokenizer=...)")
+        raise ConfigError("chat needs a tokenizer, and the model's folder has none; pass LLM(tokenizer=...)")
     if not hasattr(tokenizer, "apply_chat_template"):
         raise ConfigError(f"chat needs a tokenizer with apply_chat_template; {type(tokenizer).__name__} has none")
     if options.chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
-            "the model's tokenizer has no chat template (not a chat model); give chat_template=..., or use generate"
+            "the model's tokenizer has no chat template (not a chat model); pass chat_template=..., or use generate"
         )
     if options.add_generation_prompt and options.continue_final_message:
         raise ConfigError("continue_final_message=True continues the last message; set add_generation_prompt=False")
@@ -252,7 +252,7 @@ def conversations(tokenizer: Any, messages: Any, options: ChatOptions) -> list[C
 
 
 def check_syntax(tokenizer: Any, chat_template: str | None) -> None:
-    """Raise ConfigError if a chat template, or else one of the tokenizer's, is not valid Jinja."""
+    """Raise ConfigError if a chat template (by default, any of the tokenizer's) is not valid Jinja."""
     from jinja2 import TemplateSyntaxError
 
     own = getattr(tokenizer, "chat_template", None) or {}
@@ -260,24 +260,24 @@ def check_syntax(tokenizer: Any, chat_template: str | None) -> None:
     for template in templates:
         try:
             Conversation([{"role": "user", "content": "?"}], ChatOptions(template)).render(tokenizer)
-        except RequestError as error:  # a template may refuse this conversation
+        except RequestError as error:  # a template may reject this conversation
             if isinstance(cause := error.__cause__, TemplateSyntaxError):
                 whose = "" if chat_template else f" of {tokenizer.name_or_path}"
                 raise ConfigError(f"the chat template{whose}, line {cause.lineno}: {cause.message}") from error
 
 
 def streamed(tokenizer: Any, prompt: Any, options: ChatOptions) -> Any:
-    """Resolve the prompt of `LLM.stream`: a conversation, or the prompt unchanged. Raises ConfigError."""
+    """Resolve the prompt of `LLM.stream`: a conversation, or any other prompt unchanged. Raises ConfigError."""
     if _holds_messages(prompt):
         chats = conversations(tokenizer, prompt, options)
         if len(chats) > 1:
-            raise ConfigError(f"stream takes one conversation, not {len(chats)}; stream each by itself, or use chat")
+            raise ConfigError(f"stream takes one conversation, not {len(chats)}; stream each one alone, or use chat")
         return chats[0]
     unset = ChatOptions._field_defaults
     if names := [name for name, value in options._asdict().items() if value != unset[name]]:
-        raise ConfigError(f"stream: {', '.join(names)} without a conversation; give messages, or leave it out")
+        raise ConfigError(f"stream: {', '.join(names)} without a conversation; pass messages, or omit it")
     if isinstance(prompt, list | tuple) and any(isinstance(item, str | Mapping) for item in prompt):
-        raise ConfigError(f"stream takes one prompt, not {str(prompt)[:60]}; stream each by itself, or use generate")
+        raise ConfigError(f"stream takes one prompt, not {str(prompt)[:60]}; stream each one alone, or use generate")
     return prompt
 
 

@@ -3,7 +3,7 @@
 A token's text is the text that it adds to the few tokens before it, because tokenizers may treat the first token of a
 text specially. The result equals decoding all tokens at once, provided that no token changes earlier text, and does not
 depend on streaming. A token that changes earlier text is decoded without the tokens before it: SentencePiece decodes a
-run of bytes either whole or not at all, so that a broken character would spoil the complete ones before it. A piece is
+run of bytes either whole or not at all, so a broken character would corrupt the complete ones before it. A piece is
 released once it ends in a complete character and cannot be the beginning of a stop string.
 
 `tokenizers.decoders.DecodeStream` gives the same text, but never releases an incomplete character at the end and
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 _BROKEN = "\ufffd"  # decoders' output for invalid or incomplete UTF-8
 _WINDOW = 6  # minimum number of tokens decoded before the new ones
-_CHARACTER = 4  # maximum bytes of a UTF-8 character: of 4 consecutive cuts, one lies between characters
+_CHARACTER = 4  # maximum bytes of a UTF-8 character: among 4 consecutive cuts, at least one lies between characters
 
 
 class Detokenizer:
@@ -27,10 +27,10 @@ class Detokenizer:
         self._longest = max(map(len, self._stop), default=1) - 1
         end = self._end_of(prompt)
         self._window = end[:-_CHARACTER]  # tokens since a character boundary, and a few before it
-        self._decoded = decode(self._window)  # its whole characters are in `text` or the prompt
+        self._decoded = decode(self._window)  # its complete characters are in `text` or the prompt
         for token in end[-_CHARACTER:]:
             self._append(token)
-        self._shows = False  # whether the window has an output token
+        self._shows = False  # whether the window contains an output token
         self.text = ""
         self.stopped_by: str | None = None
         self._released = 0
@@ -43,11 +43,11 @@ class Detokenizer:
         return self.stopped_by is not None
 
     def _append(self, token: int) -> str:
-        """Append a token to the window. Returns the complete characters that it adds."""
+        """Append a token to the window. Returns the complete characters it adds."""
         previous = self._decoded.rstrip(_BROKEN)
         decoded = self._decode([*self._window, token])
         if decoded and decoded == self._decoded and not self._decode([token]):
-            return ""  # tokens without text must not fill the window, or the next word would be decoded as the first
+            return ""  # tokens without text must not fill the window: the next word would be decoded like a first one
         if not decoded.startswith(previous):
             self._window, decoded, previous = [], self._decode([token]), ""
         self._window.append(token)
@@ -58,7 +58,7 @@ class Detokenizer:
         return whole[len(previous) :]
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """Return the end of the prompt, long enough that its text begins with a complete character."""
+        """Return the end of the prompt, long enough to begin with a complete character."""
         count = _WINDOW
         while count < len(prompt) and self._decode(list(prompt[-count:]))[:1] in ("", _BROKEN):
             count *= 2
@@ -79,17 +79,17 @@ class Detokenizer:
             self._shows = False
 
     def shown(self, ended: bool) -> str:
-        """Return the final part of the text. Unless `ended`, this excludes a possible beginning of a stop string."""
+        """Return the text that can no longer change: unless `ended`, without a possible beginning of a stop string."""
         return self.text if ended else self.text[: len(self.text) - self._held_back()]
 
     def release(self, ended: bool) -> str:
-        """Return the final part of the text that is not released yet."""
+        """Return the text that can no longer change and was not released before."""
         piece = self.shown(ended)[self._released :]
         self._released += len(piece)
         return piece
 
     def _add(self, piece: str) -> None:
-        """Append a piece and cut the text at the first stop string, or the longest if several start there."""
+        """Append a piece, and cut the text at the first stop string (the longest one if several start there)."""
         searched = len(self.text)
         self.text += piece
         matches = []

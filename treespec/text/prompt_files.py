@@ -1,4 +1,4 @@
-"""Prompts of JSON files: texts, token ids and conversations."""
+"""Prompts from JSON files: texts, token ids and conversations."""
 
 import codecs
 import json
@@ -15,7 +15,7 @@ VALID = (
     '{"prompt": text}, {"text": text} or {"prompt_token_ids": [int, ...]}; optional: "kind" or "category", "package"'
 )
 
-# Encodings by byte order mark. UTF-32's begins with UTF-16's.
+# Encodings by byte order mark. UTF-32's starts with UTF-16's, so it comes first.
 _ENCODINGS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",
@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
 
 
 def read_text(path: Path) -> str:
-    """Read a text in UTF-8, or in the encoding of its byte order mark, which is left out. Raises UnicodeDecodeError."""
+    """Read a text in UTF-8, or in the encoding of its byte order mark, which is removed. Raises UnicodeDecodeError."""
     with path.open("rb") as file:
         start = file.read(4)
     encoding = next((name for mark, name in _ENCODINGS.items() if start.startswith(mark)), "utf-8")
@@ -42,21 +42,21 @@ def read_text(path: Path) -> str:
 
 
 def read_prompts(path: Path, chat: bool = False) -> list[Prompt]:
-    """Read prompts, user messages with `chat`, from JSON lines or a JSON list. Raises ConfigError with the place."""
+    """Read prompts, user messages with `chat`, from JSON lines or a JSON list. Raises ConfigError with the location."""
     try:
         text = read_text(path)
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{path} is not UTF-8, and has no byte order mark of its encoding: {error.reason} at byte {error.start}"
+            f"{path} is neither UTF-8 nor has a byte order mark: {error.reason} at byte {error.start}"
         ) from None
     prompts = [_prompt(entry, f"{path}, {where}", chat) for entry, where in _entries(text, path)]
     if not prompts:
-        raise ConfigError(f"{path} holds no prompt; {VALID}")
+        raise ConfigError(f"{path} contains no prompt; {VALID}")
     return prompts
 
 
 def encode_prompt(tokenizer: Any, content: str | list[int] | list[Message]) -> list[int]:
-    """Return a prompt's tokens. Messages are rendered with the tokenizer's chat template."""
+    """Return a prompt's tokens. Render messages with the tokenizer's chat template."""
     if isinstance(content, str):
         return list(tokenizer.encode(content))
     if isinstance(content[0], int):
@@ -66,7 +66,7 @@ def encode_prompt(tokenizer: Any, content: str | list[int] | list[Message]) -> l
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Return whether a tokenizer, which may be None, renders conversations."""
+    """Return whether a tokenizer (or None) can render conversations."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 

@@ -1,4 +1,4 @@
-"""Load tokenizers, and tokenize prompts with truncation."""
+"""Loading of tokenizers, and tokenization of prompts with truncation."""
 
 import inspect
 import json
@@ -24,14 +24,14 @@ from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
 
 logger = logging.getLogger("treespec")
 
-_WORKERS = 4  # threads that tokenize short prompts
-_LONG = 1 << 16  # characters of a long prompt; those of a short one take less than 0.1 s
+_WORKERS = 4  # threads for tokenizing short prompts
+_LONG = 1 << 16  # minimum characters of a long prompt; shorter ones take less than 0.1 s
 
 _Result = TypeVar("_Result")
 
 
 def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
-    """Load a tokenizer, that of the model for None, from a folder or GGUF file; objects stay. Raises ConfigError."""
+    """Load a tokenizer (None: the model's) from a folder or GGUF file; return objects unchanged. Raises ConfigError."""
     if tokenizer is not None and not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
     source = os.fspath(tokenizer if tokenizer is not None else folder)
@@ -45,7 +45,7 @@ def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
 
 
 class _Built:
-    """A tokenizers.Tokenizer for transformers to keep, which would copy it: that takes as long as reading its file."""
+    """Wraps a tokenizers.Tokenizer so that transformers does not copy it, which takes as long as reading its file."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -55,7 +55,7 @@ class _Built:
 
 
 def _load_folder(tokenizer: Any, source: str, shown: str, options: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Load a tokenizer from the folder `source`, which error messages call `shown`, with options of transformers."""
+    """Load a tokenizer from the folder `source`, named `shown` in error messages, with transformers' options."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     if not any(os.path.isfile(os.path.join(source, name)) for name in names):
         if tokenizer is not None:
@@ -65,14 +65,14 @@ def _load_folder(tokenizer: Any, source: str, shown: str, options: Mapping[str, 
     check_sentencepiece(source)
     import transformers
 
-    # AutoTokenizer imports the model's config first, which takes 3 s.
+    # AutoTokenizer first imports the model's config, which takes 3 s.
     kind = transformers.PreTrainedTokenizerFast if _is_fast_only(source) else transformers.AutoTokenizer
     try:
         loaded = kind.from_pretrained(source, local_files_only=True, **options)
-    except Exception as error:  # parsers may raise anything for damaged files: KeyError, TypeError, a plain Exception
+    except Exception as error:  # damaged files may raise anything: KeyError, TypeError, a plain Exception
         reason = f"the tokenizer files of {shown} cannot be read ({describe_error(error)})"
-        raise ConfigError(f"{reason}; repair or remove them, or give LLM(tokenizer=...)") from error
-    loaded.name_or_path = shown  # of a GGUF file, not of the temporary folder
+        raise ConfigError(f"{reason}; repair or remove them, or pass LLM(tokenizer=...)") from error
+    loaded.name_or_path = shown  # the GGUF file instead of its temporary folder
     if isinstance(warned := getattr(loaded, "deprecation_warnings", None), dict):
         # treespec raises an error for such prompts
         warned["sequence-length-is-longer-than-the-specified-maximum"] = True
@@ -80,7 +80,7 @@ def _load_folder(tokenizer: Any, source: str, shown: str, options: Mapping[str, 
 
 
 def check_sentencepiece(folder: str | os.PathLike[str]) -> None:
-    """Raise ConfigError if a folder's tokenizer is a sentencepiece model and the packages to read it are missing."""
+    """Raise ConfigError if a folder's tokenizer needs the sentencepiece package and it is missing."""
     if missing := missing_packages(Path(folder)):
         raise ConfigError(sentencepiece_error(os.fspath(folder), missing))
 
@@ -96,13 +96,13 @@ def _is_fast_only(folder: str) -> bool:
 
 
 class UserTokenizer:
-    """Wraps a user's tokenizer behind one interface, whatever options its methods accept.
+    """Common interface to user tokenizers, whatever options their methods accept.
 
-    It is an object with `encode(text)`, returning token ids or (like `tokenizers.Tokenizer`) an object with `ids`, and
+    The tokenizer has `encode(text)`, returning token ids or (like `tokenizers.Tokenizer`) an object with `ids`, and
     `decode(ids)`, returning text. `add_special_tokens` and `skip_special_tokens` are passed if supported;
-    `clean_up_tokenization_spaces` is turned off, because it removes spaces that a stream has shown already.
+    `clean_up_tokenization_spaces` is turned off, because it removes spaces that a stream may have emitted already.
 
-    Raises ConfigError if it fails to encode and decode a test letter.
+    Raises ConfigError if the tokenizer fails to encode and decode a test letter.
     """
 
     def __init__(self, base: Any):
@@ -126,7 +126,7 @@ class UserTokenizer:
             self.decode(ids)
         except RequestError as error:
             if ids is None and error.__cause__ is not None and not isinstance(error.__cause__, TypeError):
-                return  # it may reject the letter itself
+                return  # it may reject only this letter
             valid = "valid: an object with encode(text) and decode(token_ids)"
             raise ConfigError(f"tokenizer={short_repr(self.base)}: {error}; {valid}") from error
 
@@ -138,18 +138,18 @@ class UserTokenizer:
                 encoding = self._encode(text, **({"add_special_tokens": special} if self._adds else {}))
             ids = to_python(getattr(encoding, "ids", encoding))
             if isinstance(ids, list) and {*map(type, ids)} == {int} and min(ids) >= 0:
-                return [*ids]  # of a million tokens, checked in a fraction of the time of the line below
+                return [*ids]  # checks a million tokens much faster than the line below
             tokens = [as_int(token, 0) for token in ids] if isinstance(ids, list | tuple) else [None]
         except Exception as error:  # user tokenizers may raise anything
             raise RequestError(f"the tokenizer rejects {text[:40]!r}: {describe_error(error)}") from error
         if None in tokens:
             raise RequestError(
-                f"the tokenizer made {short_repr(encoding)} of {text[:40]!r}; valid: a list of token ids"
+                f"the tokenizer returned {short_repr(encoding)} for {text[:40]!r}; valid: a list of token ids"
             )
         return [token for token in tokens if token is not None]
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of a text, without tokenizing it; 0 if there is none."""
+        """Return a lower bound on a text's number of tokens, without tokenizing it; 0 if unknown."""
         if (longest := self._longest) is None:
             return 0
         covered = "".join(text.split()) if longest.skips_spaces else text
@@ -158,17 +158,17 @@ class UserTokenizer:
     @cached_property
     def _longest(self) -> "_LongestToken | None":
         if type(self.base).__module__.partition(".")[0] not in ("tokenizers", "transformers"):
-            return None  # it may change texts before it tokenizes them
+            return None  # it may change texts before tokenizing them
         return longest_token(getattr(self.base, "backend_tokenizer", self.base))
 
     def decode(self, tokens: list[int], skip_special: bool = False) -> str:
         """Decode token ids. Special tokens are skipped if requested and supported. Raises RequestError."""
         try:
             text = self._decode(tokens, **({"skip_special_tokens": skip_special} if self._skips else {}))
-        except Exception as error:  # as above
+        except Exception as error:  # user tokenizers may raise anything
             raise RequestError(f"the tokenizer cannot decode {short_repr(tokens)}: {describe_error(error)}") from error
         if not isinstance(text, str):
-            raise RequestError(f"the tokenizer decodes {short_repr(tokens)} to {type(text).__name__}; valid: a text")
+            raise RequestError(f"the tokenizer decodes {short_repr(tokens)} to {type(text).__name__}; valid: a string")
         return text
 
 
@@ -176,17 +176,17 @@ class UserTokenizer:
 class Tokenization:
     """Tokenization options of a call."""
 
-    # number of last tokens to keep; None = all. Special tokens around a text are kept, as in transformers.
+    # number of last tokens to keep; None for all. Special tokens around a text are kept, as in transformers
     truncate: int | None = None
     # whether to add special tokens around a text; None adds them except to conversations, whose template adds them
     special: bool | None = None
-    room: int = 1  # number of output tokens for which the context must have room after the prompt
+    room: int = 1  # number of output tokens that must fit into the context after the prompt
 
     @classmethod
     def resolve(cls, options: Mapping[str, Any] | None, max_model_len: int) -> "Tokenization":
         """Parse `tokenization_kwargs`: vLLM's `truncate_prompt_tokens` and `add_special_tokens`, `max_output_tokens`.
 
-        truncate_prompt_tokens=-1 leaves room for max_output_tokens, by default one.
+        truncate_prompt_tokens=-1 leaves room for max_output_tokens output tokens, one by default.
         """
         if options is None:
             return cls()
@@ -224,14 +224,14 @@ class Tokenization:
 
 
 class TokenizerThreads:
-    """Threads for calls that tokenize a prompt. Long ones take turns in one thread, so that no others wait for them."""
+    """Threads that tokenize prompts. Long prompts share one thread, so that short ones do not wait for them."""
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(_WORKERS, "treespec-requests")
         self._long = ThreadPoolExecutor(1, "treespec-long-requests")
 
     def submit(self, prompt: Any, call: Callable[[], _Result]) -> Future[_Result]:
-        """Make a call that tokenizes a text, token ids, or a conversation with its options."""
+        """Submit a call that tokenizes a prompt: text, token ids, or a conversation with its options."""
         length, parts = 0, [prompt]
         while parts:
             part = parts.pop()
@@ -244,27 +244,27 @@ class TokenizerThreads:
         return (self._short if length < _LONG else self._long).submit(call)
 
     def shutdown(self) -> None:
-        """End the threads after all calls."""
+        """Stop the threads after all submitted calls."""
         for threads in (self._short, self._long):
             threads.shutdown()
 
 
 class _LongestToken(NamedTuple):
-    """The largest number of characters of a text for which one token stands."""
+    """The maximum number of characters that one token can represent."""
 
     characters: int
-    skips_spaces: bool  # not counting whitespace, any amount of which may belong to a token
+    skips_spaces: bool  # whether whitespace is not counted, because a token may contain any amount of it
 
 
-# Parts of a tokenizer that leave each character of a text at least one place in it.
+# Parts of a tokenizer that remove no characters.
 _KEEPING = {"ByteLevel", "Digits", "FixedLength", "Lowercase", "Metaspace", "NFD", "NFKD", "Prepend", "UnicodeScripts"}
 
 
 def longest_token(tokenizer: Any) -> _LongestToken | None:
-    """Return the longest token of a `tokenizers.Tokenizer`, or None if a token may stand for any number of characters.
+    """Return the longest token of a `tokenizers.Tokenizer`, or None if a token can represent unlimited characters.
 
-    That is so where a normalizer or pre-tokenizer removes characters, or the model leaves out unknown ones or joins
-    them in one token.
+    That is possible if a normalizer or pre-tokenizer removes characters, or if the model drops unknown characters or
+    fuses them into one token.
     """
     from tokenizers import Tokenizer, models
 
@@ -275,7 +275,7 @@ def longest_token(tokenizer: Any) -> _LongestToken | None:
         kind = part["type"]
         kinds.add(kind)
         if kind in ("NFC", "NFKC"):
-            shrinking *= 4  # at most so many characters compose one
+            shrinking *= 4  # maximum number of characters that compose into one
         elif kind == "Strip":
             skips_spaces = True
         elif kind == "Replace" and "String" in part["pattern"] and part["content"]:
@@ -299,7 +299,7 @@ def longest_token(tokenizer: Any) -> _LongestToken | None:
 
 
 def _parts(part: Any, several: str) -> list[dict[str, Any]]:
-    """Return the settings of a normalizer or pre-tokenizer, or of those in a sequence."""
+    """Return the settings of a normalizer or pre-tokenizer, or of all members of a sequence."""
     if part is None:
         return []
     left, found = [json.loads(part.__getstate__())], []
@@ -318,12 +318,12 @@ def check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         where = f"the lone surrogate {text[error.start]!r} at {error.start}"
-        raise RequestError(f"text {text[:40]!r} has {where}, which is no valid character; remove it") from None
+        raise RequestError(f"text {text[:40]!r} has {where}, which is not a valid character; remove it") from None
 
 
 def _takes(function: Callable[..., Any], option: str) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin without signature
+    except (TypeError, ValueError):  # builtin function without a signature
         return False
     return any(parameter.name == option or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

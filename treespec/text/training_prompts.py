@@ -1,4 +1,4 @@
-"""Reads training data: texts, prompts and conversations from files and folders."""
+"""Training data: texts, prompts and conversations from files and folders."""
 
 import logging
 from collections import defaultdict
@@ -14,33 +14,33 @@ from treespec.text.prompt_files import VALID, read_prompts, read_text
 logger = logging.getLogger(__name__)
 
 LISTS = (".jsonl", ".json")
-PASSAGE = 2048  # characters of a text that become one prompt, up to twice as many if no line ends
+PASSAGE = 2048  # characters per prompt cut from a text; up to twice as many if no line ends
 MAX_FILE_BYTES = 16 << 20
 SYNTHETIC = "synthetic"  # group of the prompts that a target wrote itself
 
 
 @dataclass(frozen=True)
 class TrainingPrompt:
-    """A beginning that the target continues."""
+    """A prompt that the target continues in training."""
 
-    # raw text, token ids, or a conversation, to which the target's chat template is applied
+    # raw text, token ids, or a conversation for the target's chat template
     content: str | list[int] | list[Message]
-    # kind of text: an entry's "kind" or "category", or the folder below the given root, else the file's name
+    # an entry's "kind" or "category", else the folder below the given root, else the file name
     group: str
 
 
 def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPrompt]:
-    """Read prompts from `.jsonl` and `.json` lists, and all other text files; raw texts are cut into passages.
+    """Read prompts from `.jsonl` and `.json` lists and all other text files; cut raw texts into passages.
 
-    Folders are read recursively. Logs which files are left out, and why. `chat` as in `read_prompts`. Raises
+    Folders are read recursively. Logs skipped files with reasons. `chat` as in `read_prompts`. Raises
     ConfigError and OSError.
     """
     prompts: list[TrainingPrompt] = []
     skipped = 0
-    left_out = defaultdict[str, list[Path]](list)  # by reason
+    left_out = defaultdict[str, list[Path]](list)  # skipped files by reason
     for root in paths:
         if not root.exists():
-            raise FileNotFoundError(f"{root} does not exist; give files or folders with text")
+            raise FileNotFoundError(f"{root} does not exist; pass files or folders with text")
         for path in sorted(file for file in root.rglob("*") if file.is_file()) if root.is_dir() else [root]:
             folders = path.relative_to(root).parts if root.is_dir() else ()
             group = folders[0] if len(folders) > 1 else path.stem
@@ -56,29 +56,29 @@ def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPro
                     left_out[str(error)].append(path)
             skipped += len(prompts) == before
     for reason, files in left_out.items():
-        logger.warning("left out %d of the files, such as %s: %s", len(files), files[0], reason)
+        logger.warning("skipped %d of the files, such as %s: %s", len(files), files[0], reason)
     if not prompts:
         names = ", ".join(map(str, paths))
-        raise ConfigError(f"{names}: {skipped} files, none with text; give UTF-8 texts, or JSON lines; {VALID}")
+        raise ConfigError(f"{names}: {skipped} files, none with text; pass UTF-8 texts, or JSON lines; {VALID}")
     return prompts
 
 
 def user_turn(tokenizer: Any) -> tuple[list[int], int]:
-    """Return the tokens of a chat template before a user's message, and the first one after it.
+    """Return a chat template's tokens before a user message, and the first token after it.
 
-    A chat model that continues the former writes a user's message of the distribution that it was trained on (Magpie,
-    arXiv 2406.08464). Raises ConfigError for a template that does not render a message as it is.
+    A chat model that continues these tokens writes a user message from its training distribution (Magpie, arXiv
+    2406.08464). Raises ConfigError for a template that does not render messages literally.
     """
     message = "message"
     before, found, after = Conversation([{"role": "user", "content": message}]).render(tokenizer).rpartition(message)
     ends = tokenizer.encode(after, add_special_tokens=False)
     if not (found and before and ends):
-        raise ConfigError("the target's chat template has no place for a user's message; give data")
+        raise ConfigError("the target's chat template does not render user messages literally; pass data")
     return list(tokenizer.encode(before, add_special_tokens=False)), ends[0]
 
 
 def _raw_text(path: Path) -> str:
-    """Return the text of a file. Raises ConfigError, with the reason, for binary and very large ones."""
+    """Return the text of a file. Raises ConfigError, with the reason, for binary and very large files."""
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(f"larger than {MAX_FILE_BYTES >> 20} MiB; split large texts")
     try:
@@ -93,7 +93,7 @@ def _raw_text(path: Path) -> str:
 
 
 def _passages(text: str) -> Iterator[str]:
-    """Cut a text into passages at line ends, lines that are too long at spaces, or else anywhere."""
+    """Cut a text into passages at line ends, and overlong lines at spaces or else anywhere."""
     start = 0
     while start < len(text):
         last, most = start + PASSAGE - 1, start + 2 * PASSAGE

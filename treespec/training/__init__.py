@@ -1,1 +1,1 @@
-"""Trains small draft models (SSMs) for any target, from the target's own continuations of a user's texts."""
+"""Training of small draft models (SSMs) for any target, on the target's own continuations of a user's texts."""

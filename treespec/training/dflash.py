@@ -1,4 +1,4 @@
-"""DFlash drafts (arXiv 2602.06036): the module that is trained."""
+"""DFlash drafts (arXiv 2602.06036): the training module."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,21 +17,21 @@ from treespec.training.loop import mixed_precision
 from treespec.training.target_states import TargetStates
 
 LAYERS = 2
-BLOCK = 8  # rows of a block, the root's included
-ROOTS = 24  # roots of a lesson that a step trains on
+BLOCK = 8  # rows of a block, including the root's
+ROOTS = 24  # roots per lesson in a training step
 EVALUATED_ROOTS = 48
 
 
 class Roots(NamedTuple):
     """Roots in the lessons of a batch."""
 
-    positions: Tensor  # int64 [rows, roots], in the lesson; a lesson with fewer roots repeats some
+    positions: Tensor  # int64 [rows, roots], positions in the lesson; lessons with fewer roots repeat some
     first: Tensor  # int64 [rows], index of each row's first target in the batch
-    counts: Tensor  # int64 [rows], number of its targets
-    begins: Tensor  # int64 [rows], position of its first target
+    counts: Tensor  # int64 [rows], number of each row's targets
+    begins: Tensor  # int64 [rows], position of each row's first target
 
     def targets(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the targets of a depth below the roots: which roots have one, bool [rows, roots], and indices."""
+        """Return a mask of the roots with a target at this depth below them, bool [rows, roots], and its indices."""
         offsets = self.positions - self.begins[:, None] + depth - 1
         valid = offsets < self.counts[:, None]
         return valid, (self.first[:, None] + offsets)[valid]
@@ -49,7 +49,7 @@ def draw_roots(batch: LessonBatch, count: int, seed: Sequence[int]) -> Roots:
 
 
 class _BlockAttention(nn.Module):
-    """Attention of blocks to the committed tokens before their roots, and to themselves in both directions."""
+    """Attention of blocks to the committed tokens before their roots, and within each block in both directions."""
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
@@ -62,7 +62,7 @@ class _BlockAttention(nn.Module):
     def forward(self, x: Tensor, context: Tensor, rotations: tuple[Any, Any], visible: Tensor) -> Tensor:
         """Return the output of all blocks' rows, [batch, rows, hidden].
 
-        `x` are the rows, normalised; `context` the projected states of the lessons' tokens, [batch, length, hidden];
+        `x` are the normalised rows; `context` the projected states of the lessons' tokens, [batch, length, hidden];
         `rotations` cosine and sine of the rows, and of tokens and rows; `visible` is bool [batch, 1, rows, length +
         rows].
         """
@@ -96,13 +96,13 @@ class _BlockLayer(nn.Module):
 
 
 class DFlashModule(nn.Module):
-    """A DFlash draft with its own head over a reduced vocabulary. Parameters are named as by speculators.
+    """A DFlash draft with its own head over a reduced vocabulary. Parameter names follow speculators.
 
-    It reads `num_states` layers of the target, and its embeddings [vocab_size, hidden_size], which are not trained.
+    It reads the states of `num_states` target layers and the target's frozen embeddings [vocab_size, hidden_size].
     """
 
     embed: Tensor
-    decay = math.exp(-1 / 4)  # weight of a depth's loss over that of the depth before it
+    decay = math.exp(-1 / 4)  # loss weight of a depth relative to the depth before it
 
     def __init__(self, config: Qwen3Config, embed: Tensor, num_states: int, mask_token: int, rows: int):
         super().__init__()
@@ -118,7 +118,7 @@ class DFlashModule(nn.Module):
         return self.lm_head
 
     def predict(self, batch: LessonBatch, states: TargetStates, seed: Sequence[int]) -> Iterator[Prediction]:
-        """Yield the logits at a batch's targets 1, 2, ... below some roots."""
+        """Yield the logits of a batch's targets at depths 1, 2, ... below drawn roots."""
         roots = draw_roots(batch, ROOTS if self.training else EVALUATED_ROOTS, seed)
         with mixed_precision(batch.inputs.device):
             hidden = self(states.of(batch), batch.tokens, roots.positions)
@@ -129,7 +129,7 @@ class DFlashModule(nn.Module):
             yield logits, batch.select(index)
 
     def published_config(self, target: PreTrainedConfig) -> dict[str, Any]:
-        """Return the config.json of speculators' layout."""
+        """Return the config.json in speculators' layout."""
         return {
             "architectures": ["DFlashDraftModel"],
             "speculators_model_type": "dflash",
@@ -169,9 +169,9 @@ class DFlashModule(nn.Module):
 
 
 def make_dflash(target: Any, target_ids: np.ndarray, num_states: int) -> DFlashModule:
-    """Return a draft whose layers begin as the target's last ones, in float32; arguments as in `make_head`.
+    """Return a float32 draft initialised from the target's last layers; arguments as in `make_head`.
 
-    It projects the last of the states that it reads, so that the first layer's keys and values are nearly the target's.
+    It starts by projecting the last state that it reads, so its first layer's keys and values are nearly the target's.
     """
     num_layers = min(LAYERS, target.config.num_hidden_layers)
     config = head_config(target.config, Qwen3Config, num_layers, target.config.vocab_size)
@@ -190,7 +190,7 @@ def make_dflash(target: Any, target_ids: np.ndarray, num_states: int) -> DFlashM
                 continue
             new, old, gain = draft_layer.self_attn, layer.self_attn, layer.input_layernorm.weight.float()
             for norm, projection in ((new.q_norm, old.q_proj), (new.k_norm, old.k_proj)):
-                # The expected size of this projection of normalised rows, which the head norm would otherwise remove.
+                # Expected size of this projection of normalised rows; the head norm would otherwise remove it.
                 norm.weight.fill_(float((projection.weight.float() * gain).square().sum(1).mean().sqrt()))
     return draft
 

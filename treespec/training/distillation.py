@@ -14,21 +14,21 @@ from treespec.training.lessons import Lessons
 from treespec.training.loop import StepLoss, mixed_precision
 
 WINDOW = 320  # tokens of a training row
-STEP_TOKENS = 2048  # generated ones, of the lessons of a step
-BATCH_ROWS = 8  # lessons that are padded to one length
+STEP_TOKENS = 2048  # generated tokens per step
+BATCH_ROWS = 8  # lessons padded to a common length
 ARGMAX_SHARE = 0.3  # weight of the cross-entropy to the target's most likely token
 
 
 @dataclass(frozen=True)
 class LessonBatch:
-    """Lessons as rows, padded at the end."""
+    """A batch of lessons, padded at the end."""
 
-    lessons: np.ndarray  # int64 [rows], their indices
-    tokens: Tensor  # int64 [rows, length], of the target
+    lessons: np.ndarray  # int64 [rows], indices of the lessons
+    tokens: Tensor  # int64 [rows, length], target token ids
     inputs: Tensor  # int64 [rows, length], draft rows of the tokens
-    positions: Tensor  # int64 [targets, 2], row and position that predict each target
-    ids: Tensor  # int64 [targets, TOP], draft rows of the target's most likely tokens; the last row for those it lacks
-    probs: Tensor  # float32 [targets, TOP], their probabilities, 0 for those it lacks
+    positions: Tensor  # int64 [targets, 2], row and position predicting each target
+    ids: Tensor  # int64 [targets, TOP], draft rows of the target's top tokens; the last row for unknown tokens
+    probs: Tensor  # float32 [targets, TOP], the target's probabilities; 0 for unknown tokens
 
     def select(self, targets: Tensor) -> "LessonBatch":
         """Return the batch with only these targets, by index or mask."""
@@ -36,14 +36,14 @@ class LessonBatch:
 
 
 Prediction = tuple[Tensor, LessonBatch]
-"""Logits, float32 [targets, rows], and the batch of these targets."""
+"""Logits, float32 [targets, rows], and the batch restricted to these targets."""
 
 
 class Curriculum:
-    """Draws the lessons of each step with given odds. A draw depends only on the seed and the step.
+    """Random selection of each step's lessons with given odds. It depends only on the seed and the step.
 
-    A step has about `STEP_TOKENS` generated tokens. `window_lengths`, int64 [lessons], is the number of tokens of each
-    lesson in a batch.
+    A step has about `STEP_TOKENS` generated tokens. `window_lengths`, int64 [lessons], are the tokens per lesson in a
+    batch.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class Curriculum:
         self.odds = np.full(len(lessons), 1 / len(lessons))
 
     def with_odds(self, odds: np.ndarray) -> "Curriculum":
-        """Return a curriculum over the same lessons that draws each with another probability, float64 [lessons]."""
+        """Return a curriculum over the same lessons with other probabilities, float64 [lessons]."""
         result = copy.copy(self)
         result.odds = odds
         return result
 
     def batches(self, step: int) -> list[LessonBatch]:
-        """Return a step's lessons in batches of similar length, which have little padding."""
+        """Return a step's lessons in batches of similar length, to save padding."""
         drawn = np.random.default_rng((self.seed, 2, step)).choice(len(self.lessons), self.count, p=self.odds)
         ordered = drawn[np.argsort(np.diff(self.lessons.starts)[drawn], kind="stable")]
         return [self.of(group) for group in np.array_split(ordered, -(-len(ordered) // BATCH_ROWS))]
 
     def of(self, indices: Sequence[int] | np.ndarray) -> LessonBatch:
-        """Return these lessons as a batch; long prompts lose their beginning."""
+        """Return these lessons as a batch; long prompts are truncated on the left."""
         lessons, windows, positions, targets = self.lessons, [], [], []
         for row, i in enumerate(indices):
             length, start = int(self.window_lengths[i]), int(lessons.starts[i] + self._cuts[i])
@@ -95,7 +95,7 @@ class Curriculum:
         return LessonBatch(np.asarray(indices), *(torch.from_numpy(array).to(self.device) for array in arrays))
 
     def loss(self, model: nn.Module, step: int) -> StepLoss:
-        """Return the loss of a step's lessons, over all target positions."""
+        """Return the loss of a step over all target positions of its lessons."""
         total, hits = torch.zeros(2, dtype=torch.float32, device=self.device)
         count = 0
         for batch in self.batches(step):
@@ -107,7 +107,7 @@ class Curriculum:
 
 
 def logits_at(model: Any, batch: LessonBatch) -> Tensor:
-    """Return the draft's logits at the target positions, float32 [targets, rows], the row of other tokens left out."""
+    """Return the draft's logits at the target positions, float32 [targets, rows], without the last row."""
     with mixed_precision(batch.inputs.device):
         hidden = model.get_decoder()(input_ids=batch.inputs, use_cache=False).last_hidden_state
         logits: Tensor = model.get_output_embeddings()(hidden[batch.positions[:, 0], batch.positions[:, 1]])
@@ -117,7 +117,7 @@ def logits_at(model: Any, batch: LessonBatch) -> Tensor:
 def distillation_losses(logits: Tensor, batch: LessonBatch) -> Tensor:
     """Return the loss of each target position, [targets], from `logits_at`.
 
-    Cross-entropy to the target's distribution, restricted to the draft's vocabulary, and to its most likely token.
+    Cross-entropy to the target's distribution over the draft's vocabulary, plus cross-entropy to its top token.
     """
     top_ids = batch.ids.clamp(max=logits.shape[1] - 1)
     logprobs = logits.gather(1, top_ids) - logits.logsumexp(1, keepdim=True)
@@ -128,10 +128,10 @@ def distillation_losses(logits: Tensor, batch: LessonBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Fit:
-    """How well a draft predicts lessons."""
+    """A draft's prediction quality on lessons."""
 
-    hits: np.ndarray  # bool [targets], whether the draft's first choice is the target's, by position
-    missed: list[np.ndarray]  # by lesson, the target's most likely tokens that the draft did not choose, as draft rows
+    hits: np.ndarray  # bool [targets], whether the draft's top token is the target's
+    missed: list[np.ndarray]  # by lesson, draft rows of the target's top tokens that the draft missed
 
 
 @torch.inference_mode()

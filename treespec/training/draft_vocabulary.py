@@ -1,4 +1,4 @@
-"""Chooses a draft's vocabulary: the tokens that the target actually writes."""
+"""Selection of a draft's vocabulary: the tokens that the target actually writes."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,17 @@ import numpy as np
 
 from treespec.training.lessons import Lessons
 
-COVERAGE = 0.985  # share of the counted tokens that the vocabulary must contain
-PROMPT_WEIGHT = 0.05  # of a prompt token: outputs often repeat it
-MULTIPLE = 64  # of known tokens, for vectorised heads
+COVERAGE = 0.985  # share of the counted tokens that the vocabulary must cover
+PROMPT_WEIGHT = 0.05  # weight of a prompt token: outputs often repeat prompts
+MULTIPLE = 64  # the number of known tokens is a multiple of this, for vectorised heads
 
 
 def choose_vocabulary(lessons: Lessons, target_size: int, kept: Sequence[int], most: int) -> np.ndarray:
-    """Return the target ids of a draft's rows, int64 ascending, then -1 for all other tokens.
+    """Return the target ids of a draft's rows: int64, ascending, followed by -1 for all other tokens.
 
-    Tokens are counted by the probability that the target gives them in its own outputs, and by `PROMPT_WEIGHT` in its
-    prompts. The vocabulary has the tokens `kept` and as many of the most frequent ones as cover `COVERAGE` of the
-    counts, rounded up to a multiple of `MULTIPLE`, or down where `most` rows, the last one included, or the target's
-    vocabulary end.
+    Counts tokens by the target's probabilities in its own outputs, and by `PROMPT_WEIGHT` in prompts. The vocabulary
+    has the tokens `kept` and the most frequent ones that cover `COVERAGE` of the counts, rounded up to a multiple of
+    `MULTIPLE`; rounded down at the limits, `most` rows (including the last one) and the target's vocabulary.
     """
     if most >= target_size:
         return np.append(np.arange(target_size), -1)
@@ -38,7 +37,7 @@ def choose_vocabulary(lessons: Lessons, target_size: int, kept: Sequence[int], m
 
 
 def rows_of_tokens(target_ids: np.ndarray, target_size: int) -> np.ndarray:
-    """Return the draft's row of each of the target's tokens, int64 [target_size]; the last row for all others."""
+    """Map each target token to its draft row, int64 [target_size]; unknown tokens map to the last row."""
     rows = np.full(target_size, len(target_ids) - 1)
     rows[target_ids[:-1]] = np.arange(len(target_ids) - 1)
     return rows

@@ -1,4 +1,4 @@
-"""EAGLE-3 draft heads (arXiv 2503.01840): the module that is trained."""
+"""EAGLE-3 draft heads (arXiv 2503.01840): the training module."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -15,21 +15,21 @@ from treespec.training.distillation import LessonBatch, Prediction
 from treespec.training.loop import mixed_precision
 from treespec.training.target_states import TargetStates
 
-DEPTHS = 4  # drafted tokens in a row that a step trains on (training-time test)
+DEPTHS = 4  # consecutive drafted tokens per training step (training-time test)
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
 
 Config = TypeVar("Config", bound=PreTrainedConfig)
 
 
 def head_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the layers of a target whose inputs a head reads: EAGLE-3's default, for seven layers and more."""
+    """Return the target layers that provide a head's inputs: EAGLE-3's default, for at least seven layers."""
     if num_layers >= 7:
         return 2, num_layers // 2, num_layers - 3
     return tuple(sorted({1, num_layers // 2, num_layers - 1}))
 
 
 def head_config(target: PreTrainedConfig, kind: type[Config], num_layers: int, rows: int) -> Config:
-    """Return the config of a head: layers of a kind and the target's size, and `rows` tokens. Raises ModelError."""
+    """Return a head's config: layers of a kind with the target's size, and `rows` tokens. Raises ModelError."""
     if missing := [name for name in NEEDED if getattr(target, name, None) is None]:
         raise ModelError(f"cannot train a draft head for {target.model_type}: its config has no {missing[0]}")
     if target.model_type.startswith("gemma"):
@@ -44,7 +44,7 @@ def head_config(target: PreTrainedConfig, kind: type[Config], num_layers: int, r
 
 
 class _PairAttention(nn.Module):
-    """Attention of a head's layer, whose queries, keys and values are projections of an embedding and a feature."""
+    """Attention of a head's layer: queries, keys and values are projections of an embedding and a feature."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -60,11 +60,11 @@ class _PairAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kept: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the attention of pairs at the depth `len(kept)` below verified ones, and append their keys and values.
+        """Attend from pairs at depth `len(kept)` below verified pairs, and append their keys and values to `kept`.
 
-        Pair p at depth d attends to the verified pairs up to p - d, and to the pairs p - d + 1 to p of the depths 1 to
-        d, as a tree's node attends to its ancestors. `x` is [batch, pairs, 2 * hidden]; `kept` has the keys and values
-        of the depths before, [batch, heads, pairs, head_dim].
+        Pair p at depth d attends to verified pairs up to p - d and to pairs p - d + 1 to p of depths 1 to d, like a
+        tree node to its ancestors. `x` is [batch, pairs, 2 * hidden]; `kept` has the keys and values of shallower
+        depths, [batch, heads, pairs, head_dim].
         """
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
@@ -88,7 +88,7 @@ class _PairAttention(nn.Module):
 
 
 class _PairLayer(nn.Module):
-    """A head's decoder layer; the residual stream begins with the feature."""
+    """A head's decoder layer; its residual stream starts from the feature."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -107,15 +107,15 @@ class _PairLayer(nn.Module):
 
 
 class Eagle3Module(nn.Module):
-    """A draft head: a decoder layer over a token's embedding and the *feature* of the token before it, a pair.
+    """A draft head: a decoder layer over pairs of a token's embedding and the previous token's *feature*.
 
-    The feature after a verified token is a projection of the target's hidden states; after a drafted one it is the
-    layer's output. Parameters have the names of SpecForge's checkpoints. It reads `num_states` layers of the target,
-    and its embeddings [vocab_size, hidden_size], which are not trained.
+    The feature of a verified token is a projection of the target's hidden states; that of a drafted token is the
+    layer's output. Parameter names follow SpecForge's checkpoints. The head reads `num_states` layers of the target and
+    the target's frozen embeddings [vocab_size, hidden_size].
     """
 
     embed: Tensor
-    decay = 0.8  # weight of a depth's loss over that of the depth before it
+    decay = 0.8  # loss weight of a depth relative to the depth before it
 
     def __init__(self, config: LlamaConfig, embed: Tensor, num_states: int):
         super().__init__()
@@ -131,7 +131,7 @@ class Eagle3Module(nn.Module):
         return self.lm_head
 
     def predict(self, batch: LessonBatch, states: TargetStates, seed: Sequence[int]) -> Iterator[Prediction]:
-        """Yield the logits at a batch's targets that are 0, 1, ... drafted tokens deep; `seed` is not used."""
+        """Yield the logits of a batch's targets after 0, 1, ... drafted tokens; `seed` is unused."""
         pairs = batch.positions[:, 1] - 1
         read = states.of(batch)[:, :-1]
         with mixed_precision(batch.inputs.device):
@@ -141,7 +141,7 @@ class Eagle3Module(nn.Module):
                 yield self.lm_head(hidden[rows, columns]).float(), targets
 
     def published_config(self, target: PreTrainedConfig) -> dict[str, Any]:
-        """Return the config.json of SpecForge's layout."""
+        """Return the config.json in SpecForge's layout."""
         names = {"architectures": ["LlamaForCausalLMEagle3"], "dtype": "bfloat16", "torch_dtype": "bfloat16"}
         sizes = {"vocab_size": int(target.vocab_size), "draft_vocab_size": self.config.vocab_size}
         layers = list(head_layers(target.num_hidden_layers))
@@ -149,10 +149,10 @@ class Eagle3Module(nn.Module):
         return self.config.to_dict() | names | sizes | read
 
     def forward(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Tensor]:
-        """Yield the normalised outputs [batch, pairs, hidden] of pairs that are 0, 1, ... drafted tokens deep.
+        """Yield the normalised outputs [batch, pairs, hidden] of the pairs after 0, 1, ... drafted tokens.
 
-        `states` are those of the target at all tokens but the last, [batch, pairs, num_states * hidden]; tokens are
-        int64 [batch, pairs + 1].
+        `states` are the target's at all tokens but the last, [batch, pairs, num_states * hidden]; `tokens` are int64
+        [batch, pairs + 1].
         """
         embedded = F.embedding(tokens[:, 1:], self.embed)
         positions = torch.arange(states.shape[1], dtype=torch.int64, device=states.device)[None]
@@ -165,9 +165,9 @@ class Eagle3Module(nn.Module):
 
 
 def make_head(target: Any, target_ids: np.ndarray, num_states: int) -> Eagle3Module:
-    """Return an untrained head with the target's final norm and its head's rows, in float32.
+    """Return an untrained float32 head with the target's final norm and LM head rows.
 
-    Its feature begins as the last of the `num_states` states that it reads. `target_ids`: int64 [rows + 1].
+    Its feature is initialised to the last of the `num_states` states. `target_ids`: int64 [rows + 1].
     """
     config = head_config(target.config, LlamaConfig, 1, len(target_ids) - 1)
     head = Eagle3Module(config, target.get_input_embeddings().weight, num_states)

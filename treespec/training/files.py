@@ -1,4 +1,4 @@
-"""Write files atomically: to a temporary name, then renamed."""
+"""Atomic file writes: to a temporary name, then renamed."""
 
 import errno
 import json
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FULL_BYTES = 1 << 16  # a disk with less free space counts as full
+FULL_BYTES = 1 << 16  # disks with less free space count as full
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; move the file or folder into place when the block ends without an error.
+    """Yield a temporary path next to `path`; move the file or folder into place if the block ends without an error.
 
     Raises OSError if the disk is full, whatever the writer raised.
     """
@@ -24,7 +24,7 @@ def replacing(path: Path) -> Iterator[Path]:
         if temporary.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         os.replace(temporary, path)
-    except Exception as error:  # torch and safetensors have other errors for a full disk
+    except Exception as error:  # torch and safetensors raise other errors for a full disk
         if shutil.disk_usage(path.parent).free < FULL_BYTES:
             message = f"no space left for {path}; free some space, then resume"
             raise OSError(errno.ENOSPC, message) from error
@@ -37,7 +37,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove what a killed process left behind in `replacing`."""
+    """Remove temporary files that a killed process left behind in `replacing`."""
     for path in list(folder.rglob(".*.tmp")):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 

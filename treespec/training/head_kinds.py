@@ -19,7 +19,7 @@ HEAD_KINDS = {"eagle3": make_head, "dflash": make_dflash}
 
 
 def head_loss(head: Any, curriculum: Curriculum, states: TargetStates, step: int) -> StepLoss:
-    """Return the loss of a step's lessons, the mean over the predictions of all depths, each weighted by its depth."""
+    """Return the loss of a step's lessons, the mean over all depths' predictions, weighted by depth."""
     total, weight, hits, count = torch.zeros(1, dtype=torch.float32, device=curriculum.device)[0], 0.0, 0.0, 0
     for number, batch in enumerate(curriculum.batches(step)):
         for depth, (logits, targets) in enumerate(head.predict(batch, states, (curriculum.seed, 5, step, number))):
@@ -33,7 +33,7 @@ def head_loss(head: Any, curriculum: Curriculum, states: TargetStates, step: int
 
 @torch.inference_mode()
 def head_agreement(head: Any, curriculum: Curriculum, states: TargetStates) -> float:
-    """Return the share of the lessons' target tokens that a head predicts first."""
+    """Return the share of the lessons' target tokens that are a head's top prediction."""
     head.eval()
     hits = count = 0
     for start in range(0, len(curriculum.lessons), BATCH_ROWS):
@@ -45,7 +45,7 @@ def head_agreement(head: Any, curriculum: Curriculum, states: TargetStates) -> f
 
 
 def write_head(head: Any, folder: Path, target_ids: np.ndarray, target: PreTrainedConfig) -> None:
-    """Write a head as it is published, in bfloat16. `target_ids`: int64 [rows + 1]."""
+    """Write a head in its published format, in bfloat16. `target_ids`: int64 [rows + 1]."""
     rows, size = torch.from_numpy(target_ids[:-1]), int(target.vocab_size)
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
     tensors["d2t"] = rows - torch.arange(len(rows), dtype=torch.int64, device="cpu")

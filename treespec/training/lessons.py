@@ -20,22 +20,22 @@ from treespec.text.training_prompts import SYNTHETIC, TrainingPrompt, user_turn
 from treespec.training.files import replacing
 
 TOP = 16  # most likely tokens stored per position
-PER_SHARD = 16  # prompts of each of the first shards
-GROWTH = 16  # after so many shards, the next ones have `PER_SHARD` prompts more
-BATCHES = (16, 32, 64)  # numbers of prompts that may be continued at once
-GOOD_RATE = 0.9  # of the tokens per second of the best of them
-RAW_TOKENS = (16, 96)  # length of the beginning of a raw text that is continued
+PER_SHARD = 16  # prompts in each of the first shards
+GROWTH = 16  # number of shards after which shards grow by `PER_SHARD` prompts
+BATCHES = (16, 32, 64)  # candidate numbers of prompts to continue at once
+GOOD_RATE = 0.9  # minimum share of the best candidate's tokens per second
+RAW_TOKENS = (16, 96)  # length of the beginning of a raw text to continue
 MAX_PROMPT_TOKENS = 384
-MAX_TURN_TOKENS = 128  # of a prompt that the target writes itself
-TURN_TEMPERATURES = (0.6, 1.0)  # of SmolLM2's questions, 97 % have an end at the lower one and 86 % at the higher one
+MAX_TURN_TOKENS = 128  # maximum tokens of a prompt that the target writes itself
+TURN_TEMPERATURES = (0.6, 1.0)  # 97 % and 86 % of SmolLM2's questions end at these temperatures
 _NO_LOGPROBS = np.empty((0, 2 + 2 * TOP), dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """Token sequences with the target's distribution after every position of its own output."""
+    """Token sequences with the target's distribution at each position of its own output."""
 
-    tokens: np.ndarray  # int32 [total tokens], all sequences concatenated
+    tokens: np.ndarray  # int32 [total tokens], concatenated sequences
     starts: np.ndarray  # int64 [count + 1], bounds of the sequences
     firsts: np.ndarray  # int64 [count], index within a sequence of the first generated token
     # top_ids, top_logprobs: int32 and float16 [total generated tokens, TOP], most likely first, by generated token
@@ -96,11 +96,11 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 class _Continuation(NamedTuple):
-    """A prompt and what the target generated for it."""
+    """A prompt with the target's output."""
 
     prompt: list[int]
     tokens: list[int]
-    logprobs: np.ndarray  # `LogprobRows.packed`, by token
+    logprobs: np.ndarray  # `LogprobRows.packed` by token
     error: str | None
 
     @classmethod
@@ -111,12 +111,12 @@ class _Continuation(NamedTuple):
 
 
 class LessonWriter:
-    """Lets an engine continue prompts, by up to `max_tokens` each, and writes the results in shards.
+    """Continues prompts with an engine, by up to `max_tokens` tokens each, and writes the results in shards.
 
-    Of a share of the lessons, `synthetic`, the target writes the prompt itself, as a user's turn of its chat template;
-    turns without an end and those of earlier lessons are left out. A shard depends only on the prompts, the seed and
-    its number: interrupted runs continue at the next shard, and every shard has the bits of an uninterrupted run.
-    `batch` prompts are continued at once; those of the next shard take the places of the ones that end.
+    For a share `synthetic` of the lessons, the target writes the prompt itself, as a user's turn of its chat template;
+    turns without an end or equal to earlier ones are skipped. A shard depends only on the prompts, the seed and its
+    number: interrupted runs continue with the next shard, and every shard has the bits of an uninterrupted run. `batch`
+    prompts are continued at once; when a prompt ends, one of the next shard takes its place.
     """
 
     def __init__(
@@ -133,17 +133,17 @@ class LessonWriter:
         self._synthetic = synthetic
         self._turn = user_turn(llm.get_tokenizer()) if synthetic else ([], 0)
         self._order = np.random.default_rng((seed, 0)).permutation(len(prompts))
-        self._next = 0  # the prompt to start next, counted over all shards
+        self._next = 0  # next prompt to start, counted over all shards
         self._running: dict[int, Request] = {}
-        self._asking: dict[int, Request] = {}  # that write prompts
-        self._ended: dict[int, _Continuation | None] = {}  # not in a shard yet; None is without a prompt
-        self._seen: set[bytes] = set()  # synthetic prompts of the shards
+        self._asking: dict[int, Request] = {}  # requests that write prompts
+        self._ended: dict[int, _Continuation | None] = {}  # not in a shard yet; None for lessons without a prompt
+        self._seen: set[bytes] = set()  # synthetic prompts of all shards so far
 
     def write(self, number: int, on_pass: Callable[[int], bool] = lambda tokens: True) -> int:
-        """Write a shard and return its number of generated tokens. Numbers must ascend.
+        """Write a shard and return its number of generated tokens. Call it with ascending numbers.
 
-        `on_pass` is called after every pass of the target, with the number of tokens that are not in a shard yet. If it
-        returns False, the shard becomes the last one, with all of these tokens. It may raise; they are then lost.
+        `on_pass` is called after every target pass with the number of tokens that are not in a shard yet. If it returns
+        False, the shard becomes the last one, with all of these tokens. If it raises, they are lost.
         """
         shard, rounds, goes_on = prompts_of_shard(number), self.llm.rounds, True
         self._next = max(self._next, shard.start)
@@ -171,14 +171,14 @@ class LessonWriter:
         return int(lessons.generated.sum())
 
     def _take(self, prompts: Sequence[int]) -> None:
-        """End the requests of these prompts, and keep what they generated."""
+        """End the requests of these prompts, and keep their outputs."""
         for i in prompts:
             request = self._running.pop(i)
             self.llm.rounds.end([request])
             self._ended[i] = _Continuation.of(request)
 
     def close(self) -> None:
-        """Abort what is running."""
+        """Abort all running requests."""
         with self.llm.rounds.turn():
             self.llm.rounds.end([*self._running.values(), *self._asking.values()])
 
@@ -210,7 +210,7 @@ class LessonWriter:
         self._start(i, self._turn[0], params, self._asking)
 
     def _answer(self, i: int, turn: Request) -> None:
-        """Continue the prompt that a request wrote, if it has an end."""
+        """Continue a prompt written by a request, if the prompt has an end."""
         self.llm.rounds.end([turn])
         [output] = self.llm.request_factory.output([turn]).outputs
         if output.finish_reason == "stop" and (text := (output.text or "").strip()):
@@ -222,8 +222,8 @@ class LessonWriter:
     def _continue(self, i: int, tokens: list[int], rng: np.random.Generator) -> None:
         """Start the continuation of a prompt.
 
-        Every other prompt is continued greedily, the rest at the target's own temperature. After the last prompt of the
-        data they repeat, with other beginnings and seeds and the two ways exchanged.
+        Every other prompt is continued greedily, the others at the target's own temperature. After the last prompt,
+        prompts repeat with other beginnings and seeds, and with greedy and sampled prompts exchanged.
         """
         if self._is_synthetic(i):
             is_sampled = self._num_synthetic(i) % 2
@@ -250,14 +250,14 @@ class LessonWriter:
         self.llm.engine.scheduler.add(running[i])
 
     def _is_new(self, i: int, continuation: _Continuation) -> bool:
-        """Return whether a lesson's prompt is not a synthetic one of an earlier lesson, and remember it."""
+        """Return whether a lesson's prompt differs from all earlier synthetic prompts, and record it."""
         prompt = np.array(continuation.prompt, dtype=np.int32).tobytes()
         is_known = self._is_synthetic(i) and prompt in self._seen
         self._seen.add(prompt)
         return not is_known
 
     def _encode(self, content: str | list[int] | list[Message], rng: np.random.Generator) -> list[int]:
-        """Return a prompt's tokens: the beginning of a raw text, of random length, and the end of anything else."""
+        """Return a prompt's tokens: a random-length beginning of a raw text, or the end of any other content."""
         tokens = encode_prompt(self.llm.get_tokenizer(), content)
         if isinstance(content, str):
             return tokens[: int(rng.integers(*RAW_TOKENS))]
@@ -268,8 +268,8 @@ class LessonWriter:
 def prompts_of_shard(number: int) -> range:
     """Return the prompts of a shard, counted over all shards.
 
-    The first ones are small, since the one being written is lost when a run is killed; later ones grow, so that there
-    are never thousands of files.
+    The first shards are small, since a killed run loses the shard being written; later ones grow, to keep the number of
+    files in the hundreds.
     """
     sizes = PER_SHARD * (1 + np.arange(number + 1) // GROWTH)
     return range(int(sizes[:-1].sum()), int(sizes.sum()))
@@ -286,17 +286,17 @@ def synthetic_prompts(shards: Iterable[Lessons]) -> set[bytes]:
 
 
 def best_batch(curve: CostCurve, most: int) -> int:
-    """Return the least number of requests whose passes decode nearly as many tokens per second as any others'."""
+    """Return the smallest number of requests whose passes decode nearly the maximum tokens per second."""
     batches = [batch for batch in BATCHES if batch <= most] or [most]
     rates = [batch / float(curve.verify(batch)) for batch in batches]
     return next(batch for batch, rate in zip(batches, rates, strict=True) if rate >= GOOD_RATE * max(rates))
 
 
 def _collect(continuations: Sequence[tuple[_Continuation, str]]) -> Lessons:
-    """Convert continuations and their groups to lessons; failed ones are left out."""
+    """Convert continuations and their groups to lessons; skip failed ones."""
     kept = [(one, group) for one, group in continuations if one.error is None]
     if not kept:
-        reason = continuations[0][0].error if continuations else "the target wrote none that ends and is new; give data"
+        reason = continuations[0][0].error if continuations else "the target wrote no new prompt that ends; give data"
         raise RequestError(f"no prompt of the shard could be continued: {reason}")
     sequences = [one.prompt + one.tokens for one, _ in kept]
     rows = LogprobRows.unpacked(np.concatenate([one.logprobs for one, _ in kept]))

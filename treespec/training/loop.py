@@ -1,4 +1,4 @@
-"""Training loop of target and drafts: annealed over a time budget, paused and resumed without loss of state."""
+"""Training loop of target and drafts: annealed over a time budget, with pause and resume."""
 
 import signal
 import sys
@@ -24,7 +24,7 @@ LOG_SECONDS = 30.0
 
 
 class StepLoss(NamedTuple):
-    """Loss of one optimizer step: its mean, the tokens trained on, and the share of them predicted right, if known."""
+    """Loss of one optimizer step: its mean, the number of tokens, and the accuracy on them, if known."""
 
     mean: Tensor
     tokens: int
@@ -36,7 +36,7 @@ LossFunction = Callable[[nn.Module, int, float], StepLoss]
 
 
 class Paused(Exception):
-    """Raised when a signal requested a stop, after all state needed to resume has been written."""
+    """Raised after a signal requested a stop and all state needed to resume was written."""
 
 
 class PauseRequest:
@@ -47,7 +47,7 @@ class PauseRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Convert the two signals into a request while the block runs."""
+        """Catch the two signals and set the flag while the block runs."""
         signals = (signal.SIGINT, signal.SIGTERM)
         previous = [signal.signal(number, self._on_signal) for number in signals]
         try:
@@ -69,7 +69,7 @@ class PauseRequest:
 class Budget:
     """Length of a stage: minutes of training time, or `max_steps` steps if given.
 
-    A stage may be a part of a longer schedule, from `start` to `end`, both in [0, 1]. `minutes` and `max_steps` then
+    A stage may be the part of a longer schedule from `start` to `end`, both in [0, 1]. `minutes` and `max_steps` then
     measure the whole schedule.
     """
 
@@ -79,7 +79,7 @@ class Budget:
     end: float = 1.0
 
     def progress(self, step: int, elapsed: float) -> float:
-        """Return the fraction of the schedule that is completed, in [start, end]."""
+        """Return the completed fraction of the schedule, in [start, end]."""
         spent = step / self.max_steps if self.max_steps is not None else elapsed / (60 * self.minutes)
         return min(self.end, self.start + spent)
 
@@ -108,7 +108,7 @@ def optimizers_for(model: nn.Module) -> list[torch.optim.Optimizer]:
     muon = Float32Muon if is_slow(torch.bfloat16, next(model.parameters()).device) else torch.optim.Muon
     ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     ends.append(model.get_output_embeddings())  # type: ignore[operator]
-    embeddings = list({id(end.weight): end.weight for end in ends}.values())  # one if they are tied
+    embeddings = list({id(end.weight): end.weight for end in ends}.values())  # only one if they are tied
     matrices = [p for p in model.parameters() if p.ndim == 2 and all(p is not embedding for embedding in embeddings)]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": embeddings, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -128,7 +128,7 @@ def save_checkpoint(
 ) -> None:
     """Write all state of a resumable run.
 
-    Windows and noise depend only on (seed, step), so the checkpoint has no generator state.
+    Windows and noise depend only on (seed, step), so no generator state is stored.
     """
     state = {
         "model": model.state_dict(),
@@ -162,7 +162,7 @@ def train(
     pause: PauseRequest,
     held_out: Callable[[nn.Module], float] | None = None,
 ) -> TrainingProgress:
-    """Train until the budget is spent, from `checkpoint` if it exists.
+    """Train until the budget is spent, resuming from `checkpoint` if it exists.
 
     `held_out` returns the agreement on held-out data, which is logged after every checkpoint. Raises Paused if a signal
     arrived; the checkpoint then holds the state after the last complete step.
@@ -203,7 +203,7 @@ def train(
 
 
 class ProgressLog:
-    """A progress bar with averages over about 20 steps; where stderr is no terminal, a line every 30 seconds."""
+    """A progress bar with averages over about 20 steps; if stderr is not a terminal, a line every 30 seconds."""
 
     def __init__(self, name: str, progress: TrainingProgress) -> None:
         self.held_out: float | None = None
@@ -216,16 +216,16 @@ class ProgressLog:
         self._is_first = True
 
     def update(self, done: float, progress: TrainingProgress, loss: StepLoss | None = None) -> None:
-        """Move the bar to the completed fraction, with the figures of one more step, or of lessons."""
+        """Move the bar to the completed fraction and show the metrics of a training step or of lessons."""
         for name, value in (("loss", loss.mean.item()), ("agreement", loss.agreement)) if loss is not None else ():
             if value is not None:
                 self._means[name] = 0.95 * self._means.get(name, value) + 0.05 * value
         rate = (progress.tokens - self._start.tokens) / max(progress.elapsed - self._start.elapsed, 1e-9)
         figures = [f"{progress.tokens} tokens" if loss is None else f"step {progress.step}", f"{rate:.0f} tokens/s"]
         figures += [f"{name} {mean:.3f}" for name, mean in self._means.items()]
-        figures += [] if self.held_out is None else [f"on held-out lessons {self.held_out:.3f}"]
+        figures += [] if self.held_out is None else [f"held-out {self.held_out:.3f}"]
         self.bar.set_postfix_str(", ".join(figures), refresh=False)
-        if self._is_first:  # what earlier runs did says nothing about the speed of this one
+        if self._is_first:  # exclude steps of earlier runs from the speed
             self.bar.initial = self.bar.n = self.bar.last_print_n = min(done, 1.0)
             self._is_first = False
         self.bar.update(min(done, 1.0) - self.bar.n)

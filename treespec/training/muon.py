@@ -1,4 +1,4 @@
-"""Muon with its Newton-Schulz iteration in float32, for CPUs on which products in bfloat16 are slow."""
+"""Muon with a float32 Newton-Schulz iteration, for CPUs with slow bfloat16 products."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,9 @@ from torch import Tensor
 class Float32Muon(torch.optim.Muon):
     """`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, except that updates are orthogonalised in float32.
 
-    torch iterates in bfloat16. On a CPU with AVX2 and no bfloat16 instructions, the three products of one iteration for
-    a matrix of 384 x 1024 take 342 ms, and 7.5 ms in float32 (two threads). The state is that of `torch.optim.Muon`, so
-    checkpoints fit both.
+    torch iterates in bfloat16. On a CPU with AVX2 and no bfloat16 instructions, the three products of an iteration for
+    a matrix of 384 x 1024 take 342 ms, and 7.5 ms in float32 (two threads). The state equals that of
+    `torch.optim.Muon`, so checkpoints are compatible.
     """
 
     @torch.no_grad()

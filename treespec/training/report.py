@@ -1,4 +1,4 @@
-"""Measures trained drafts: acceptance and speed of the target with none, one, two and more of them."""
+"""Measurement of trained drafts: the target's acceptance and speed with 0, 1, 2, ... of them."""
 
 import logging
 import statistics
@@ -16,32 +16,32 @@ from treespec.utils.tables import table
 logger = logging.getLogger(__name__)
 
 NODES = 16
-LEAST_TOKENS = 16  # of an output
+LEAST_TOKENS = 16  # minimum tokens of an output
 REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The target with some drafts."""
+    """Measurements of the target with some drafts."""
 
     drafts: int  # number of drafts
-    acceptance_length: float  # tokens per target pass of a tree of 16 nodes from the drafts alone
-    with_lookup: float  # the same with prompt lookup in the tree
-    tokens_per_second: float  # of `nodes="auto"` with all sources; median of the repeats
-    speedup: float  # over plain decoding in the same repeat; median
-    from_drafts: float  # share of the accepted tokens of `nodes="auto"` that the drafts proposed
+    acceptance_length: float  # tokens per target pass, with trees of 16 nodes from the drafts only
+    with_lookup: float  # tokens per target pass, with prompt lookup in addition
+    tokens_per_second: float  # median over the repeats, with `nodes="auto"` and all sources
+    speedup: float  # median speedup over plain decoding in the same repeat
+    from_drafts: float  # share of accepted tokens proposed by the drafts, with `nodes="auto"`
 
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """What training brought on this machine."""
+    """Results of a training run on this machine."""
 
-    plain_tokens_per_second: float  # of plain decoding
-    measured: tuple[Measured, ...]  # for 0, 1, ... drafts.
+    plain_tokens_per_second: float  # speed of plain decoding
+    measured: tuple[Measured, ...]  # measurements with 0, 1, ... drafts
     recommended: int  # number of drafts with the highest speed
-    # by draft, share of held-out positions where its first choice is the target's; also of a generalist
+    # by draft, including the generalist: share of held-out positions where its top token is the target's
     agreement: dict[str, float]
-    differing: int  # outputs that differ from plain decoding; 0 is expected
+    differing: int  # number of outputs that differ from plain decoding; expected to be 0
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-serialisable values."""
@@ -73,10 +73,10 @@ def measure_drafts(
     seconds: float,
     on_output: Callable[[], None],
 ) -> TrainingReport:
-    """Decode held-out prompts plainly and with the first 0, 1, ... of the drafts.
+    """Decode held-out prompts without drafting, then with the first 0, 1, ... drafts.
 
-    Outputs have up to `max_tokens`, or fewer if plain decoding would take longer than `seconds`. `on_output` is called
-    after every output, and may raise.
+    Outputs have up to `max_tokens` tokens, fewer if plain decoding would take longer than `seconds`. `on_output` is
+    called after every output, and may raise.
     """
     params = SamplingParams(max_tokens=max_tokens, detokenize=False)
     rows, rates, differing = [], list[float](), 0
@@ -105,7 +105,7 @@ def measure_drafts(
             differing += sum(a != b for a, b in zip(tokens, reference, strict=True))
             passes = sum(output.metrics.target_passes for output in outputs)
             tau.append(sum(map(len, tokens)) / passes)
-        decode(SpecConfig())  # the planner learns
+        decode(SpecConfig())  # lets the planner learn
         speeds, ratios, accepted, lookup_alone = [], [], 0, 0
         for _ in range(REPEATS):
             _, plain, tokens = decode("off")
@@ -128,6 +128,6 @@ def measure_drafts(
                 1 - lookup_alone / max(accepted, 1) if count else 0.0,
             )
         )
-        del llm, decode  # its memory, before the next one is built
+        del llm, decode  # frees its memory before the next one is built
     best = max(rows, key=lambda row: row.speedup)
     return TrainingReport(statistics.median(rates), tuple(rows), best.drafts, agreement, differing)

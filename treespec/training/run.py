@@ -1,4 +1,4 @@
-"""Trains draft models for a target: lessons, a generalist, specialists, and a report."""
+"""A training run: lessons, a generalist, specialists, and a report."""
 
 import json
 import logging
@@ -46,22 +46,22 @@ from treespec_weights.files import resolve_folder
 
 logger = logging.getLogger(__name__)
 
-LESSON_SHARE = 0.4  # of the time
-GENERALIST_SHARE = 0.6  # of the training time; the specialists share the rest
-HELD_OUT = 0.04  # of the lessons
-WATCHED = 64  # held-out lessons that are evaluated while a draft is trained
+LESSON_SHARE = 0.4  # share of the time for lessons
+GENERALIST_SHARE = 0.6  # share of the training time for the generalist; the rest is for the specialists
+HELD_OUT = 0.04  # share of the lessons held out
+WATCHED = 64  # held-out lessons evaluated during training
 REPORT_PROMPTS = 8
-REPORT_SHARE = 0.15  # of the time, in addition to it, that the report may take
+REPORT_SHARE = 0.15  # maximum time for the report, as a share added to the run's time
 PEAK_RATE = 2.5e-3
-RUNNING = 64  # lessons that are written at once, at most
+RUNNING = 64  # maximum number of lessons written at once
 EPOCHS = 6  # passes over the lessons per draft, with `tokens`
 
 
 class TrainingRun:
-    """One run of training, stage by stage; every stage resumes from the files of `out/work`.
+    """One training run, stage by stage; every stage resumes from the files in `out/work`.
 
-    `out` receives `ssm-1`, `ssm-2`, ..., `generalist` and `table` if asked for, and `report.json`; lessons and
-    checkpoints stay in `out/work`. Raises ConfigError for an `out` that holds a run (give `resume`) or another run's
+    `out` receives `ssm-1`, `ssm-2`, ..., `generalist` and `table` if requested, and `report.json`; lessons and
+    checkpoints stay in `out/work`. Raises ConfigError if `out` holds a run (pass `resume`) or a run with other
     settings.
     """
 
@@ -69,21 +69,21 @@ class TrainingRun:
         settings.check()
         self.settings, self.out, self.pause = settings, (out := Path(settings.out)), pause
         self.work = out / "work"
-        self._trained: list[Any] = []  # drafts that an interrupted run leaves behind
+        self._trained: list[Any] = []  # drafts to keep if the run is interrupted
         self.device = resolve_device(settings.device)
         file = self.work / "settings.json"
         if file.exists() or (out.exists() and any(out.iterdir())):
             if not settings.resume:
-                raise ConfigError(f"{out} exists and is not empty; give --resume to continue its run, or another --out")
+                raise ConfigError(f"{out} exists and is not empty; use --resume to continue its run, or another --out")
             stored = json.loads(file.read_text()) if file.exists() else None
             if stored != settings.stored():
                 raise ConfigError(
-                    f"{out} holds a run with other settings: {stored}; repeat them, or give another --out"
+                    f"{out} holds a run with other settings: {stored}; repeat them, or choose another --out"
                 )
 
     @cached_property
     def config(self) -> ModelConfig:
-        """The target's config. Raises ModelError if it is of no native family."""
+        """The target's config. Raises ModelError if its family is not native."""
         return ModelConfig.from_hf(resolve_folder(resolve_model(self.settings.target)))
 
     @property
@@ -94,19 +94,19 @@ class TrainingRun:
 
     @cached_property
     def llm(self) -> LLM:
-        """The target, without drafts. Large batches are bound by arithmetic, where drafting gains nothing."""
+        """The target without drafts. Large batches are compute-bound, where drafting gains nothing."""
         logger.info("loading %s", self.target)
         return LLM(self.target, drafts=[], max_num_seqs=RUNNING, **self.options)
 
     def first_layers(self, count: int) -> Any:
-        """Return the target's embedding, head and at least its first `count` layers, as a model of transformers."""
+        """Return the target's embedding, head and at least the first `count` layers as a transformers model."""
         opened, count = self.__dict__.get("_opened"), min(count, self.num_layers)
         if opened is None or opened.config.num_hidden_layers < count:
             self._opened = opened = open_model(self.target, layers=count)
         return opened
 
     def free(self, *names: str) -> None:
-        """Drop the references to the engine, "llm", or to the layers that were opened, "_opened"."""
+        """Drop references to the engine ("llm") or to opened layers ("_opened")."""
         for name in names:
             self.__dict__.pop(name, None)
 
@@ -115,7 +115,7 @@ class TrainingRun:
         return self.config.shape.vocab_size
 
     def run(self) -> TrainingReport:
-        """Run all remaining stages. At a requested stop, write the drafts trained so far to `out` and raise Paused."""
+        """Run all remaining stages. On a requested stop, write the drafts trained so far to `out` and raise Paused."""
         remove_temporary(self.out)
         lessons = self.make_lessons()
         is_held_out = held_out(len(lessons), self.settings.seed)
@@ -123,7 +123,7 @@ class TrainingRun:
             with replacing(self.out / TABLE) as temporary:
                 table = count_lessons(lessons.select(np.flatnonzero(~is_held_out)), self.target_size)
                 table.save(temporary)
-            logger.info("a table of %.1f MB", table.nbytes / 1e6)
+            logger.info("table: %.1f MB", table.nbytes / 1e6)
         if not self.settings.ssms:
             return self._report([], lessons.select(np.flatnonzero(is_held_out)), {})
         target_ids, num_layers, hidden = self.choose_shape(lessons)
@@ -140,17 +140,17 @@ class TrainingRun:
         return self.finish(students, lessons.select(np.flatnonzero(is_held_out)), target_ids)
 
     def earlier_lessons(self, out: Path) -> Lessons:
-        """Return the lessons of another run; if `tokens` is given, as many shards as have that many tokens."""
+        """Return the lessons of another run; with `tokens`, only as many shards as needed for them."""
         folder, shards, num_tokens = out / "work" / "lessons", list[Lessons](), 0
         while shard_path(folder, len(shards)).exists() and num_tokens < (self.settings.tokens or math.inf):
             shards.append(Lessons.load([shard_path(folder, len(shards))]))
             num_tokens += int(shards[-1].generated.sum())
         if not shards:
-            raise ConfigError(f"{out} has no lessons; give the output folder of an earlier run")
+            raise ConfigError(f"{out} has no lessons; pass the output folder of an earlier run")
         lessons = Lessons.concatenate(shards)
         if (largest := int(max(lessons.tokens.max(), lessons.top_ids.max()))) >= self.target_size:
             raise ConfigError(
-                f"{out} has lessons of another target: token {largest}, and this one has {self.target_size}"
+                f"{out} has lessons of another target: token {largest}, but this target has {self.target_size} tokens"
             )
         self.begin()
         return lessons
@@ -178,7 +178,7 @@ class TrainingRun:
             self.begin()
             self.free("_opened")
             writer = LessonWriter(llm, prompts, folder, settings.max_tokens, settings.seed, synthetic)
-            own = f", {synthetic:.0%} from the target's own" if synthetic else ""
+            own = f", {synthetic:.0%} written by the target" if synthetic else ""
             log = ProgressLog(f"lessons from {len(prompts)} prompts{own}, {writer.batch} at once", progress)
             with closing(writer), closing(log):
                 while spent() < 1:
@@ -199,7 +199,7 @@ class TrainingRun:
 
     @property
     def synthetic(self) -> float:
-        """The share of synthetic prompts. Raises ConfigError where there is neither data nor a chat template."""
+        """The share of synthetic prompts. Raises ConfigError without both data and a chat template."""
         if has_chat_template(self.checked_tokenizer()):
             stated = self.settings.synthetic
             return stated if stated is not None else 0.5 if self.settings.data else 1.0
@@ -208,14 +208,14 @@ class TrainingRun:
         return 0.0
 
     def choose_shape(self, lessons: Lessons) -> tuple[np.ndarray, int, int | None]:
-        """Choose vocabulary, layers and width from the lessons and from measured passes, once; None is the target's."""
+        """Choose vocabulary, layers and width (None for the target's) once, from the lessons and measured passes."""
         settings, file = self.settings, self.work / "vocabulary.npz"
         if not file.exists():
             config = self.first_layers(LEAST_LAYERS + 1).config
             most = settings.vocabulary
             if most is None:
                 most = most_rows(int(self.llm.stats()["memory"]["target_weights"]), config.hidden_size)
-            self.free("llm")  # while others are measured
+            self.free("llm")  # frees its memory for the measurements
             kept = self.end_tokens
             if settings.start is not None:
                 start = resolve_folder(settings.start)
@@ -261,7 +261,7 @@ class TrainingRun:
     def checked_tokenizer(self) -> Any:
         """Return the target's tokenizer. Raises ConfigError if it has none."""
         if self.tokenizer is None:
-            raise ConfigError(f"{self.target} has no tokenizer to read the data with; put its tokenizer files there")
+            raise ConfigError(f"{self.target} has no tokenizer to encode the data; add tokenizer files there")
         return self.tokenizer.base
 
     @property
@@ -271,16 +271,16 @@ class TrainingRun:
         return sorted({token for token in ends if token < self.target_size})
 
     def begin(self) -> None:
-        """Check the inputs and store the settings, unless a run is resumed."""
+        """Unless a run is resumed, check the inputs and store the settings."""
         file = self.work / "settings.json"
         if not file.exists():
             self.check_inputs()
             write_json(file, self.settings.stored())
 
     def check_inputs(self) -> None:
-        """Raise if no draft can be made from the target, `start` or the texts, before any lesson is written."""
+        """Check before writing lessons that drafts can be made from the target, `start` and the texts."""
         if self.settings.texts:
-            logger.info("texts of %d tokens", len(self.text_tokens))
+            logger.info("texts: %d tokens", len(self.text_tokens))
         if self.settings.start is not None:
             read_vocabulary(resolve_folder(self.settings.start), self.target_size)
             return
@@ -294,7 +294,7 @@ class TrainingRun:
         return Curriculum(lessons, target_ids, self.target_size, self.settings.seed, self.device)
 
     def _budget(self, share: float, lessons: Lessons) -> Budget:
-        """Return the budget of a stage with this share of the training."""
+        """Return the budget of a stage that has this share of the training."""
         if self.settings.minutes is not None:
             fraction = 1.0 if self.settings.lessons is not None else 1 - LESSON_SHARE
             return Budget(self.settings.minutes * fraction * share)
@@ -310,7 +310,7 @@ class TrainingRun:
     def train_generalist(
         self, curriculum: Curriculum, target_ids: np.ndarray, num_layers: int, hidden: int | None
     ) -> Any:
-        """Train one draft on all lessons, mixed with texts, if there are some, as `Texts.is_text_step` chooses."""
+        """Train one draft on all lessons, mixed with the texts (if any) as `Texts.is_text_step` decides."""
         texts = None
         if self.settings.texts:
             tokens = self._stored("texts", lambda: self.text_tokens)
@@ -326,7 +326,7 @@ class TrainingRun:
         self.free("llm", "_opened")
         self._trained = [model]
         share = GENERALIST_SHARE if self.settings.ssms > 1 else 1.0
-        rate = PEAK_RATE if self.settings.start is None else PEAK_RATE / 2  # keeps what the start knows
+        rate = PEAK_RATE if self.settings.start is None else PEAK_RATE / 2  # keeps more of the start's knowledge
         self._train("generalist", model, curriculum, self._budget(share, curriculum.lessons), rate, texts)
         return model
 
@@ -346,7 +346,7 @@ class TrainingRun:
     def train_specialists(self, curriculum: Curriculum, generalist: Any, rows: int) -> list[Any]:
         """Train drafts from the generalist, each mostly on its own cluster of lessons.
 
-        With `generalist`, one more is trained as long on all lessons.
+        With `generalist`, also train a draft on all lessons for as long.
         """
         settings = self.settings
         if settings.ssms == 1:
@@ -422,7 +422,7 @@ class TrainingRun:
         return stored
 
     def finish(self, students: Sequence[Any], lessons: Lessons, target_ids: np.ndarray) -> TrainingReport:
-        """Write the drafts in the order in which they help most, measure them, and write the report."""
+        """Write the drafts in descending order of benefit, measure them, and write the report."""
         self.pause.check()
         curriculum = self.curriculum(lessons, target_ids)
         hits = [evaluate(student, curriculum).hits for student in students]
@@ -457,13 +457,13 @@ class TrainingRun:
 
 
 def held_out(count: int, seed: int) -> np.ndarray:
-    """Return which lessons are held out, bool [count]: `HELD_OUT` of them, at least two if there are four."""
+    """Return a mask of held-out lessons, bool [count]: a share `HELD_OUT`, at least two if there are four."""
     indices = np.random.default_rng((seed, 4)).permutation(count)[: max(round(HELD_OUT * count), min(2, count // 2))]
     return np.isin(np.arange(count), indices)
 
 
 def by_benefit(hits: Sequence[np.ndarray]) -> list[int]:
-    """Order drafts greedily by the positions that they add to those hit by the drafts before them."""
+    """Order drafts greedily, each by the number of positions that only it hits among the drafts so far."""
     order: list[int] = []
     covered = np.zeros_like(hits[0])
     while len(order) < len(hits):
@@ -478,7 +478,7 @@ def by_benefit(hits: Sequence[np.ndarray]) -> list[int]:
 def train_drafts(settings: TrainingSettings) -> TrainingReport:
     """Train draft models for a target; see `TrainingSettings` for the arguments.
 
-    Ctrl-C stops after the current step: what is trained so far is written to `out`, and `resume=True` continues. With
+    Ctrl-C stops after the current step and writes the drafts trained so far to `out`; `resume=True` continues. With
     `tokens`, the same seed gives the same weights on the same machine.
 
     Returns:

@@ -10,44 +10,43 @@ from typing import Any
 
 from treespec.utils.options import check_values, option
 
-LEAST_ROWS = 64  # of a draft's vocabulary
+LEAST_ROWS = 64  # minimum rows of a draft's vocabulary
 WIDTH_STEP = 64
-HEADS = ("eagle3", "dflash")  # kinds of draft heads that can be trained
+HEADS = ("eagle3", "dflash")  # kinds of draft heads
 _OF_SSMS = ("ssms", "specialise", "texts", "generalist", "start", "layers", "hidden")  # do not apply to heads
-_OF_CALL = ("out", "table", "device", "resume")  # may differ where a run is resumed
+_OF_CALL = ("out", "table", "device", "resume")  # settings that may change when a run is resumed
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Settings of a run. A resumed run must have the same, except for `out`, `table`, `device` and `resume`.
+    """Settings of a run. A resumed run must repeat all but `out`, `table`, `device` and `resume`.
 
     Args:
         target: a folder, a GGUF file or a hub id.
         data: texts like those that the target will continue: UTF-8 files, or JSON lines with messages, prompt or text,
-            and folders of them; none with `lessons`. Groups are a folder's subfolders, or an entry's kind. A chat model
-            needs none.
+            or folders of them; none with `lessons`. A text's group is its subfolder, or its entry's kind. Optional for
+            a chat model.
         out: folder of the drafts ssm-1, ssm-2 and so on.
-        synthetic: share of the lessons whose prompts the target writes itself, 0 to 1, which needs a chat template.
-            None is 1 without data, else a half, or 0 for a target without chat template.
+        synthetic: share of the lessons whose prompts the target writes itself with its chat template, 0 to 1. Defaults
+            to 1 without data, else to 0.5, or to 0 for a target without a chat template.
         lessons: the `out` of an earlier run of the same target, whose lessons are used instead of new ones.
-        texts: files and folders with raw text to pre-train on, by their own next tokens; these need no pass of the
-            target.
+        texts: files and folders with raw text to pre-train on by next-token prediction, without target passes.
         ssms: number of drafts, 1 to 8, or 0 with `table`.
-        table: also count the lessons into an n-gram table, OUT/table, which drafts without a model. May be given when a
+        table: also count the lessons into an n-gram table, OUT/table, a model-free draft source. Can be added when a
             run is resumed.
         minutes: time for lessons and training; 60 if neither `minutes` nor `tokens` is given.
-        tokens: tokens that the target writes as lessons, instead of `minutes`; reproducible. Training then makes 6
-            passes over them per draft.
+        tokens: number of tokens that the target writes as lessons, instead of `minutes`; reproducible. Training then
+            makes 6 passes over them per draft.
         specialise: "errors" clusters lessons by what a generalist gets wrong, "folders" by the data's groups.
-        generalist: also train a draft on all lessons, for as long as each SSM, to compare them with.
-        start: a trained draft of this target that the drafts start from, instead of the target's layers. They have its
-            size and its tokens, and further ones that the lessons need.
-        layers: layers of a draft; None chooses by this machine's costs.
-        hidden: width of a draft, a multiple of 64; None is the target's, or less by costs.
-        vocabulary: most rows of a draft's vocabulary; None chooses by costs.
-        max_tokens: tokens of a lesson.
-        head: kind of a draft head that is trained instead of SSMs and reads the target's states: "eagle3", "dflash".
-        seed: seed of everything.
+        generalist: also train a draft on all lessons for as long as each SSM, for comparison.
+        start: a trained draft of this target to initialise the drafts from, instead of the target's layers. They keep
+            its size and its tokens, and add tokens that the lessons need.
+        layers: number of layers of a draft; None chooses by measured costs.
+        hidden: width of a draft, a multiple of 64; None is the target's, or less by measured costs.
+        vocabulary: maximum rows of a draft's vocabulary; None chooses by measured costs.
+        max_tokens: maximum tokens of a lesson.
+        head: kind of draft head to train instead of SSMs, which reads the target's states: "eagle3" or "dflash".
+        seed: random seed of the whole run.
         device: "auto", "cpu" or "cuda".
         resume: continue the run in `out`.
     """
@@ -80,7 +79,7 @@ class TrainingSettings:
             object.__setattr__(self, "minutes", 60.0)
 
     def stored(self) -> dict[str, Any]:
-        """Return what a resumed run must not change, as JSON holds it."""
+        """Return the settings that a resumed run must not change, as JSON values."""
         values = {name: value for name, value in asdict(self).items() if name not in _OF_CALL}
         document: dict[str, Any] = json.loads(json.dumps(values, default=str))
         return document
@@ -91,22 +90,22 @@ class TrainingSettings:
 
         check_values(self)
         if self.lessons is not None and (self.data or self.synthetic is not None):
-            raise ConfigError("lessons of an earlier run are used instead of new ones; leave data and synthetic out")
+            raise ConfigError("lessons=... replaces new lessons; omit data and synthetic")
         if not self.data and self.lessons is None and self.synthetic not in (None, 1):
-            raise ConfigError(f"synthetic={self.synthetic} without data; give data, or leave synthetic out")
+            raise ConfigError(f"synthetic={self.synthetic} without data; pass data, or omit synthetic")
         if not self.ssms and (self.generalist or self.start is not None or not self.table):
-            raise ConfigError("ssms=0 trains nothing; give table, without generalist and start, or more SSMs")
+            raise ConfigError("ssms=0 trains nothing; pass table without generalist and start, or more SSMs")
         if self.generalist and self.ssms == 1:
-            raise ConfigError("ssms=1 is a generalist; give more SSMs, or leave generalist out")
+            raise ConfigError("ssms=1 is already a generalist; choose more SSMs, or omit generalist")
         if self.minutes is not None and self.tokens is not None:
-            raise ConfigError("give minutes or tokens, one of them")
+            raise ConfigError("minutes and tokens exclude each other; pass one of them")
         if self.minutes is not None and not self.minutes > 0:
             raise ConfigError(f"minutes={self.minutes}; valid: more than 0")
         defaults = {stated.name: stated.default for stated in fields(self)}
         changed = [name for name in _OF_SSMS if getattr(self, name) != defaults[name]]
         if self.head is not None and changed:
-            raise ConfigError(f"{changed[0]} is for SSMs; leave it out to train a head")
+            raise ConfigError(f"{changed[0]} applies to SSMs only; omit it to train a head")
         if self.start is not None and (self.layers, self.hidden) != (None, None):
-            raise ConfigError("a start has its own layers and width; leave them out")
+            raise ConfigError("start=... determines layers and width; omit them")
         if self.hidden is not None and (self.hidden < WIDTH_STEP or self.hidden % WIDTH_STEP):
             raise ConfigError(f"hidden={self.hidden}; valid: multiples of {WIDTH_STEP}")

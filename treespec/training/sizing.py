@@ -1,4 +1,4 @@
-"""Chooses the size of drafts from measured passes of this machine."""
+"""Choice of the drafts' size from passes measured on this machine."""
 
 import logging
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from treespec.training.student import WIDTHS
 
 logger = logging.getLogger(__name__)
 
-PASS_SHARE = 0.03  # of a plain target pass that one level of one draft may take
-HEAD_SHARE = 0.5  # of that share, in bytes, that a draft's vocabulary may take
-# Rows of a vocabulary that are never too many: a vocabulary of 3,072 tokens, chosen from instructions about code, has
-# 93 % of SmolLM2's tokens there and 76 % of those of general answers.
+PASS_SHARE = 0.03  # maximum time of one draft level, as a share of a plain target pass
+HEAD_SHARE = 0.5  # maximum bytes of a draft's LM head, as a share of that limit
+# Minimum for the limit of vocabulary rows: a vocabulary of 3,072 tokens, chosen from instructions about code, covers 93
+# % of SmolLM2's tokens there and 76 % of those of general answers.
 LEAST_ROWS = 8192
 LEAST_LAYERS = 2  # one layer cannot copy from the context (induction heads, arXiv 2209.11895)
-# Widths that are tried, in shares of the target's, if two layers of its width take too long.
+# Widths to try if two layers of the target's width are too slow, as shares of that width
 NARROWER = (3 / 4, 2 / 3, 1 / 2, 1 / 3, 1 / 4)
 
 
 def most_rows(target_bytes: int, hidden_size: int) -> int:
-    """Return the most rows of a draft's vocabulary, whose head takes time in proportion to its bytes."""
+    """Return the maximum rows of a draft's vocabulary; its head takes time in proportion to its bytes."""
     return max(int(HEAD_SHARE * PASS_SHARE * target_bytes / (2 * hidden_size)), LEAST_ROWS)
 
 
@@ -38,12 +38,12 @@ def choose_size(
     hidden: int | None,
     options: dict[str, Any],
 ) -> tuple[int, int | None]:
-    """Return the number of layers and the width, None for the target's, with which a draft level is cheap enough.
+    """Return the number of layers and the width (None for the target's) of a draft with cheap enough levels.
 
-    A level may take `PASS_SHARE` of a target pass. Untrained drafts of two and three layers are measured, and a further
-    layer costs what the third one does. If two layers take too long, narrower drafts are measured. Where the user chose
-    `layers` or `hidden`, these are kept; a given number of layers is not measured. `write` writes an untrained draft of
-    so many layers and this width to a folder. `config` has the target's widths, and `most` is its number of layers.
+    A level may take `PASS_SHARE` of a target pass. Untrained drafts of two and three layers are measured; each further
+    layer is assumed to cost as much as the third. If two layers take too long, narrower drafts are measured. `layers`
+    or `hidden` given by the user are kept; a given number of layers is not measured. `write` writes an untrained draft
+    with these layers and width to a folder. `config` has the target's widths, and `most` is its number of layers.
     """
     least = min(layers or LEAST_LAYERS, most)
 
@@ -53,7 +53,7 @@ def choose_size(
             curve = LLM(model, drafts=[folder], max_num_seqs=1, **options).engine.host.planner.costs.curve
         level, plain = curve.draft_seconds, float(curve.verify(1.0))
         shown = f"{1e3 * level:.3g} ms, {level / plain:.0%} of a target pass"
-        logger.info("a draft level of %d layers, width %d: %s", count, width or config.hidden_size, shown)
+        logger.info("draft level with %d layers, width %d: %s", count, width or config.hidden_size, shown)
         return level, plain
 
     if layers is not None:

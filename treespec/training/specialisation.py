@@ -1,15 +1,15 @@
-"""Assigns lessons to specialists: by the user's groups, or by what a generalist gets wrong."""
+"""Assignment of lessons to specialists: by the user's groups, or by a generalist's errors."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-OWN_SHARE = 0.7  # of a specialist's lessons that come from its own cluster
-ITERATIONS, RESTARTS = 20, 8  # of k-means
+OWN_SHARE = 0.7  # share of a specialist's lessons from its own cluster
+ITERATIONS, RESTARTS = 20, 8  # k-means iterations and restarts
 
 
 def cluster_groups(groups: np.ndarray, count: int) -> np.ndarray:
-    """Return the specialist of each lesson, int64, so that whole groups stay together and sizes are balanced."""
+    """Return the specialist of each lesson, int64: groups stay together, and sizes are balanced."""
     names, sizes = np.unique(groups, return_counts=True)
     loads, owner = np.zeros(count), {}
     for i in np.argsort(-sizes, kind="stable"):
@@ -19,7 +19,7 @@ def cluster_groups(groups: np.ndarray, count: int) -> np.ndarray:
 
 
 def cluster_errors(missed: Sequence[np.ndarray], rows: int, count: int, seed: int) -> np.ndarray:
-    """Cluster lessons by the tokens that a generalist missed in each, as draft rows; returns int64 [lessons].
+    """Cluster lessons by the tokens (draft rows) that a generalist missed in each; return int64 [lessons].
 
     Spherical k-means over tf-idf vectors of the missed tokens, from k-means++ starts.
     """
@@ -34,7 +34,7 @@ def cluster_errors(missed: Sequence[np.ndarray], rows: int, count: int, seed: in
 
 
 def _k_means(vectors: np.ndarray, count: int, rng: np.random.Generator) -> tuple[np.ndarray, float]:
-    """Cluster unit vectors; returns the owners and their summed similarity to the centres."""
+    """Cluster unit vectors; return each vector's cluster and the summed similarity to the centres."""
     centres = vectors[rng.integers(len(vectors), size=1)]
     while len(centres) < count:
         far = np.maximum(1 - (vectors @ centres.T).max(1), 1e-9) ** 2
@@ -47,7 +47,7 @@ def _k_means(vectors: np.ndarray, count: int, rng: np.random.Generator) -> tuple
 
 
 def balanced_owners(costs: np.ndarray) -> np.ndarray:
-    """Assign each of [lessons, specialists] to a cheap specialist; none gets less than half of an equal share."""
+    """Assign lessons to cheap specialists by costs [lessons, specialists]; each gets at least half a fair share."""
     number, count = costs.shape
     owners = costs.argmin(1)
     for poor in np.argsort(np.bincount(owners, minlength=count)):

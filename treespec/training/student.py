@@ -16,13 +16,13 @@ from treespec_weights.convert import PER_LAYER_LISTS
 from treespec_weights.draft_vocabulary import read_draft_vocabulary, write_draft_vocabulary
 
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-MULTIPLE = 64  # of the width of an MLP
+MULTIPLE = 64  # MLP widths are multiples of this
 
 
 def student_config(
     target: PreTrainedConfig, num_layers: int, hidden: int | None, rows: int, ends: Sequence[int]
 ) -> PreTrainedConfig:
-    """Return the target's config with its first layers only, a reduced vocabulary and these end tokens."""
+    """Return the target's config with fewer layers, a reduced vocabulary and these end tokens."""
     config = copy.deepcopy(target)
     if hidden is not None:
         narrow(config, hidden)
@@ -35,11 +35,11 @@ def student_config(
 
 
 def narrow(config: PreTrainedConfig, hidden: int) -> None:
-    """Set the width of a config; MLP and numbers of heads are scaled in proportion, the head size stays."""
+    """Set the width of a config; scale MLP width and head counts in proportion, and keep the head size."""
     if hidden >= config.hidden_size:
-        raise ModelError(f"hidden={hidden}: the target has {config.hidden_size}; give less, or leave hidden out")
+        raise ModelError(f"hidden={hidden}: the target's width is {config.hidden_size}; choose less, or omit hidden")
     if missing := [name for name in WIDTHS if not isinstance(getattr(config, name, None), int)]:
-        raise ModelError(f"hidden={hidden}: a {config.model_type} config has no {missing[0]}; leave hidden out")
+        raise ModelError(f"hidden={hidden}: a {config.model_type} config has no {missing[0]}; omit hidden")
     ratio = hidden / config.hidden_size
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = max(round(ratio * config.num_key_value_heads), 1)
@@ -53,8 +53,8 @@ def make_student(target: Any, num_layers: int, hidden: int | None, target_ids: n
 
     From SmolLM2's layers 0 and 1, training reached a higher agreement in the same time than from 0 and 15, 0 and 29, or
     1 and 20. A student of another width `hidden` has the principal components of the embedding rows, and random layers.
-    `target_ids`, int64 [rows], is described in `treespec_weights.draft_vocabulary`. Raises ModelError if the
-    target's parameters are not those of a decoder with `model.layers`.
+    `target_ids`, int64 [rows]: see `treespec_weights.draft_vocabulary`. Raises ModelError if the target's parameters
+    are not those of a decoder with `model.layers`.
     """
     rows = [int(np.searchsorted(target_ids[:-1], token)) for token in ends]
     config = student_config(target.config, num_layers, hidden, len(target_ids), rows)
@@ -72,7 +72,7 @@ def make_student(target: Any, num_layers: int, hidden: int | None, target_ids: n
                 components = torch.linalg.eigh(exact.T @ exact)[1].flip(1)  # largest first
                 new = exact @ components[:, : parameter.shape[1]]
         elif hidden is not None:
-            continue  # random
+            continue  # keeps the random initialisation
         elif name in source and source[name].shape == parameter.shape:
             new = source[name]
         else:
@@ -85,8 +85,8 @@ def make_student(target: Any, num_layers: int, hidden: int | None, target_ids: n
 def open_student(folder: Path, target_ids: np.ndarray, target: Any) -> Any:
     """Open a trained draft of this target with another vocabulary, in float32.
 
-    Rows of tokens that the draft does not know are those of the target, by the linear map that fits the rows of known
-    ones best. `target_ids`, int64 [rows], has all tokens of the draft.
+    The rows of unknown tokens are the target's, mapped by the linear map that best fits the rows of known tokens.
+    `target_ids`, int64 [rows], includes all tokens of the draft.
     """
     student = open_model(folder, torch.float32)
     known = read_vocabulary(folder, target.config.vocab_size)
@@ -109,7 +109,7 @@ def open_student(folder: Path, target_ids: np.ndarray, target: Any) -> Any:
 def write_student(model: Any, folder: Path, target_ids: np.ndarray, target_size: int) -> None:
     """Write a student as a folder that `LLM(drafts=[...])` and transformers load, in bfloat16.
 
-    One that knows all tokens of the target is an ordinary model, without the row for all other tokens.
+    A student that knows all target tokens is written as an ordinary model, without the row for other tokens.
     """
     model = copy.deepcopy(model).to(torch.bfloat16)
     reduced = len(target_ids) <= target_size
@@ -122,9 +122,9 @@ def write_student(model: Any, folder: Path, target_ids: np.ndarray, target_size:
 
 
 def open_model(path: Path, dtype: torch.dtype | None = None, layers: int | None = None) -> Any:
-    """Open a folder or GGUF file with transformers, in evaluation mode, or only its first `layers`.
+    """Open a folder or GGUF file, or only its first `layers`, with transformers in evaluation mode.
 
-    A dtype of None keeps that of the parameters, and dequantises a quantised model to bfloat16.
+    dtype=None keeps the parameters' dtype, and dequantises a quantised model to bfloat16.
     """
     with as_folder(path, dtype or torch.bfloat16, layers) as folder, progress_bars_on_terminals():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval()

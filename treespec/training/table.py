@@ -1,4 +1,4 @@
-"""Counts lessons into an n-gram table."""
+"""Counting of lessons into an n-gram table."""
 
 import numpy as np
 
@@ -8,20 +8,20 @@ from treespec.training.lessons import Lessons
 from treespec_kernels.cpu.table_cpu import CONTEXTS, PROBS
 
 MAX_BYTES = 6 << 20
-LEAST_PROB = 0.02  # of a token that is counted; 0.005 takes 1.6 times the bytes and predicts as well
-MOST = 24  # continuations of a context
-# Added to the types of every context. From 54,000 lesson tokens, held-out log loss is then 0.290 per candidate, and
-# 0.296 with 0. From 236,000, probabilities differ from the observed frequencies by at most 0.04 in 11 of 12 bins.
+LEAST_PROB = 0.02  # minimum probability of a counted token; 0.005 takes 1.6 times the bytes and predicts equally well
+MOST = 24  # maximum continuations per context
+# Added to the number of types of every context. On 54,000 lesson tokens, held-out log loss is then 0.290 per candidate,
+# and 0.296 with 0. On 236,000, probabilities differ from observed frequencies by at most 0.04 in 11 of 12 bins.
 PRIOR_TYPES = 2.0
-LEFT_OUT = 0.9  # of a position, when the use of a context is estimated from the positions that it was counted from
+LEFT_OUT = 0.9  # share of a position's own counts removed when estimating a context's benefit at that position
 
 
 def count_lessons(lessons: Lessons, vocab_size: int, max_bytes: int = MAX_BYTES) -> StoredTable:
     """Return the table of some lessons.
 
-    A position counts the target's probabilities of its next token. They are interpolated over context lengths as by
-    Witten and Bell (IEEE Trans. Inf. Theory 37, 1991). Contexts are left out if the next shorter one predicts
-    nearly as well: the ones that gain least per byte, until the table has `max_bytes`.
+    Each position counts the target's probabilities of its next token. Counts are interpolated over context lengths as
+    by Witten and Bell (IEEE Trans. Inf. Theory 37, 1991). Contexts whose next shorter context predicts nearly as well
+    are dropped, least gain per byte first, until the table fits into `max_bytes`.
     """
     sequences = np.repeat(np.arange(len(lessons)), lessons.generated)
     positions = lessons.starts[:-1][sequences] + lessons.firsts[sequences]
@@ -65,7 +65,7 @@ def count_lessons(lessons: Lessons, vocab_size: int, max_bytes: int = MAX_BYTES)
 
 
 def table_agreement(table: TableDrafter, lessons: Lessons) -> float:
-    """Return the share of generated positions where the table's first choice is the target's."""
+    """Return the share of generated positions where the table's top token is the target's."""
     hits, places = 0, zip(lessons.starts[:-1], lessons.firsts, lessons.generated, lessons.targets[:-1], strict=True)
     for start, first, generated, row in places:
         for i in range(generated):
@@ -75,7 +75,7 @@ def table_agreement(table: TableDrafter, lessons: Lessons) -> float:
 
 
 def _packed(kept: list[tuple[np.ndarray, ...]], frequencies: np.ndarray, max_bytes: int) -> StoredTable:
-    """Return the table of the contexts that gain most per byte."""
+    """Return the table of the contexts with the largest gain per byte."""
     offsets = np.cumsum([0, *(len(contexts) for contexts, *_ in kept)])
     hashes, gain = (np.concatenate(columns) for columns in ([k[0] for k in kept], [k[1] for k in kept]))
     owners = np.concatenate([part[2] + offset for part, offset in zip(kept, offsets, strict=False)])
@@ -86,7 +86,7 @@ def _packed(kept: list[tuple[np.ndarray, ...]], frequencies: np.ndarray, max_byt
     best = np.argsort(-gain / nbytes, kind="stable")
     best = best[: np.searchsorted(np.cumsum(nbytes[best]), max_bytes - len(frequencies), "right")]
     best = best[np.argsort(hashes[best], kind="stable")]
-    best = best[np.append(True, np.diff(hashes[best]) > 0)] if len(best) else best  # the rare equal hashes
+    best = best[np.append(True, np.diff(hashes[best]) > 0)] if len(best) else best  # removes equal hashes
     place = np.full(len(hashes), -1)
     place[best] = np.arange(len(best))
     chosen = np.flatnonzero(place[owners] >= 0)

@@ -12,15 +12,15 @@ from torch import Tensor
 from treespec.startup.options import is_slow
 from treespec.training.distillation import Curriculum, LessonBatch
 
-MOST_BYTES = 32 << 30  # of states that are kept
-DISK_SHARE = 0.5  # of the free disk, at most
+MOST_BYTES = 32 << 30  # maximum bytes of stored states
+DISK_SHARE = 0.5  # maximum share of the free disk space
 
 
 class TargetStates:
-    """States of chosen layers, computed by passes of the target and kept in a file if they fit on the disk.
+    """States of chosen target layers, stored in a file if they fit on the disk.
 
-    Training draws each lesson several times, and a pass of the target costs more than a step of a head. The states are
-    the layers' inputs; the number of layers means the last one's output.
+    Training draws each lesson several times, and a target pass costs more than a training step of a head. States are
+    the layers' inputs; a layer index equal to the number of layers means the last layer's output.
     """
 
     def __init__(self, target: Any, layers: Sequence[int], curriculum: Curriculum, file: Path):

@@ -1,4 +1,4 @@
-"""Raw texts that drafts are pre-trained on, by their own next tokens."""
+"""Raw texts for pre-training drafts by next-token prediction."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,14 +13,14 @@ from treespec.text.training_prompts import read_training_prompts
 from treespec.training.draft_vocabulary import rows_of_tokens
 from treespec.training.loop import StepLoss, mixed_precision
 
-TEXT_SHARE = 0.9  # of the steps at the beginning
-LESSONS_ONLY = 0.8  # fraction of the training after which there are no more texts
-WINDOW, ROWS = 256, 12  # tokens of a window, windows of a step
-BATCH = 1024  # passages that are tokenised at once
+TEXT_SHARE = 0.9  # initial share of steps on texts
+LESSONS_ONLY = 0.8  # completed fraction of the training after which no texts are used
+WINDOW, ROWS = 256, 12  # tokens per window, windows per step
+BATCH = 1024  # passages tokenised at once
 
 
 def tokenize_texts(paths: Sequence[Path], tokenizer: Any) -> np.ndarray:
-    """Return the tokens of all raw texts, int32 [tokens]. Raises ConfigError for less text than one window."""
+    """Return the tokens of all raw texts, int32 [tokens]. Raises ConfigError if they are shorter than a window."""
     passages = [entry.content for entry in read_training_prompts(paths, chat=True) if isinstance(entry.content, str)]
     token_arrays = [np.zeros(0, dtype=np.int32)]
     for start in range(0, len(passages), BATCH):
@@ -29,24 +29,24 @@ def tokenize_texts(paths: Sequence[Path], tokenizer: Any) -> np.ndarray:
     tokens = np.concatenate(token_arrays)
     if len(tokens) <= WINDOW:
         names = ", ".join(map(str, paths))
-        raise ConfigError(f"--texts {names}: {len(tokens)} tokens of raw text; give at least {WINDOW + 1}")
+        raise ConfigError(f"--texts {names}: {len(tokens)} tokens of raw text; at least {WINDOW + 1} are needed")
     return tokens
 
 
 class Texts:
-    """Draws the text windows of each step from int32 tokens. A draw depends only on the seed and the step."""
+    """Random selection of each step's text windows from int32 tokens. It depends only on the seed and the step."""
 
     def __init__(self, tokens: np.ndarray, target_ids: np.ndarray, target_size: int, seed: int, device: torch.device):
         self._rows = rows_of_tokens(target_ids, target_size).astype(np.int32)[tokens]
         self.other, self.seed, self.device = len(target_ids) - 1, seed, device
 
     def is_text_step(self, step: int, done: float) -> bool:
-        """Return whether a step trains on texts; their share falls linearly with the completed fraction `done`."""
+        """Return whether a step trains on texts; their share falls linearly as the fraction `done` grows."""
         share = TEXT_SHARE * max(1 - done / LESSONS_ONLY, 0.0)
         return bool(np.random.default_rng((self.seed, 6, step)).random() < share)
 
     def loss(self, model: Any, step: int) -> StepLoss:
-        """Return the cross-entropy to the texts' next tokens, over those in the draft's vocabulary."""
+        """Return the next-token cross-entropy on texts, over tokens in the draft's vocabulary."""
         starts = np.random.default_rng((self.seed, 5, step)).integers(len(self._rows) - WINDOW, size=ROWS)
         windows = torch.from_numpy(np.stack([self._rows[a : a + WINDOW + 1] for a in starts])).long().to(self.device)
         following = windows[:, 1:].flatten()

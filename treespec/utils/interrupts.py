@@ -22,7 +22,7 @@ def exit_on_interrupt() -> None:
 
 
 def raise_on_interrupt() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt again, once all modules are imported."""
+    """Make Ctrl-C raise KeyboardInterrupt again, after all modules are imported."""
     if signal.getsignal(signal.SIGINT) is _exit_now:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,18 +34,18 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
 
 
 def exit_interrupted() -> NoReturn:
-    """Exit after a reported Ctrl-C, or two seconds later, if threads (of a compiler) clean up until then."""
+    """Exit after a reported Ctrl-C, once other threads (of a compiler) have cleaned up, or after two seconds."""
     if signal.getsignal(signal.SIGINT) in (_exit_now, signal.default_int_handler):
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     current, end = threading.current_thread(), time.monotonic() + 2
-    # Polled: a thread that is still being started cannot be joined.
+    # Polled, because a thread that is still starting cannot be joined.
     while any(thread is not current and not thread.daemon for thread in threading.enumerate()):
-        if time.monotonic() > end:  # sys.exit would wait for them
+        if time.monotonic() > end:  # sys.exit would wait for the threads
             os._exit(INTERRUPTED)
         time.sleep(0.01)
     sys.exit(INTERRUPTED)
 
 
 def print_interrupted() -> None:
-    """Print `interrupted` to stderr, on a new line after the terminal's ^C."""
+    """Print "interrupted" to stderr, on a new line after the terminal's ^C."""
     print("\ninterrupted" if sys.stderr.isatty() else "interrupted", file=sys.stderr, flush=True)

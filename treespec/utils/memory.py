@@ -1,4 +1,4 @@
-"""Free memory of a device, zeros whose memory is allocated on first write, and pages of mapped files."""
+"""Device memory, lazily allocated zeros, and pages of memory-mapped files."""
 
 import ctypes
 import gc
@@ -15,14 +15,14 @@ from torch import Tensor
 
 logger = logging.getLogger("treespec")
 
-_LEAST_MAPPED = 1 << 20  # bytes of a tensor whose pages are worth looking for
-UNKNOWN = 8 << 30  # bytes assumed to be free if the platform does not report the number
+_LEAST_MAPPED = 1 << 20  # minimum bytes of a tensor whose mapped pages are dropped
+UNKNOWN = 8 << 30  # bytes assumed free if the platform does not report them
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free now. On a CPU, this respects the cgroup's limit and counts file cache as free."""
+    """Return the free bytes of a device. On a CPU, respects the cgroup limit and counts file cache as free."""
     if device.type == "cuda":
-        release_cached(device)  # memory of deleted engines
+        release_cached(device)  # frees memory of deleted engines
         return torch.cuda.mem_get_info(device)[0]
     return max(min(_available(), _left_in_group()), 0)
 
@@ -35,18 +35,18 @@ def release_cached(device: torch.device) -> None:
 
 
 def drop_mapped(tensors: Iterable[Tensor]) -> None:
-    """Drop the pages of large tensors that are mapped from files from memory; they are read again on access.
+    """Drop file-mapped pages of large tensors from memory; they are read again on access.
 
-    Changes to a private mapping would be lost.
+    Discards changes to a private mapping.
     """
     large = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.nbytes >= _LEAST_MAPPED]
     if not large or not hasattr(mmap, "MADV_DONTNEED"):
         return
     try:
         mappings = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-    except OSError:  # not Linux
+    except OSError:  # only Linux has this file
         return
-    # Other memory, with the inode 0, would lose its contents.
+    # Other mappings, with inode 0, would lose their contents.
     files = [[int(bound, 16) for bound in fields[0].split("-")] for fields in mappings if fields[4] != "0"]
     for tensor in large:
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -60,27 +60,27 @@ def _available(system: Path = Path("/proc/meminfo")) -> int:
     try:
         lines = dict(line.split(":", 1) for line in system.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):  # not Linux
+    except (OSError, KeyError, ValueError):  # only Linux has this file
         pass
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # macOS lacks SC_AVPHYS_PAGES, Windows sysconf
-        logger.warning("the free memory is unknown here; assuming %d GiB", UNKNOWN >> 30)
+    except (AttributeError, ValueError, OSError):  # macOS lacks SC_AVPHYS_PAGES, Windows lacks sysconf
+        logger.warning("cannot determine the free memory; assuming %d GiB", UNKNOWN >> 30)
         return UNKNOWN
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Free the memory of deleted engines. For vLLM's scripts: there are no worker processes to shut down."""
+    """Free the memory of deleted engines. Provided for vLLM scripts; there are no worker processes to shut down."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _left_in_group(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes left of the cgroup's limit. Inactive file cache counts as used there, but is reclaimable."""
+    """Return the bytes left under the cgroup's limit, including inactive file cache, which is reclaimable."""
     try:
         free = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no control group, or no limit
+    except (OSError, ValueError):  # no control group or no limit
         return sys.maxsize
     try:
         counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -90,7 +90,7 @@ def _left_in_group(group: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, on a CPU of pages that are allocated on first write: zeroing 8 GiB takes half a minute."""
+    """Return zeros; on a CPU, pages are allocated on first write, because zeroing 8 GiB takes half a minute."""
     count = math.prod(size)
     if device.type != "cpu" or not count or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(size, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
-"""Options stated once, as the fields of a dataclass: their ranges, help texts, and the keywords of what takes them.
+"""Options declared once as dataclass fields, with ranges and help texts; functions take them as keywords.
 
-The command line reads them before torch is imported. So this module, and those that state options, import no other.
+The command line reads them before importing torch, so this module and those that declare options import no other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import Field, field, fields
 from inspect import Parameter, Signature
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-# Keys in the metadata of fields: the valid values, and what to do with an option that only vLLM has.
+# Metadata keys of fields: valid values, and the treatment of an option that only vLLM has.
 LIMITS, VLLM = "limits", "vllm"
 
 _Fields = ParamSpec("_Fields")
@@ -28,20 +28,20 @@ _Class = TypeVar("_Class", bound=type)
 def option(
     default: Any, *, least: float | None = None, most: float | None = None, choices: Sequence[Any] = (), valid: str = ""
 ) -> Any:
-    """Return a field whose values `checked_value` checks. None is valid if it is the default or `valid` names it.
+    """Return a field that `checked_value` can check. None is valid if it is the default or `valid` mentions it.
 
     Args:
         default: the default value.
         least, most: range of an int, or of a number if `default` or `least` is a float.
         choices: the valid values.
-        valid: describes the range in errors, where more is to be said.
+        valid: description of the range for errors, if the other arguments do not suffice.
     """
     limits = {"least": least, "most": most, "choices": choices, "valid": valid}
     return field(default=default, metadata={LIMITS: limits})
 
 
 def checked_value(stated: Field[Any], value: Any) -> Any:
-    """Return the value of a field as a Python number, or unchanged. Raises ConfigError if it is not valid."""
+    """Check the value of a field; return it as a Python number, or unchanged. Raises ConfigError if it is invalid."""
     from treespec.errors import ConfigError
     from treespec.utils.scalars import as_int, as_number
 
@@ -59,19 +59,19 @@ def checked_value(stated: Field[Any], value: Any) -> Any:
         if number is not None and least <= number <= (math.inf if most is None else most):
             return number
         kind = "a number" if is_float else "an int"
-        most = 3.4e38 if most is None and is_float else most  # float32's largest, to which `as_number` limits
+        most = 3.4e38 if most is None and is_float else most  # limit of `as_number`: float32's maximum
         valid = valid or (f"{kind} of at least {least}" if most is None else f"{kind} from {least} to {most}")
     raise ConfigError(f"{stated.name}={value!r}; valid: {valid}{', or None' if stated.default is None else ''}")
 
 
 def check_values(options: Any) -> None:
-    """Check the values of a frozen dataclass, and convert its numbers to Python's. Raises ConfigError."""
+    """Check the values of a frozen dataclass, and convert its numbers to Python numbers. Raises ConfigError."""
     for stated in fields(options):
         object.__setattr__(options, stated.name, checked_value(stated, getattr(options, stated.name)))
 
 
 def help_texts(options: type) -> dict[str, str]:
-    """Return the documentation of each option: the entries under "Args:" in the dataclass's docstring."""
+    """Return each option's documentation, from the "Args:" of the dataclass's docstring."""
     section = inspect.cleandoc(options.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
     entries = [" ".join(entry.split()).partition(": ") for entry in re.split(r"\n(?=\S)", textwrap.dedent(section))]
     return {name: text for names, _, text in entries for name in names.split(", ")}
@@ -80,7 +80,7 @@ def help_texts(options: type) -> dict[str, str]:
 def takes_options(
     options: Callable[_Fields, _Options],
 ) -> Callable[[Callable[[_Options], _Result]], Callable[_Fields, _Result]]:
-    """Let a function whose last argument is an instance of the dataclass `options` take the fields as keywords instead.
+    """Let a function take the fields of the dataclass `options` as keywords instead of an instance as last argument.
 
     Type checkers and `inspect.signature` see the fields. An unknown keyword raises ConfigError.
     """
@@ -109,7 +109,7 @@ def built_from(
 
 
 def rejects_unknown(options: _Class) -> _Class:
-    """Let a dataclass raise ConfigError for an unknown keyword."""
+    """Make a dataclass raise ConfigError for unknown keywords."""
     construct = options.__init__  # type: ignore[misc]
 
     @functools.wraps(construct)
@@ -123,7 +123,7 @@ def rejects_unknown(options: _Class) -> _Class:
 
 
 def _reject_unknown(kind: str, keywords: Iterable[str], options: Any) -> None:
-    """Raise ConfigError for a keyword that is no field of `options`, with the nearest that treespec has."""
+    """Raise ConfigError for keywords that are not fields of `options`, suggesting the closest names."""
     from treespec.errors import reject_unknown
 
     names = {stated.name: VLLM in stated.metadata for stated in fields(options)}
@@ -132,7 +132,7 @@ def _reject_unknown(kind: str, keywords: Iterable[str], options: Any) -> None:
 
 
 def _signature(options: Any, first: Sequence[Parameter] = ()) -> Signature:
-    """Return the signature of a dataclass behind the parameters `first`. `**vllm_options` stands for vLLM's names."""
+    """Return a signature of `first` and a dataclass's parameters. `**vllm_options` stands for vLLM's names."""
     vllm_names = [stated.name for stated in fields(options) if VLLM in stated.metadata]
     parameters = [p for p in inspect.signature(options).parameters.values() if p.name not in vllm_names]
     rest = [Parameter("vllm_options", Parameter.VAR_KEYWORD)] if vllm_names else []

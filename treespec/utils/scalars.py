@@ -1,4 +1,4 @@
-"""Convert user-supplied numbers. numpy and torch scalars are accepted, bools are not."""
+"""Conversion of user-supplied numbers. numpy and torch scalars are accepted, bools are not."""
 
 from numbers import Integral, Real
 from typing import Any
@@ -14,7 +14,7 @@ def as_int(value: Any, least: int) -> int | None:
 
 
 def as_number(value: Any) -> float | None:
-    """Return `value` as a Python number, or None if it is not real or exceeds float32, the dtype of logits."""
+    """Return `value` as a Python number, or None if it is not real or exceeds the range of float32."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     number = int(value) if isinstance(value, Integral) else float(value)
@@ -22,5 +22,5 @@ def as_number(value: Any) -> float | None:
 
 
 def to_python(values: Any) -> Any:
-    """Convert arrays and tensors to Python numbers in nested lists. Returns anything else unchanged."""
+    """Convert arrays and tensors to Python numbers in nested lists. Return other values unchanged."""
     return values.tolist() if hasattr(values, "tolist") else values

@@ -11,17 +11,17 @@ import torch
 
 
 def own_passes(device: torch.device) -> AbstractContextManager[Any]:
-    """Run passes as the self-test does: in inference mode and without autocast.
+    """Run passes in the mode of the self-test: inference mode without autocast.
 
     Under `torch.autocast`, linear layers round differently than in the self-test. Disabling autocast takes 20 us, 2 %
-    of a short round, so this is done only if it is enabled.
+    of a short round, so it is done only if autocast is enabled.
     """
     casting = [kind for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)]
     return _without_autocast(casting) if casting else torch.inference_mode()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Launch this thread's kernels on `device`, because each thread has its own current GPU."""
+    """Launch this thread's kernels on `device`. Each thread has its own current GPU."""
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
@@ -38,7 +38,7 @@ def _without_autocast(kinds: Sequence[str]) -> Iterator[None]:
 def outside_code() -> Iterator[None]:
     """Run logits processors and stopping criteria as transformers does: with no_grad, but not in inference mode.
 
-    They could neither keep nor modify inference tensors later. Create or clone their arguments inside this context.
+    User code could neither keep nor modify inference tensors later. Create or clone its arguments inside this context.
     Code called from within `one_thread` gets the thread's own number of threads back.
     """
     with torch.inference_mode(False), torch.no_grad(), _torch_threads(getattr(_caller, "threads", None)):
@@ -47,12 +47,12 @@ def outside_code() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch's CPU operations of this thread on it alone, without waking the threads of OpenMP.
+    """Run this thread's torch CPU operations single-threaded, without waking OpenMP's threads.
 
-    An element-wise operation on one row of 49,152 logits takes 5 us, but torch splits any of more than 32,768 elements.
-    OpenMP's threads then spin for about a millisecond, on the cores that the compiled decoder's threads need: sampled
-    tokens of SmolLM2-135M took 9.0 ms on two cores, and 5.9 ms without. `torch.set_num_threads` also changes what other
-    threads get, so this sets OpenMP's number of this thread only.
+    An element-wise operation on one row of 49,152 logits takes 5 us, but torch parallelises it above 32,768 elements.
+    OpenMP's threads then spin for about a millisecond on the cores that the compiled decoder needs: sampled tokens of
+    SmolLM2-135M took 9.0 ms on two cores, and 5.9 ms without. `torch.set_num_threads` also affects other threads, so
+    this only sets this thread's number in OpenMP.
     """
     threads = torch.get_num_threads()
     if threads == 1:
@@ -66,12 +66,12 @@ def one_thread() -> Iterator[None]:
         _caller.threads = before
 
 
-_caller = threading.local()  # .threads: the number outside `one_thread`, None if there is none
+_caller = threading.local()  # .threads: number of threads outside `one_thread`, or None
 
 
 @contextmanager
 def _torch_threads(number: int | None) -> Iterator[None]:
-    """Set OpenMP's number of threads for parallel regions that this thread starts. None: leave it as it is."""
+    """Set OpenMP's number of threads for parallel regions that this thread starts. None leaves it unchanged."""
     set_number = _omp_setter()
     if number is None or set_number is None:
         yield
@@ -89,7 +89,7 @@ def _omp_setter() -> Callable[[int], None] | None:
     """Return `omp_set_num_threads` of the OpenMP runtime that torch uses, or None if it is not accessible."""
     try:
         set_number = ctypes.CDLL(None).omp_set_num_threads
-    except (OSError, TypeError, AttributeError):  # another system's loader, or torch without OpenMP
+    except (OSError, TypeError, AttributeError):  # another platform's loader, or torch without OpenMP
         return None
     set_number.argtypes, set_number.restype = [ctypes.c_int], None
     return set_number

@@ -1,14 +1,14 @@
-"""Randomness of verification, as a protocol so that tests can enumerate all outcomes."""
+"""Source of randomness for verification; a protocol, so that tests can enumerate all outcomes."""
 
 from typing import Protocol
 
 import numpy as np
 
-_BLOCK = 512  # for 131,072 float32 weights, the sums of such blocks take 25 us, one cumulative sum 1,200 us
+_BLOCK = 512  # at 131,072 float32 weights, block sums take 25 us and one cumulative sum 1,200 us
 
 
 class Oracle(Protocol):
-    """The randomness of a verification rule."""
+    """Source of randomness for a verification rule."""
 
     def choose(self, weights: np.ndarray) -> int:
         """Sample an index with probability proportional to its weight."""
@@ -18,7 +18,7 @@ class Oracle(Protocol):
 
 
 class RandomOracle:
-    """Oracle over a numpy Generator, which the caller may also use; each call consumes one uniform number in [0, 1)."""
+    """Oracle over a numpy Generator, shared with the caller; each call consumes one uniform number in [0, 1)."""
 
     def __init__(self, generator: np.random.Generator):
         self._uniform = generator.random
@@ -30,7 +30,7 @@ class RandomOracle:
     def choose(self, weights: np.ndarray) -> int:
         """Sample an index by inverse CDF, first over block sums, then within one block.
 
-        Weights, float32 or float64 [vocab], are non-negative, not all 0; an index with weight 0 is never returned.
+        Weights, float32 or float64 [vocab], are non-negative and not all 0; indices with weight 0 are never returned.
         """
         whole = len(weights) // _BLOCK * _BLOCK
         sums = np.append(np.add.reduce(weights[:whole].reshape(-1, _BLOCK), axis=1), np.add.reduce(weights[whole:]))

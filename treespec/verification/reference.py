@@ -1,7 +1,7 @@
 """Reference implementation of the verification rules, in float64 on full probability arrays.
 
 `verify.py` documents the rules, their papers and their requirements on a tree. The two implementations share no code,
-so that each tests the other.
+so each one tests the other.
 """
 
 from collections.abc import Sequence
@@ -23,24 +23,24 @@ def verify_tree(
     # [num_nodes]; node 0 is the root, the last committed token. Siblings have distinct tokens: a token drawn twice is
     # one node with two draws
     tokens: Sequence[int],
-    parents: Sequence[int],  # [num_nodes], -1 for the root, otherwise smaller than the node's index
+    parents: Sequence[int],  # [num_nodes], -1 for the root, otherwise less than the node's index
     # (parent, child, q), in draw order at each parent. q is the row of `draft_probs` that the child's token was sampled
-    # from, None for a deterministic proposal
+    # from, or None for a deterministic proposal
     draws: Sequence[Draw],
     target_probs: np.ndarray,  # float64 [num_nodes, vocab], the target's distribution after each node
-    draft_probs: np.ndarray,  # float64 [num_rows, vocab], of drafts; [0, vocab] if all proposals are deterministic
-    oracle: Oracle,  # source of randomness, such as `treespec.verification.verify.RandomOracle`
+    draft_probs: np.ndarray,  # float64 [num_rows, vocab] of the drafts; [0, vocab] if all proposals are deterministic
+    oracle: Oracle,  # such as `treespec.verification.verify.RandomOracle`
 ) -> tuple[list[int], int]:
     """Decide which nodes of a token tree the target accepts, and sample the token after them.
 
-    The tokens along the path and the one after it follow the target's distribution for any drafts, provided each draw
-    was sampled from its given distribution (requirements: `treespec.verification.verify`).
+    Accepted path and next token follow the target's distribution for any drafts, provided that each draw was sampled
+    from its stated distribution (requirements: `treespec.verification.verify`).
 
     Returns:
         The accepted node indices, root first, and the token after them.
 
     Raises:
-        ConfigError (a ValueError): an argument violates one of the above.
+        ConfigError (a ValueError): an argument violates these conditions.
     """
     reject_unknown("verification rule", [rule], RULES)
     target_probs, draft_probs = np.asarray(target_probs, np.float64), np.asarray(draft_probs, np.float64)
@@ -105,7 +105,7 @@ def _traversal(
     target_probs: np.ndarray,
     oracle: Oracle,
 ) -> tuple[list[int], int] | None:
-    """Return the path from `node` on and the token after it with probability `accept`, otherwise None."""
+    """With probability `accept`, return the path from `node` on and the token after it, otherwise None."""
     probs = target_probs[node]
     for child, q in below[node]:
         x = tokens[child]
@@ -139,9 +139,9 @@ def _check_tree(tokens: Sequence[int], parents: Sequence[int], target_probs: np.
     for node in range(1, len(tokens)):
         parent, token = parents[node], tokens[node]
         if not 0 <= parent < node:
-            raise ConfigError(f"parents[{node}] must be a node before it (0 to {node - 1}), not {parent!r}")
+            raise ConfigError(f"parents[{node}] must be an earlier node (0 to {node - 1}), not {parent!r}")
         if not 0 <= token < vocab:
-            raise ConfigError(f"tokens[{node}] must be below the vocabulary's {vocab}, not {token!r}")
+            raise ConfigError(f"tokens[{node}] must be less than the vocabulary size {vocab}, not {token!r}")
         if (parent, token) in seen:
             raise ConfigError(
                 f"siblings {seen[parent, token]} and {node} under node {parent} both carry token {token}; "
@@ -150,14 +150,14 @@ def _check_tree(tokens: Sequence[int], parents: Sequence[int], target_probs: np.
         seen[parent, token] = node
         depths.append(depths[parent] + 1)
         if depths[node] > MAX_DEPTH:
-            raise ConfigError(f"node {node} is {depths[node]} deep; at most {MAX_DEPTH} are possible")
+            raise ConfigError(f"node {node} is {depths[node]} deep; the maximum is {MAX_DEPTH}")
 
 
 def _check_probs(name: str, rows: np.ndarray) -> None:
     for row, probs in enumerate(rows if rows.ndim == 2 else ()):
         smallest, total = probs.min(initial=np.inf), probs.sum()
         if not smallest >= 0:  # or NaN
-            raise ConfigError(f"{name}[{row}] must be probabilities, but holds {smallest}")
+            raise ConfigError(f"{name}[{row}] must be probabilities, but contains {smallest}")
         if not abs(total - 1) <= SUM_TOLERANCE:
             raise ConfigError(f"{name}[{row}] must sum to 1, not {total}")
 

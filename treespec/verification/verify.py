@@ -63,8 +63,8 @@ def verify_drawn(rule: str, tree: TokenTree, target: TargetProbs, oracle: Oracle
 
     A draw's distribution is its row of `draft_probs`, renormalised without the tokens of `draw_excluded`; a row of -1,
     or `draw_rows` None, means one-hot. `target` returns the target's distribution after a node, float32 or float64
-    [vocab]. It is called only for nodes whose distribution is needed, in any order, and its result is not modified.
-    None (never for the root) ends the output: if the node is accepted, its token is the last one.
+    [vocab]. It is called only for nodes whose distribution is needed, in any order; its result is not modified. If it
+    returns None (never for the root), the output ends: if accepted, the node's token is the last one.
     """
     reject_unknown("verification rule", [rule], RANDOM_DRAWS)
     below = draws_below(tree)
@@ -73,7 +73,7 @@ def verify_drawn(rule: str, tree: TokenTree, target: TargetProbs, oracle: Oracle
 
 @dataclass(eq=False)
 class Draw:
-    """One proposal: its node, its token and the distribution that it was sampled from (row None = one-hot)."""
+    """A proposal: its node, its token and the distribution it was sampled from (row None means one-hot)."""
 
     child: int
     token: int
@@ -82,7 +82,7 @@ class Draw:
 
     @cached_property
     def row_mass(self) -> float:
-        """Sum of the row without the excluded tokens. Summed directly, because 1 - (their sum) cancels."""
+        """Sum of the row without the excluded tokens, summed directly, because 1 - (their sum) suffers cancellation."""
         if self.row is None or not self.excluded:
             return 1.0
         edges = [-1, *sorted(self.excluded), len(self.row)]
@@ -110,7 +110,7 @@ def draws_below(tree: TokenTree) -> list[list[Draw]]:
 class Residual:
     """Unnormalised residual distribution at a node, float [vocab], and the probability that the node is accepted.
 
-    Accepting a draw needs only scalars, no pass over the vocabulary. The target's row is never modified.
+    Accepting a draw takes only scalar operations, no pass over the vocabulary. The target's row is never modified.
     """
 
     def __init__(self, probs: np.ndarray, accept: float = 1.0):
@@ -125,7 +125,7 @@ class Residual:
     def reject(self, draw: Draw) -> bool:
         """Subtract the draw's distribution; return False if an accepted node has no mass left.
 
-        Only rounding can cause that. Then r = q up to rounding, and the caller accepts the draw (at r = q its
+        Only rounding causes this. Then r = q up to rounding, and the caller accepts the draw (at r = q its
         acceptance probability is 1) or, if the token's probability is 0, ignores it.
         """
         probs, mass = self.without(draw.token) if draw.row is None else self._minus(draw, draw.row)
@@ -137,12 +137,12 @@ class Residual:
         return True
 
     def _minus(self, draw: Draw, row: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return max(a p - q, 0) in the scale of p, and its sum, in three or four passes, because only q is scaled."""
+        """Return max(a p - q, 0) in the scale of p, and its sum, in three or four passes (only q is scaled)."""
         scale = min(self.mass / (self.accept * draw.row_mass), _MAX_SCALE)
         taken = np.multiply(row, scale, dtype=self.probs.dtype)
         if draw.excluded:
             taken[draw.excluded] = 0.0
-        np.minimum(self.probs, taken, out=taken)  # maximum(difference, 0) is three times slower
+        np.minimum(self.probs, taken, out=taken)  # `np.maximum(difference, 0)` would be three times slower
         difference = np.subtract(self.probs, taken, out=taken)
         difference[draw.token] = 0.0  # 0 up to rounding
         self._summed = float(np.add.reduce(difference))
@@ -163,7 +163,7 @@ def _rejection(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Ora
     while True:
         probs = target(path[-1])
         if probs is None:
-            assert token is not None, "the root has a distribution"
+            assert token is not None, "the root always has a distribution"
             return np.array(path[:-1], dtype=np.int64), token
         residual = Residual(probs)
         for draw in below[path[-1]]:
@@ -179,12 +179,12 @@ def _rejection(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Ora
 
 def _traversal(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> tuple[np.ndarray, int]:
     def visit(node: int, accept: float, token: int | None = None) -> tuple[list[int], int] | None:
-        """With probability `accept`, return the path from its deepest node up to `node`, and the token after it."""
+        """With probability `accept`, return the path from its deepest node up to `node` and the token after it."""
         if not below[node] and not oracle.flip(accept):  # a leaf's distribution is needed only if the leaf is accepted
             return None
         probs = target(node)
         if probs is None:
-            assert token is not None, "the root has a distribution"
+            assert token is not None, "the root always has a distribution"
             return ([], token) if not below[node] or oracle.flip(accept) else None
         if not below[node]:
             return [node], oracle.choose(probs)

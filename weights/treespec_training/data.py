@@ -1,4 +1,4 @@
-"""Collect training text from installed Python packages, split by whole packages into training and held-out text."""
+"""Collection of text from installed Python packages, split by whole packages into training and held-out text."""
 
 import ast
 import hashlib
@@ -24,7 +24,7 @@ SUFFIXES = {
     "prose": (".md", ".rst", ".txt"),
     "data": (".json", ".toml", ".yaml", ".yml", ".csv", ".cfg", ".ini"),
 }
-# Whole packages installed with torch, transformers and typer, so that anyone can repeat the evaluation.
+# Whole packages installed with torch, transformers and typer, so that anyone can reproduce the evaluation.
 HELD_OUT = ("networkx", "jinja2", "rich", "stdlib.asyncio", "stdlib.email")
 PERMISSIVE = re.compile(r"\b(MIT|BSD|0BSD|Apache|ISC|PSF|Python|CNRI-Python|Zlib|CC0|Unlicense|HPND)\b", re.IGNORECASE)
 COPYLEFT = re.compile(r"\b(A?L?GPL|MPL|EPL|CDDL|GNU|Mozilla)", re.IGNORECASE)
@@ -56,7 +56,7 @@ class Document:
 
 
 def syntax_tree(document: Document) -> ast.Module:
-    """Parse a document's Python source; an empty module if it is none."""
+    """Parse a document's Python source; return an empty module for invalid source."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -66,7 +66,7 @@ def syntax_tree(document: Document) -> ast.Module:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind of text in a file, judging by its name, or None for other files."""
+    """Return the kind of text in a file, judged by its name; None for other files."""
     if path.stem.lower().startswith(SKIPPED_STEMS):
         return None
     if path.name == "METADATA":
@@ -75,7 +75,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def read_text(path: Path) -> str | None:
-    """Read a file's text with unified line ends, or None if it is huge, tiny, generated, minified or not UTF-8."""
+    """Read a file's text with unified line ends; None if it is huge, tiny, generated, minified or not UTF-8."""
     try:
         if not 200 <= path.stat().st_size <= MAX_FILE_BYTES:
             return None
@@ -149,7 +149,7 @@ def select(
     """Split documents by package into (training, held-out), without duplicates, limited per package and kind.
 
     Args:
-        documents: candidates; a text that occurs twice is kept once, in the held-out half if it occurs there.
+        documents: candidates; of duplicate texts one is kept, in the held-out half if any occurs there.
         kinds: kinds to keep.
         held_out: packages (or their sub-modules `package.x`) excluded from the training text.
         package_cap: maximum characters per package and kind, so that no project dominates.

@@ -22,7 +22,7 @@ from treespec_weights.draft_vocabulary import read_draft_vocabulary
 
 PROMPT_TOKENS = (48, 160)
 TOPS = (1, 2, 4)
-WINDOWS, WINDOW_TOKENS = 96, 512  # of each kind of held-out text
+WINDOWS, WINDOW_TOKENS = 96, 512  # windows per kind of held-out text, and their length
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def cut_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int,
 def held_out_losses(model: LlamaForCausalLM, streams: dict[str, Stream]) -> dict[str, float]:
     """Return the mean cross-entropy in nats per token by kind of text, over `WINDOWS` evenly spaced windows.
 
-    Kinds of which the held-out packages have too little are left out.
+    Kinds with too little held-out text are skipped.
     """
     result, device = {}, next(model.parameters()).device
     for kind, stream in streams.items():
@@ -90,8 +90,8 @@ class RankedDraft:
     """A draft of `treespec train`."""
 
     model: LlamaForCausalLM
-    rows: np.ndarray  # int64 [target's vocabulary], the draft's row of each token
-    num_tokens: int  # number of tokens that it can propose; unknown ones have a row from `num_tokens` on
+    rows: np.ndarray  # int64 [target's vocabulary], the draft row of each token
+    num_tokens: int  # number of tokens that it can propose; unknown tokens have rows from `num_tokens` on
 
 
 def open_draft(folder: Path, target_size: int) -> RankedDraft:
@@ -105,7 +105,7 @@ def open_draft(folder: Path, target_size: int) -> RankedDraft:
 
 @torch.inference_mode()
 def ranks(draft: RankedDraft, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[Tensor]:
-    """Rank every token of the continuations by the draft's probabilities, teacher-forced.
+    """Rank every token of the continuations by the draft's probabilities, with teacher forcing.
 
     Returns int64 [new tokens] for each sequence; rank 0 is the most probable token, and tokens that the draft does not
     know come last.
@@ -124,7 +124,7 @@ def ranks(draft: RankedDraft, sequences: Sequence[Tensor], prompt_lengths: Seque
 def agreement(ranks_per_draft: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     """Compute how often each draft, and any draft (`union`), has the target's token among its top 1, 2 and 4.
 
-    `only` is the share of tokens that are the top 1 of this draft and of no other.
+    `only` is the share of tokens that are the top 1 of this draft only.
 
     Args:
         ranks_per_draft: name -> int64 [positions], the same positions for every draft.
@@ -150,9 +150,9 @@ def agreement_report(
     new_tokens: int,
     device: str,
 ) -> dict[str, object]:
-    """Continue prompts greedily with the target of a folder and rank its tokens with the drafts.
+    """Continue prompts greedily with the target in a folder, and rank its tokens with the drafts.
 
-    The agreement is reported over all prompts and by the kind of each prompt.
+    Reports the agreement over all prompts and by kind of prompt.
     """
     sequences = greedy_continuations(target, prompts, new_tokens, device)
     lengths = [len(prompt) for prompt in prompts]

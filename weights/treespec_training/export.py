@@ -1,4 +1,4 @@
-"""Export the trained models: a Hugging Face folder each, with tokenizer and model card, plus prompts and the report."""
+"""Export of the trained models as Hugging Face folders with tokenizer and model card, plus prompts and report."""
 
 import copy
 import shutil
@@ -141,7 +141,7 @@ def write_folder(folder: Path, model: LlamaForCausalLM, tokenizer: Tokenizer) ->
 
 
 def export(out: Path, folders: dict[str, Path], report: dict, prompts: Sequence[dict]) -> None:
-    """Copy all folders beside `out`, then swap them in one by one, so that no folder is ever partially written.
+    """Copy all folders next to `out`, then swap them in one by one, so that no folder is ever partially written.
 
     Args:
         out: `default`; created if missing. Other files in it are kept.

@@ -1,4 +1,4 @@
-"""Writes instructions and raw texts for a chat model from installed documentation and source code."""
+"""Instructions and raw texts for a chat model, from installed documentation and source code."""
 
 import ast
 import itertools
@@ -13,8 +13,8 @@ from treespec_training.data import Document, syntax_tree
 PARAGRAPH_CHARACTERS = (200, 900)
 FUNCTION_LINES = (6, 32)
 SENTENCE_WORDS, HEADING_WORDS = (5, 20), (2, 8)
-CODE_SHARE = 0.4  # of the characters of raw texts
-LEAST_DOCSTRING = 120  # characters in raw texts; shorter ones say little
+CODE_SHARE = 0.4  # share of code in the characters of raw texts
+LEAST_DOCSTRING = 120  # minimum characters of a docstring in raw texts; shorter ones are uninformative
 HEADING = re.compile(
     r"^(?:#{1,4} +([A-Za-z][^\n#{}|`*_<>:\[\]]{6,60})|([A-Za-z][^\n{}|`*_<>:\[\]]{6,60})\n(?:=|-|~|\^|\"){4,})$",
     re.MULTILINE,
@@ -24,7 +24,7 @@ MARKUP = re.compile(r"^\s*(\.\. |[-=~^*#`|+]{3,}|\||>>>|:\w+|<|\[!|!\[)", re.MUL
 
 @dataclass(frozen=True)
 class Instruction:
-    """A user message: its kind of task, the package of its source text, and the message itself."""
+    """A user message, with its kind of task and the package of its source text."""
 
     kind: str
     package: str
@@ -87,12 +87,12 @@ def _ask(document: Document) -> Iterator[str]:
 
 
 def _tasks(document: Document) -> Iterator[str]:
-    """Yield what documented functions do, as the imperative that begins their docstrings."""
+    """Yield the tasks of documented functions: the imperatives at the start of their docstrings."""
     for node in _functions(document):
         sentence = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()).split(". ")[0].rstrip(".")
         if SENTENCE_WORDS[0] <= len(sentence.split()) <= SENTENCE_WORDS[1] and sentence.isprintable():
             first, _, remainder = sentence.partition(" ")
-            # "Returns" and the like are no imperatives.
+            # "Returns" and the like are not imperatives.
             if first.isalpha() and not first.endswith("s") and first.lower() not in ("test", "no"):
                 yield f"{first.lower()} {remainder}"
 
@@ -102,11 +102,11 @@ def _topics(document: Document) -> Iterator[str]:
     for heading in HEADING.finditer(document.text if document.kind == "prose" else ""):
         title = (heading[1] or heading[2]).strip()
         if HEADING_WORDS[0] <= len(title.split()) <= HEADING_WORDS[1]:
-            package = re.sub(r"-\d.*", "", document.package)  # without a source distribution's version
+            package = re.sub(r"-\d.*", "", document.package)  # removes a source distribution's version
             yield f'"{title}" ({package})'
 
 
-# By kind of task: what yields the texts, the phrasings of training and the held-out ones; {} is the text.
+# By kind of task: generator of texts, training phrasings and held-out phrasings; {} is the text.
 KINDS: dict[str, tuple[Callable[[Document], Iterator[str]], tuple[str, ...], tuple[str, ...]]] = {
     "explain": (
         _explain,
@@ -187,11 +187,11 @@ def instructions(documents: Iterable[Document], held_out: bool, per_kind: int, s
     """Write up to `per_kind` instructions of every kind, alternating packages.
 
     Args:
-        documents: sources, all from training packages or all from held-out packages.
-        held_out: use the held-out phrasings, without `TRAINING_ONLY` kinds; otherwise those of training, without
+        documents: source documents, all from training packages or all from held-out packages.
+        held_out: use the held-out phrasings, without `TRAINING_ONLY` kinds; otherwise the training phrasings, without
             `UNSEEN` kinds.
-        per_kind: instructions of a kind.
-        seed: orders the documents and chooses phrasings.
+        per_kind: maximum instructions of a kind.
+        seed: random seed for the order of documents and the choice of phrasings.
     """
     documents = sorted(documents, key=lambda document: document.order(seed))
     result: list[Instruction] = []

@@ -1,4 +1,4 @@
-"""Render prose and structured data from Python source, since installed packages contain few manuals and tables.
+"""Prose and structured data rendered from Python source, since packages contain few manuals and tables.
 
 Docstrings become pages of documentation. Signatures, constants and log messages become records, written as JSON, YAML,
 TOML, tables or logs, one format per file.
@@ -22,7 +22,7 @@ from treespec_training.data import Document, syntax_tree
 
 MIN_CHARACTERS = 400  # minimum length of a rendered file
 MIN_DOCSTRING = 80
-LONGEST_CONSTANT = 4000  # maximum characters of its value
+LONGEST_CONSTANT = 4000  # maximum characters of a constant's value
 LOG_LEVELS = ("DEBUG", "INFO", "INFO", "INFO", "WARNING", "ERROR")
 Record = dict[str, Any]
 
@@ -43,7 +43,7 @@ def rendered(document: Document) -> Iterator[Document]:
 
 
 def page_of(name: str, module: ast.Module) -> str:
-    """Return the docstrings of a module, its classes and functions, under headings, as in a manual."""
+    """Return the docstrings of a module, its classes and functions under headings, like a manual."""
     sections = []
     for path, node in _definitions(module):
         text = ast.get_docstring(node)
@@ -127,7 +127,7 @@ def _constants(module: ast.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _messages(module: ast.Module) -> Iterator[str]:
-    """Yield the texts that the module raises, logs or warns with."""
+    """Yield the texts of the module's errors, log messages and warnings."""
     for node in ast.walk(module):
         called = node.func if isinstance(node, ast.Call) else None
         name = getattr(called, "attr", getattr(called, "id", ""))
@@ -173,7 +173,7 @@ def _table(functions: list[Record], rng: random.Random) -> str:
 
 
 def _log(name: str, functions: list[Record], messages: list[str], rng: random.Random) -> str:
-    """Return lines in `logging`'s format: time, level, place, and a message with its placeholders filled."""
+    """Return lines in `logging`'s format: time, level, location, and a message with its placeholders filled in."""
     places = [record["name"] for record in functions] or ["<module>"]
     day = f"2026-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
     seconds, lines = rng.randrange(80000), []

@@ -1,4 +1,4 @@
-"""Build the embedded models with transformers, so that other libraries can load them."""
+"""The embedded models, built with transformers, so that other libraries can load them."""
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ TINY_TARGET = {
     "num_key_value_heads": 1,
     "head_dim": 16,
 }
-# Of the drafts, as settings of `treespec train`: narrow, because a pass of a target of 10 M parameters is short, and
-# with the target's token ids, so that other libraries can use them.
+# Settings of `treespec train` for the drafts: narrow, because passes of a target of 10 M parameters are short, and with
+# the target's token ids, so that other libraries can use them.
 DRAFT = {"layers": 2, "hidden": 128, "vocabulary": 4096}
 TINY_DRAFT = {"layers": 1, "vocabulary": 384, "max_tokens": 16}
 MAX_LENGTH = 2048
@@ -64,7 +64,7 @@ def next_token_loss(model: torch.nn.Module, windows: Tensor) -> Tensor:
 def stack(shallow: LlamaForCausalLM, deep: LlamaForCausalLM) -> None:
     """Initialise a deep model by repeating the whole stack of a shallow one's layers (arXiv 2405.15319, G_direct).
 
-    A shallow model learns the common patterns at a fraction of the cost.
+    A shallow model learns common patterns at a fraction of the cost.
     """
     weights = shallow.state_dict()
     layers = shallow.config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""Train the byte-level BPE tokenizer shared by all embedded models."""
+"""Training of the byte-level BPE tokenizer shared by all embedded models."""
 
 from collections.abc import Iterable
 

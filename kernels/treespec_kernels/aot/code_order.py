@@ -1,9 +1,9 @@
-"""Reads PTX and machine code (SASS), and checks what must precede what on every path of a kernel.
+"""Checks of instruction order in PTX and machine code (SASS), on every path through a kernel.
 
 Launches: no path of a kernel with programmatic dependent launch accesses memory or exits before its wait
-(`launch/predecessors.py`). Before it, an instruction may compute, read launch parameters, request weights in L2
-(which returns no data), and use the block's own shared memory: on sm_100 a block first allocates its tensor memory,
-whose address is stored in shared memory.
+(`launch/predecessors.py`). Before the wait, an instruction may compute, read launch parameters, prefetch weights to L2
+(which returns no data), and use the block's own shared memory: on sm_100 a block first allocates its tensor memory, and
+stores the address in shared memory.
 
 Fences: wgmma reads shared memory through the async proxy. Ordinary stores and `cp.async` write it through the generic
 proxy, so on every path from the completion of such a write to a wgmma there must be a `fence.proxy.async`. A missing
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 # SASS
 _WAIT, _RELEASE = "ACQBULK", "PREEXIT"
-_TOUCHES = re.compile(  # accesses memory that other blocks see
+_TOUCHES = re.compile(  # accesses memory that is visible to other blocks
     r"LD(?![CS])|ULD(?!C)|ST(?!S)|ATOM(?!S)|RED(?!UX)|UTM|UBLK(?!PF)|UCP|CCTL|PREFETCH|SU(?:LD|ST|RED|ATOM)|TEX|TLD|SYNCS"
     r"|[HIQ]?GMMA|UTC(?!ATOMSWS)"
 )
@@ -25,15 +25,15 @@ _EXITS = re.compile(r"EXIT|BRX|JMX")
 # PTX
 _FENCE = "fence.proxy.async"
 _PRODUCT = "wgmma.mma_async"
-_WRITES = re.compile(r"st\.shared|stmatrix|cp\.async\.wait")  # a copy is complete when it has been waited for
+_WRITES = re.compile(r"st\.shared|stmatrix|cp\.async\.wait")  # a copy is complete after its wait
 
-# Both
+# Both PTX and SASS
 _JUMPS = re.compile(r"bra|call|BRA|CALL|BSSY|JMP")
-_LEAVES = re.compile(r"ret|exit|trap|EXIT|BRX|JMX|RET|BPT|KILL")  # the kernel, a function, or the launch
+_LEAVES = re.compile(r"ret|exit|trap|EXIT|BRX|JMX|RET|BPT|KILL")  # exits from the kernel, a function, or the launch
 
 
 class OrderError(RuntimeError):
-    """Raised if a kernel may access memory too early, or give a row other bits than another tile of it."""
+    """Raised if a kernel may access memory too early, or if its tiles may compute different bits for a row."""
 
 
 class AssemblyInstruction(NamedTuple):
@@ -87,7 +87,7 @@ def _read(lines: Iterator[re.Match[str]]) -> Code:
 
 
 def following(code: Code, place: int) -> list[int]:
-    """Return the places of the instructions that may follow one. Raises OrderError for a jump to elsewhere."""
+    """Return the indices of possible next instructions. Raises OrderError for a jump out of the kernel."""
     predicate, opcode, operands = code.instructions[place]
     if _JUMPS.match(opcode):
         targets = [code.places[word] for word in re.findall(r"[\w$]+", operands) if word in code.places]
@@ -139,7 +139,7 @@ def proxy_fences(ptx: str) -> tuple[int, int]:
         seen.add((place, written))
         opcode = opcodes[place]
         if opcode.startswith(_PRODUCT) and written:
-            raise OrderError(f"{opcode} reads shared memory that no fence.proxy.async orders")
+            raise OrderError(f"{opcode} reads shared memory without a preceding fence.proxy.async")
         if opcode.startswith(_FENCE) and not code.instructions[place].predicate:
             written = False
         written = written or _WRITES.match(opcode) is not None

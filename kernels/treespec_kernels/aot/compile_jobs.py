@@ -1,4 +1,4 @@
-"""Runs compile tasks in several processes, since compilation is CPU-bound and holds the GIL."""
+"""Compilation in several processes, since it is CPU-bound and holds the GIL."""
 
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-_LEAST_TASKS = 8  # per process, because starting one takes seconds
+_LEAST_TASKS = 8  # minimum tasks per process, because starting one takes seconds
 
 
 def num_processes(tasks: int) -> int:
@@ -22,10 +22,10 @@ def num_processes(tasks: int) -> int:
 
 
 def run_in_processes(
-    work: Callable[[Any], Any],  # a module-level function: processes are spawned, since this one may have threads
+    work: Callable[[Any], Any],  # a module-level function; processes are spawned, since this one may have threads
     tasks: Sequence[Any],  # picklable arguments of `work`
     processes: int,  # 1 runs the tasks in this process
-    finished: Callable[[int, Any], None],  # gets each task's index and result, in any order; None if its process died
+    finished: Callable[[int, Any], None],  # gets each task's index and result (None if its process died)
 ) -> None:
     """Run every task. If a process dies, e.g. out of memory, run the remaining tasks in half as many processes."""
     if processes <= 1:
@@ -34,7 +34,7 @@ def run_in_processes(
         return
     remaining, context = dict(enumerate(tasks)), multiprocessing.get_context("spawn")
     while remaining:
-        # Ctrl-C goes to all processes; this one handles it, and does not wait for hundreds of kernels.
+        # Ctrl-C reaches all processes; only this one handles it, without waiting for hundreds of kernels.
         ignore = (signal.SIGINT, signal.SIG_IGN)
         pool = ProcessPoolExecutor(processes, mp_context=context, initializer=signal.signal, initargs=ignore)
         try:
@@ -44,7 +44,7 @@ def run_in_processes(
                 del remaining[futures[future]]
                 finished(futures[future], result)
         except BrokenProcessPool:
-            if processes == 1:  # tasks run in order, so the first remaining one killed the process
+            if processes == 1:  # tasks run in order, so the first remaining task killed the process
                 index = next(iter(remaining))
                 del remaining[index]
                 finished(index, None)

@@ -1,8 +1,7 @@
 """Ahead-of-time compilation: checks without a GPU that every kernel compiles for real targets and does not spill.
 
-The kernels are those that the cases of the ops launch (`launches`). TRITON_INTERPRET must not be set, because
-interpreted kernels cannot be compiled. Triton caches what it compiles, so the next run compiles only kernels that
-changed.
+It compiles the kernels launched by the ops' cases (`launches`). TRITON_INTERPRET must not be set, because interpreted
+kernels cannot be compiled. Triton caches the results, so the next run compiles only changed kernels.
 """
 
 import itertools
@@ -28,11 +27,11 @@ class CompiledKernel:
     """Resource usage of a compiled kernel: registers and spills per thread, shared memory per block."""
 
     registers: int
-    spills: int  # bytes of stack per thread on CUDA, spilled vector registers on AMD
+    spills: int  # stack bytes per thread on CUDA, spilled vector registers on AMD
     shared_bytes: int
-    products: int = 0  # wgmma instructions, which only sm_90 has
-    fences: int = 0  # proxy fences, which order shared memory before them
-    prefetches: int = 0  # requests of weights before the wait for the previous kernel
+    products: int = 0  # number of wgmma instructions, only on sm_90
+    fences: int = 0  # number of proxy fences, which order shared memory before wgmma
+    prefetches: int = 0  # number of weight prefetches before the wait for the previous kernel
 
 
 def compile_launch(target: str, launch: Launch) -> CompiledKernel:
@@ -79,8 +78,8 @@ def compile_report(
 
     Returns:
         `{"targets": {target: [row]}, "failed": [row with target and message]}`. A row has a kernel, its op's case, its
-        constants and options, and the fields of `CompiledKernel`. A kernel has failed if it does not compile (and
-        is then not in `targets`), spills, or exceeds the target's shared memory.
+        constants and options, and the fields of `CompiledKernel`. A kernel has failed if it does not compile (and is
+            then not in `targets`), spills, or exceeds the target's shared memory.
     """
     requests = [
         (target, launch, (target, repr(launch.binary), repr(launch.first and launch.first.binary)))

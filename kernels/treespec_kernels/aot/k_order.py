@@ -1,9 +1,9 @@
-"""K order of a compiled matrix product: the matrix instructions that form a row's sum, in program order.
+"""K order of a compiled matrix product: the matrix instructions that compute a row's sum, in program order.
 
-Two tiles of one kernel give a row the same bits if each of their warp groups computes 64 rows by the same instructions
-over the same features in the same order, and if the arithmetic around them is the same. Both are read from the PTX of
-sm_90: `wgmma` takes its operands from shared memory through descriptors, and the features that an instruction reads
-follow from the constants added to the descriptor of the block. Instructions of other targets are not decoded.
+Two tiles of one kernel compute the same bits for a row if each of their warp groups computes 64 rows by the same
+instructions over the same features in the same order, and if the surrounding arithmetic is the same. Both are read from
+the PTX of sm_90: `wgmma` takes its operands from shared memory through descriptors, and the features that it reads
+follow from constants added to the block's descriptor. Instructions of other targets are not decoded.
 """
 
 import re
@@ -15,7 +15,7 @@ from treespec_kernels.aot.code_order import OrderError
 
 
 class MatrixStep(NamedTuple):
-    """A matrix instruction: its opcode, and the first row and feature that it reads in the block of each operand."""
+    """A matrix instruction: its opcode, and the first row and feature it reads in each operand's block."""
 
     opcode: str
     x: tuple[int, int]
@@ -24,7 +24,7 @@ class MatrixStep(NamedTuple):
 
 _WGMMA = re.compile(r"(wgmma\.mma_async\S*) \{[^}]*\}, (%\w+), (%\w+), (%p\d+), ([^;]*);")
 _MOVED = re.compile(r"(?:mov|cvt|add|or)\.(?:\w+\.)?\w+\s+(%\w+), (%?-?\w+)(?:, (-?\w+))?;")
-# Not conversions to f32, which are exact: of a bias, a thread may convert those of one column or of many.
+# Excludes exact conversions to f32, since a thread may convert a bias for one column or for many.
 _FLOAT = re.compile(
     r"\b(?:add|sub|mul|fma|div|rcp|ex2|lg2|tanh|sqrt|rsqrt|max|min|neg|abs|cvt(?!\.f32\.))\.[\w.:]*(?:f32|f16)\S*"
 )
@@ -34,15 +34,15 @@ _OFFSET = (1 << 14) - 1  # bits of a descriptor's start address, in units of 16 
 def k_order(ptx: str, constants: Mapping[str, Any]) -> list[list[MatrixStep]]:
     """Return the matrix instructions of every block product in a kernel, in program order."""
     products: dict[tuple[str, str], list[MatrixStep]] = {}
-    values: dict[str, tuple[str, int]] = {}  # register: the register that it was computed from, and the added constant
-    always = set()  # predicates that are true
+    values: dict[str, tuple[str, int]] = {}  # by register: the register it was computed from, and the added constant
+    always = set()  # predicates that are always true
     for line in ptx.splitlines():
         if match := re.match(r"\s*mov\.pred\s+(%p\d+), -1;", line):
             always.add(match[1])
         elif match := _WGMMA.search(line):
             opcode, x, weight, accumulates, scales = match.groups()
             if accumulates not in always:
-                raise OrderError(f"{opcode} accumulates only where {accumulates} is set")
+                raise OrderError(f"{opcode} accumulates only if {accumulates} is set")
             (x, x_offset), (weight, weight_offset) = values.get(x, (x, 0)), values.get(weight, (weight, 0))
             step = MatrixStep(
                 f"{opcode} {scales}",
@@ -53,34 +53,34 @@ def k_order(ptx: str, constants: Mapping[str, Any]) -> list[list[MatrixStep]]:
         elif match := _MOVED.search(line):
             register, source, added = match[1], match[2], match[3] or "0"
             origin, offset = values.get(source, (source, 0))
-            is_constant = added.lstrip("-").isdigit()  # a sum of two registers is an origin of its own
+            is_constant = added.lstrip("-").isdigit()  # a sum of two registers starts a new origin
             values[register] = (origin, (offset + int(added)) & _OFFSET) if is_constant else (f"{source}+{added}", 0)
     if not products:
-        raise OrderError("the kernel has no wgmma, whose operands can be followed")
+        raise OrderError("the kernel has no wgmma with traceable operands")
     return list(products.values())
 
 
 def _coordinates(offset: int, rows: int, block_k: int) -> tuple[int, int]:
     """Return the row and the feature at an offset in a block of `rows` rows in shared memory.
 
-    Rows of at most 128 bytes follow each other; wider blocks lie in memory as several blocks of 128 bytes.
+    Rows of at most 128 bytes follow each other; wider blocks are stored as several blocks of 128 bytes.
     """
-    units = min(block_k * 2, 128) // 16  # of 8 features
+    units = min(block_k * 2, 128) // 16  # units of 8 features
     block, remainder = divmod(offset, rows * units)
     return remainder // units, (block * units + remainder % units) * 8
 
 
 def float_operations(ptx: str) -> Counter[str]:
-    """Count the floating-point operations of a thread that may round, by opcode, without matrix instructions."""
+    """Count a thread's floating-point operations that may round, by opcode, without matrix instructions."""
     return Counter(_FLOAT.findall(ptx))
 
 
 def check_same_order(ptx: str, constants: Mapping[str, Any], first: str, first_constants: Mapping[str, Any]) -> None:
-    """Raise OrderError unless a tile computes its rows as the `first` tile of the kernel does."""
+    """Raise OrderError unless a tile computes its rows like the kernel's `first` tile."""
     order, expected = k_order(ptx, constants), k_order(first, first_constants)
     name, other = (f"{c['BLOCK_M']} x {c['BLOCK_N']}" for c in (constants, first_constants))
     if order != expected:
-        raise OrderError(f"a tile of {name} multiplies by {order}, and one of {other} by {expected}")
+        raise OrderError(f"a tile of {name} multiplies in the order {order}, a tile of {other} in {expected}")
     operations, first_operations = float_operations(ptx), float_operations(first)
     if operations != first_operations:
         differing = {
@@ -88,4 +88,4 @@ def check_same_order(ptx: str, constants: Mapping[str, Any], first: str, first_c
             for op in sorted(operations | first_operations)
             if operations[op] != first_operations[op]
         }
-        raise OrderError(f"tiles of {name} and {other} compute other numbers of operations per thread: {differing}")
+        raise OrderError(f"tiles of {name} and {other} compute different numbers of operations per thread: {differing}")

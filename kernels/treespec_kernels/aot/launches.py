@@ -1,4 +1,4 @@
-"""Launches of kernels: recorded without a GPU, and compiled for a target as Triton's launcher specialises them."""
+"""Launches of kernels: recorded without a GPU, and compiled with the specialisation of Triton's launcher."""
 
 import importlib
 import inspect
@@ -17,12 +17,12 @@ from treespec_kernels.ops.shapes import AOT_FORMS, KernelShape, Setting
 
 PDL = "programmatic_launch"
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_pdl")
-_NODES = 64  # of the recorded passes
+_NODES = 64  # nodes of the recorded passes
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor as the launcher sees it: its dtype, and its distance in bytes from a multiple of 16."""
+    """A tensor from the launcher's view: its dtype, and its offset in bytes from a multiple of 16."""
 
     dtype: torch.dtype
     offset: int
@@ -35,12 +35,12 @@ class Pointer:
 class Launch:
     """One launch of a kernel."""
 
-    module: str  # of the `triton.jit` function
+    module: str  # module of the `triton.jit` function
     kernel: str
     arguments: dict[str, Any]  # tensors are `Pointer`s
     options: dict[str, Any]  # num_warps, num_stages, enable_fp_fusion, launch_pdl
-    case: str = ""  # the op's case that made the launch
-    # The launch of the kernel's first tile, if this one has a larger tile that must give a row the same bits
+    case: str = ""  # case of the op that made the launch
+    # Launch of the kernel's first tile, if this launch has a larger tile that must compute the same bits
     first: "Launch | None" = None
 
     @classmethod
@@ -57,12 +57,12 @@ class Launch:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Constexpr arguments, which have capital letters, and absent tensors and numbers, which are None."""
+        """Constexpr arguments (capital letters), and absent tensors and numbers (None)."""
         return {name: value for name, value in self.arguments.items() if name.isupper() or value is None}
 
     @property
     def binary(self) -> Self:
-        """The launch with numbers that stand for all those that Triton compiles alike: 1, multiples of 16, others."""
+        """The launch with numbers replaced by representatives of their specialisation: 1, multiples of 16, others."""
         loose = {parameter.name for parameter in self.function.params if parameter.do_not_specialize}
 
         def standing_for(name: str, value: Any) -> Any:
@@ -85,21 +85,21 @@ class Launch:
         gpu = GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
         absent = SimpleNamespace(
             get_current_target=lambda: gpu,
-            get_current_device=lambda: 1000 + number,  # Triton keeps binders by device
+            get_current_device=lambda: 1000 + number,  # Triton caches binders by device
             get_current_stream=lambda device: 0,
         )
         driver.set_active(absent)
         try:
             return self.function.warmup(**self.arguments, **self.options, grid=(1,))
         finally:
-            driver.set_active(None)  # the default one
+            driver.set_active(None)  # restores the default driver
 
 
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        offset = value.storage_offset() * value.element_size()  # an allocation begins at a multiple of 512
+        offset = value.storage_offset() * value.element_size()  # allocations start at a multiple of 512
         return Pointer(value.dtype, int(offset) % 16)
-    return getattr(value, "value", value)  # of a constexpr
+    return getattr(value, "value", value)  # unwraps a constexpr
 
 
 def launches_of(op: str, shape: KernelShape, target: str) -> list[Launch]:
@@ -125,7 +125,7 @@ def launches_of(op: str, shape: KernelShape, target: str) -> list[Launch]:
 
 
 def launches_of_case(case: Case, config: Any, **options: Any) -> Iterator[Launch]:
-    """Yield the launches of a case on "meta" with a configuration, with every one of its tiles."""
+    """Yield the launches of a case on "meta" with a configuration, once for each of its tiles."""
     tiles = [config.with_tile(tile) for tile in config.tiles] if getattr(config, "larger", ()) else [config]
     firsts: list[Launch] = []
     for tile in tiles:
@@ -137,7 +137,7 @@ def launches_of_case(case: Case, config: Any, **options: Any) -> Iterator[Launch
 
 
 def recorded(call: Callable[[], Any]) -> list[Launch]:
-    """Return the launches of a call over tensors on "meta", in place of running them."""
+    """Return the launches of a call over tensors on "meta", without running them."""
     import triton
 
     launches: list[Launch] = []

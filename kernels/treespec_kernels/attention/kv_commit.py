@@ -50,15 +50,15 @@ def kv_commit_ref(kv_cache: Tensor, page_table: Tensor, context_lens: Tensor, pa
 
 def kv_commit_cpu(
     kv_cache: Tensor,
-    pages: Sequence[np.ndarray],  # of each request, int64 [num_pages]
-    context_lens: Sequence[int],  # of each request, L
-    paths: Sequence[np.ndarray],  # of each request, int64 [path_len], root first
+    pages: Sequence[np.ndarray],  # by request, int64 [num_pages]
+    context_lens: Sequence[int],  # by request, number of committed positions L
+    paths: Sequence[np.ndarray],  # by request, int64 [path_len], root first
 ) -> None:
-    """Commit accepted paths as `kv_commit_ref`, in a cache on the CPU, from host arrays.
+    """Commit accepted paths like `kv_commit_ref`, from host arrays, in a cache on the CPU.
 
-    numpy copies one slot of all layers at a time, in a fifth (batch 1) to a half (batch 64) of the time of torch's
-    indexing with tensors. In ascending order no source is overwritten before it is read, because paths increase
-    strictly.
+    numpy copies one slot of all layers at a time, which takes a fifth (batch 1) to half (batch 64) of the time of
+    indexing with torch tensors. Ascending order never overwrites a source before it is read, because paths are strictly
+    increasing.
     """
     cells = kv_cache.view(_INTEGER_OF_SIZE[kv_cache.element_size()]).numpy()
     page_size = kv_cache.shape[4]
@@ -72,7 +72,7 @@ def kv_commit_cpu(
 def kv_commit_triton(
     kv_cache: Tensor, page_table: Tensor, context_lens: Tensor, paths: Tensor, path_lens: Tensor
 ) -> None:
-    """Commit accepted paths as `kv_commit_ref`, on a GPU in one launch and without a host sync."""
+    """Commit accepted paths like `kv_commit_ref` on a GPU, in one launch without a host sync."""
     check_arguments(
         kv_cache=(kv_cache, "num_layers 2 num_pages num_kv_heads page_size head_dim", kv_cache.dtype),
         page_table=(page_table, "num_requests max_pages", torch.int32),
@@ -80,7 +80,7 @@ def kv_commit_triton(
         paths=(paths, "num_requests max_path", torch.int32),
         path_lens=(path_lens, "num_requests", torch.int32),
     )
-    # Copy as integers, which keeps NaN payloads and works for every dtype in the interpreter.
+    # Copies integers, which keeps NaN payloads and works for every dtype in the interpreter.
     integers = kv_cache.view(_INTEGER_OF_SIZE[kv_cache.element_size()])
     kernels = load_kernels("attention.kv_commit", integers)
     num_layers, _, _, num_kv_heads, page_size, head_dim = kv_cache.shape

@@ -25,7 +25,7 @@ def move_path(
     BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program owns one (request, layer, K or V, head) and moves its path in blocks of ascending steps.
+    """One program handles one (request, layer, K or V, head) and moves its path in blocks of ascending steps.
 
     Sources are ascending and never below their destinations, so no block overwrites a source of a later block. Within a
     block all loads precede all stores, separated by a barrier.

@@ -1,16 +1,16 @@
 """Pass layout: plans a tree-attention pass on the device, for trees that are never copied to the host.
 
-A pass has a fixed shape, `num_requests` x `rows_per_request` rows, so that it can run in a captured CUDA graph. A row
-of depth -1 is padding; it may be anywhere in a tree, but only after the rows of a chain. A request whose rows are all
-padding is idle. There are two kinds of passes:
+A pass has a fixed shape, `num_requests` x `rows_per_request` rows, so that it can run in a captured CUDA graph. Rows
+with depth -1 are padding; they may be anywhere in a tree, but only at the end of a chain. A request with only padding
+rows is idle. There are two kinds of passes:
 
 - *trees*: any rows of a request's token tree (a target pass, or one draft level);
 - *chains*: row i of a request is the i-th of consecutive tokens (a draft pass over the accepted tokens); the number of
   rows may differ per request.
 
-The layout reserves every work item that a pass of this shape may need. Unused items are written as empty, and their
-programs exit at once. Results are bit-identical to those of `plan_tree_attention` for the same pass, because both cut
-the same positions into the same tiles and segments.
+The layout reserves all work items that a pass of this shape may need. Unused items are written as empty, and their
+programs exit immediately. Results are bit-identical to those of `plan_tree_attention` for the same pass, because both
+cut the same positions into the same tiles and segments.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ BLOCK_R = 64  # rows per program
 BLOCK_S = 32  # segments per step of a program: 8192 positions in segments of 256
 NUM_WARPS = 1
 
-_NO_BOUND = 1 << 30  # above every position
+_NO_BOUND = 1 << 30  # greater than every position
 
 
 class PassPlaces(NamedTuple):
@@ -66,7 +66,7 @@ class DeviceLayout:
 
     num_requests: int
     rows_per_request: int
-    width: int  # depths are 0 .. width - 1
+    width: int  # maximum depth + 1
     chain: bool
     max_context: int
     page_size: int
@@ -74,33 +74,33 @@ class DeviceLayout:
     slots: torch.Tensor  # [num_rows] int64
     row_request: torch.Tensor  # [num_rows] int32, index of each row's request
     chain_slots: torch.Tensor  # [num_requests, rows_per_request] int32; row i of a chain has tree slot i
-    chain_ancestors: torch.Tensor  # [num_rows, width] int32, earlier rows of a chain; a view of one row of memory
+    chain_ancestors: torch.Tensor  # [num_rows, width] int32, earlier rows of a chain; a view of a single row
     plan: TreeAttentionPlan
-    partials_per_pass: int  # partial results to allocate for every pass; 0 if the plan keeps them
+    partials_per_pass: int  # number of partial results to allocate in every pass; 0 if the plan owns them
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of a pass, padding included."""
+        """Number of rows of a pass, including padding."""
         return self.num_requests * self.rows_per_request
 
     @classmethod
     def allocate(
         cls,
-        num_requests: int,  # shape of the pass, idle requests and padding rows included
+        num_requests: int,  # shape of the pass, including idle requests and padding rows
         rows_per_request: int,
-        width: int,  # number of columns of `ancestors`, above every depth; for a chain usually rows_per_request
+        width: int,  # number of columns of `ancestors`, greater than every depth; for a chain usually rows_per_request
         shape: AttentionShape,
         *,
         chain: bool,  # whether the passes are chains
-        # Maximum number of committed positions of a request. Partial results use num_rows * segments * num_heads *
-        # (head_dim + 2) * 4 bytes, and every launch has programs for all segments, so use a separate layout for graphs
-        # of short contexts
+        # Maximum number of committed positions of a request. Partial results take num_rows * segments * num_heads *
+        # (head_dim + 2) * 4 bytes, and every launch has programs for all segments, so graphs of short contexts should
+        # have their own layout
         max_context: int,
         device: torch.device | str,
         config: TreeAttentionConfig | None = None,
         page_size: int = 64,  # slots per page of the cache
-        # Whether the layout owns the memory of partial results; False allocates it for each pass, so that captured
-        # graphs share it
+        # Whether the layout owns the memory of partial results; False allocates it for each pass, so captured graphs
+        # can share it
         keeps_partials: bool = True,
     ) -> Self:
         """Allocate a layout for passes of this shape."""
@@ -151,14 +151,14 @@ class DeviceLayout:
         row_slots: torch.Tensor | None = None,
         ancestors: torch.Tensor | None = None,
     ) -> dict[str, Any]:
-        """Plan a pass in one launch and without a host sync. Allocates nothing if the layout keeps its partials.
+        """Plan a pass in one launch without a host sync. Allocates nothing if the layout keeps its partials.
 
         Args:
             context_lens, page_table, depths, row_slots: as in `pass_layout_ref`. A row whose slot or position exceeds
                 the page table, `max_context` or `width` is treated as padding.
             ancestors: [num_requests, rows_per_request, width] int32, as in `tree_attention_ref`; arbitrary for padding.
 
-        A chain may omit row_slots and ancestors: row i then has tree slot i, and all earlier rows as ancestors.
+        Chains may omit row_slots and ancestors: row i then has tree slot i, and all earlier rows as ancestors.
 
         Returns:
             The keyword arguments of `tree_attention_triton` for this pass, except `scale` and `out`.
@@ -228,9 +228,9 @@ def rows_of_tile(config: TreeAttentionConfig, group: int) -> int:
 class _SegmentBounds(NamedTuple):
     """Maximum numbers of segments."""
 
-    packed: int  # of one M tile
-    node: int  # of one node, from the root's tile on
-    row: int  # of one row
+    packed: int  # maximum for one M tile
+    node: int  # maximum for one node, from the root's tile on
+    row: int  # maximum for one row
 
 
 def _segment_bounds(

@@ -61,11 +61,11 @@ def lay_out_pass(
     packed_items,  # [num_packed_segments, num_requests, num_tiles, 8] int32
     node_items,  # [num_node_segments, num_requests * num_rows, TILES_OF_GROUP, 8] int32
     num_requests,
-    num_rows,  # of one request
+    num_rows,  # rows per request
     width,
     max_context,
     num_slots,
-    num_tiles,  # M tiles of one request
+    num_tiles,  # M tiles per request
     num_packed_segments,
     num_node_segments,
     window,
@@ -79,7 +79,7 @@ def lay_out_pass(
     LONG: tl.constexpr,
     LONG_FROM: tl.constexpr,
     TILES_OF_GROUP: tl.constexpr,
-    ROWS_OF_TILE: tl.constexpr,  # maximum number of rows in one M tile, rounded up to a power of two
+    ROWS_OF_TILE: tl.constexpr,  # maximum rows per M tile, rounded up to a power of two
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
@@ -99,7 +99,7 @@ def lay_out_pass(
             depths, row_slots, first_row + o_r, m_r, context_len, width, max_context, num_slots
         )
         last = tl.max(tl.where(exists, o_r, first), axis=0)
-        # A tile without rows gets a start past every end.
+        # Tiles without rows get a start greater than any end.
         start = tl.min(tl.where(exists, tl.maximum(context_len + depth - window + 1, 0), 1 << 30), axis=0)
         if CHAIN:
             key_hi = tl.max(tl.where(exists, context_len + depth + 1, 0), axis=0)
@@ -112,7 +112,7 @@ def lay_out_pass(
             segment = segment_of_tile + o_k
             lo = tl.maximum(key_lo, _start_of(segment, SHORT, LONG, LONG_FROM))
             hi = tl.minimum(key_hi, _start_of(segment + 1, SHORT, LONG, LONG_FROM))
-            # M tiles of one segment are adjacent, so that all but the first read its keys from L2.
+            # M tiles of one segment are adjacent, so only the first one reads its keys from HBM, the others from L2.
             index = (o_k * num_requests + request) * num_tiles + i_part
             m_lo = first_row * GROUP + i_part * BLOCK_M
             m_hi = first_row * GROUP + m_end

@@ -41,8 +41,8 @@ def qkv_rope_ref(
     kv_layer: Tensor,  # [2, num_pages, num_kv_heads, page_size, head_dim] in the dtype, K then V; any outer strides
     q_out: Tensor,  # [rows, num_heads, head_dim] in the dtype
     *,
-    # [(num_heads + 2 * num_kv_heads) * head_dim] or [groups, ..] in the dtype, added first; with groups, each applies
-    # to rows / groups consecutive rows
+    # [(num_heads + 2 * num_kv_heads) * head_dim] or [groups, ..] in the dtype, added first; with groups, each one
+    # applies to rows / groups consecutive rows
     bias: Tensor | None = None,
     norm: HeadNorm | None = None,  # norm of each head of Q and K, applied after the bias
 ) -> None:
@@ -84,8 +84,8 @@ def qkv_rope_triton(
 ) -> None:
     """Compute `qkv_rope_ref` on a GPU, in one launch and without allocations; without a norm, bit-identical to it.
 
-    All tensors must be contiguous, except that `kv_layer` may have any outer strides, and splits any distance. Slots
-    and positions are read on the device and not checked. `pdl`: see `launch_options`.
+    All tensors must be contiguous, except that `kv_layer` may have any outer strides, and splits any stride. Slots and
+    positions are read on the device and not checked. `pdl`: see `launch_options`.
     """
     dtype, (q_weight, k_weight) = q_out.dtype, (None, None) if norm is None else norm[:2]
     heads = q_out.shape[1] + 2 * kv_layer.shape[2] if q_out.dim() == 3 and kv_layer.dim() == 5 else 0

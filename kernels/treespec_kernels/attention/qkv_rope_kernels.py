@@ -31,7 +31,7 @@ def rotate_and_write(
     kv_layer,  # [2, num_pages, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM]
     q_out,  # [rows, NUM_HEADS, HEAD_DIM]
     eps,
-    num_split_rows,  # distance of splits in rows
+    num_split_rows,  # stride of the splits in rows
     num_bias_rows,  # consecutive rows that share a row of bias
     num_norm_rows,  # consecutive rows that share a row of the norms' weights
     stride_kv,
@@ -47,7 +47,7 @@ def rotate_and_write(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program owns BLOCK_H heads of one row, of Q, K or V. The two halves of a head are separate tiles, so the
+    """One program handles BLOCK_H heads of one row, of Q, K or V. The two halves of a head are separate tiles, so the
     rotation is elementwise and needs no exchange between threads."""
     wait_for_predecessors(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -68,7 +68,7 @@ def rotate_and_write(
     b_0 = _half(p_qkv, bias, o_bias, m_half, stride_split, NUM_SPLITS)
     b_1 = _half(p_qkv + HALF, bias, o_bias + HALF, m_half, stride_split, NUM_SPLITS)
 
-    # V bypasses the rotation by a select: an angle of 0 would turn an infinity into NaN (inf * sin 0).
+    # V skips the rotation through a select: an angle of 0 would turn infinity into NaN (inf * sin 0).
     m_turned = (o_h < NUM_HEADS + NUM_KV_HEADS)[:, None]
     is_q = (o_h < NUM_HEADS)[:, None]
     if q_weight is not None:
@@ -82,7 +82,7 @@ def rotate_and_write(
         b_0 = tl.where(m_turned, b_0 * b_scale * b_factor_0, b_0)
         b_1 = tl.where(m_turned, b_1 * b_scale * b_factor_1, b_1)
     if rotation is not None:
-        # Every head loads the angles from L1, because a broadcast would go through shared memory.
+        # Every head loads the angles from L1; a broadcast would go through shared memory.
         o_angle = position * (2 * HEAD_DIM) + o_d[None, :]
         p_cos = rotation + tl.broadcast_to(o_angle, (BLOCK_H, BLOCK_D))
         b_cos_0 = tl.load(p_cos, mask=m_half, other=0.0)

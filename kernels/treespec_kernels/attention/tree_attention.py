@@ -24,7 +24,7 @@ from treespec_kernels.linear.activations import soft_cap
 def tree_attention_ref(
     # [num_rows, num_heads, head_dim], any float dtype. Head h reads KV head h // (num_heads / num_kv_heads)
     q: torch.Tensor,
-    k_cache: torch.Tensor,  # [num_pages, num_kv_heads, page_size, head_dim], any outer strides, as v_cache
+    k_cache: torch.Tensor,  # [num_pages, num_kv_heads, page_size, head_dim], any outer strides; also v_cache
     v_cache: torch.Tensor,
     *,
     row_request: torch.Tensor,  # [num_rows] int32, the request of each row, ascending
@@ -36,7 +36,7 @@ def tree_attention_ref(
     ancestors: torch.Tensor,
     scale: float,  # factor on the scores, usually head_dim ** -0.5
     score_cap: float | None = None,  # soft cap c: scaled scores x become c tanh(x / c) (Gemma 2); None for no cap
-    # Sliding window, the number of positions that a row reads, its own included; None for all
+    # Sliding window: number of positions that a row reads, including its own; None for all
     window: int | None = None,
 ) -> torch.Tensor:
     """Compute softmax(scale * q k^T) v over each row's positions, in fp32 and one row at a time (reference).
@@ -79,12 +79,12 @@ def tree_attention_triton(
 ) -> torch.Tensor:
     """Compute tree attention on a GPU, in at most three launches; the first two run the same compiled kernel.
 
-    Arguments are as in `tree_attention_ref`; the last dimension of q, caches and out must be contiguous. `plan` is from
-    `plan_tree_attention` for the same context_lens, rows and depths; its padding rows become 0. With `out`, nothing is
-    allocated. `pdl`: see `launch_options`.
+    Arguments as in `tree_attention_ref`; the last dimension of q, caches and out must be contiguous. `plan` is from
+    `plan_tree_attention` for the same context_lens, rows and depths; its padding rows become 0. If `out` is given,
+    nothing is allocated. `pdl`: see `launch_options`.
 
     The bits of a row depend only on its q, on the keys and values of its path by absolute position, and on
-    `plan.config`. They do not depend on other rows, the order of the tree, the batch or the position of the root.
+    `plan.config`. They do not depend on other rows, the order of the tree, the batch or the root's position.
 
     Raises:
         ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.

@@ -45,7 +45,7 @@ class TreeAttentionConfig(TileConfig):
 
     @classmethod
     def default(cls, dtype: torch.dtype, head_dim: int, target: str | None = None) -> Self:
-        """Return the shipped configuration, which does not spill, with or without a window.
+        """Return the default configuration, which does not spill with or without a window.
 
         M = 64 is one `wgmma` on sm_90: 16 nodes of a group of 4 heads per tile. float32 has no exact matrix instruction
         and uses small tiles.
@@ -53,7 +53,7 @@ class TreeAttentionConfig(TileConfig):
         check_supported(dtype, head_dim)
         if target is not None and target.startswith("gfx"):
             return cls._default_of_amd(dtype, head_dim)
-        if dtype == torch.float32 and head_dim <= 128:  # does not spill with Triton 3.7 and 3.9
+        if dtype == torch.float32 and head_dim <= 128:  # no spills with Triton 3.7 and 3.9
             return cls(block_m=16, block_n=16, num_warps=8, num_stages=2)
         if dtype == torch.float32:
             return cls(block_m=16, block_n=32, num_warps=8, num_stages=2)
@@ -77,9 +77,9 @@ class TreeAttentionConfig(TileConfig):
 
     @classmethod
     def candidates(cls, dtype: torch.dtype, head_dim: int, target: str | None = None) -> list[Self]:
-        """Return the configurations to tune over, the default first.
+        """Return the configurations to tune, default first.
 
-        They vary the tiles with the shipped partition, and the segment length. Arguments and errors as in `default`.
+        They vary the tiles at the default partition, and the segment length. Arguments and errors as in `default`.
         """
         default = cls.default(dtype, head_dim, target)
         if dtype == torch.float32:

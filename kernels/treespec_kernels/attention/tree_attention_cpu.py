@@ -1,4 +1,4 @@
-"""Exact tree attention on a CPU: a tree node's result is bit-identical to that of the same token in plain decoding.
+"""Exact tree attention on a CPU: a tree node's result is bit-identical to the same token's in plain decoding.
 
 A row sums over *position tiles*: tile t holds positions [64 t, 64 (t + 1)), independent of the tree. The row's global
 maximum is subtracted from its scores (a maximum is exact in any order), each tile's weighted sum of V is one matrix
@@ -8,18 +8,18 @@ The fast path relies on two properties of the fp32 matrix product (MKL through `
 the engine's self-test verifies on every machine:
 
 * an element's bits depend neither on the number of rows (in multiples of 4, from 4, 8 or 12 on: `_least_rows`) nor on
-  its column;
+its column;
 * up to 192 summands are accumulated in one chain, so summands that are exactly zero may be inserted anywhere.
 
 Tree nodes therefore need not be gathered into position order: a parent's slot precedes its child's, so in slot order
-the keys of a path are in position order with masked slots in between, whose weight is exactly 0. Mode `packed` computes
-all rows of a request at once in slot order. Mode `gathered` copies each row's keys into position order and gives every
-product the same shape, so it needs weaker properties; it also handles trees whose tail exceeds `MAX_CHAIN` slots. For
-trees that both support, their results are bit-identical.
+the keys of a path are in position order, with masked slots of weight 0 in between. Mode `packed` computes all rows of a
+request at once in slot order. Mode `gathered` copies each row's keys into position order and gives every product the
+same shape, so it needs weaker properties; it also handles trees whose tail exceeds `MAX_CHAIN` slots. For trees that
+both modes support, results are bit-identical.
 
 In a layer with a *window*, a row attends only to the last positions of its path. A block then starts at the first tile
 that any of its rows attends to, which depends on the other rows. Tiles are therefore added one by one: leading tiles
-with weight 0 change nothing, while `torch.sum` would group the tiles by index.
+with weight 0 change nothing, whereas `torch.sum` would group tiles by index.
 """
 
 import functools
@@ -43,7 +43,7 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
 __all__ = ["MAX_CHAIN", "AttentionMode", "CpuAttentionPlan", "plan_tree_attention_cpu", "tree_attention_cpu"]
 
-# Columns of the sum over tiles are a multiple of this: from 5 tiles on, torch adds a remainder in another order.
+# Multiple of the columns in the sum over tiles: from 5 tiles on, torch adds a remainder in another order.
 _FOLD_MULTIPLE = 64
 
 
@@ -53,11 +53,11 @@ class _Workspace(NamedTuple):
     They are created once for all layers, because creating the views takes as long as the arithmetic.
     """
 
-    q: Tensor  # view to write q to: [num_tiles, Hkv, num_rows, group, D]
+    q: Tensor  # [num_tiles, Hkv, num_rows, group, D], view to write q to
     q_flat: Tensor  # [num_tiles * Hkv, padded rows, D], 0 in the padding
     scores: Tensor  # [num_tiles, Hkv, padded rows, PAGE_SIZE]
     scores_flat: Tensor
-    masked: Tensor  # view of the scores that the block's `hidden` masks: [tiles, Hkv, num_rows, group, PAGE_SIZE]
+    masked: Tensor  # [tiles, Hkv, num_rows, group, PAGE_SIZE], view of the scores masked by the block's `hidden`
     peak: Tensor  # [1, Hkv, padded rows, 1]
     ones: Tensor  # [num_tiles * Hkv, PAGE_SIZE, 16]
     summed: Tensor  # [num_parts, Hkv, padded rows, D], weighted V per tile of positions
@@ -65,7 +65,7 @@ class _Workspace(NamedTuple):
     mass: Tensor  # [num_parts, Hkv, padded rows, 16]
     mass_flat: Tensor
     total: Tensor  # [Hkv, padded rows, D]
-    value: Tensor  # view of the total in the output's shape: [num_rows, Hkv, group, D]
+    value: Tensor  # [num_rows, Hkv, group, D], view of the total in the output's shape
     total_mass: Tensor  # [Hkv, padded rows, 16]
     divisor: Tensor  # [num_rows, Hkv, group, 1]
 
@@ -114,8 +114,8 @@ def _least_rows(head_dim: int, threads: int) -> int:
     """Measure the smallest number of rows whose scores are bit-identical to those in a product with more rows.
 
     It is 4 on AVX-512 without AMX. On a Sapphire Rapids, MKL uses another kernel for 4 rows from 96 summands on, and
-    for 8 rows from 192 on. `threads` is torch's number of threads, which may affect MKL's choice of kernel; it is part
-    of the cache key.
+    for 8 rows from 192 on. `threads`, torch's number of threads, may affect MKL's choice of kernel and is part of the
+    cache key.
     """
     generator = torch.Generator().manual_seed(0)
     random = partial(torch.randn, dtype=torch.float32, device="cpu", generator=generator)
@@ -188,9 +188,9 @@ def _attend_packed(
         _cap_scores(work.scores, cap)
     work.masked.masked_fill_(block.hidden, float("-inf"))
     torch.amax(work.scores, (0, 3), keepdim=True, out=work.peak)
-    work.scores.sub_(work.peak).exp_()  # the weights
+    work.scores.sub_(work.peak).exp_()  # now weights
 
-    num_ordered = len(work.summed_flat)  # tiles whose slots are in position order, times KV heads
+    num_ordered = len(work.summed_flat)  # tiles with slots in position order, times KV heads
     if num_ordered:
         weights = work.scores_flat[:num_ordered]
         torch.bmm(weights, v.view(-1, PAGE_SIZE, head_dim)[:num_ordered], out=work.summed_flat)
@@ -226,14 +226,14 @@ def add_tiles(tile_sums: Tensor, windowed: bool, total: Tensor) -> None:
 def _attend_gathered(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block: Gather, cap: float | None, out: Tensor
 ) -> None:
-    """Compute rows one by one, so that every product has the shape [padded rows, D] x [D, PAGE_SIZE] in every pass."""
+    """Compute rows one by one, so that all products of all passes have the shape [padded rows, D] x [D, PAGE_SIZE]."""
     _, kv_heads, _, head_dim = k_cache.shape
     rows, columns = block.slots.shape
     num_tiles, heads = columns // PAGE_SIZE, q.shape[1]
     group = heads // kv_heads
     padded = _padded_rows(group, kv_heads, head_dim)
     page, offset = block.slots // PAGE_SIZE, block.slots % PAGE_SIZE
-    for row in range(rows):  # separately, so that the batch size of a product depends only on the row
+    for row in range(rows):  # one by one, so that a product's batch size depends only on the row
         index = (page[row], slice(None), offset[row])
         tiles = [cache[index].view(num_tiles, PAGE_SIZE, kv_heads, head_dim) for cache in (k_cache, v_cache)]
         k, v = (tile.transpose(1, 2).reshape(-1, PAGE_SIZE, head_dim) for tile in tiles)

@@ -1,6 +1,6 @@
 """Plan of exact tree attention on a CPU, built once per pass for all layers with the same window.
 
-`tree_attention_cpu.py` describes the computation, and why a row's bits do not depend on the other rows.
+`tree_attention_cpu.py` describes the computation and why a row's bits do not depend on other rows.
 """
 
 from dataclasses import dataclass, field
@@ -17,16 +17,18 @@ AttentionMode = Literal["packed", "gathered"]
 MAX_CHAIN = 2 * PAGE_SIZE
 """Summands of one matrix product in slot order; a single accumulation chain was measured up to 192."""
 
-ROW_MULTIPLE = 4  # number of rows of a product is a multiple of this
-_SCORE_BYTES = 16 << 20  # per block of rows: the scores of a long prefill chunk should fit in the last-level cache
+ROW_MULTIPLE = 4  # products have a multiple of this number of rows
+_SCORE_BYTES = (
+    16 << 20
+)  # score bytes per block of rows: a long prefill chunk's scores should fit in the last-level cache
 
 
 class RowBlock(NamedTuple):
-    """Consecutive rows of one request, with the tiles that they attend to."""
+    """Consecutive rows of one request, and the tiles they attend to."""
 
     first_row: int  # rows [first_row, last_row) of the pass
     last_row: int
-    pages: slice | Tensor  # a slice of the pool for consecutive pages, which avoids a copy
+    pages: slice | Tensor  # a slice of the pool for consecutive pages, to avoid a copy
     num_full: int  # tiles whose positions are all committed
     num_tail: int
     hidden: Tensor  # bool [tiles, 1, num_rows, 1, PAGE_SIZE], mask of the tail; with a window, of all tiles
@@ -51,7 +53,7 @@ class CpuAttentionPlan:
 
     num_rows: int
     blocks: tuple[RowBlock | Gather, ...]
-    workspaces: dict[int, Any] = field(default_factory=dict)  # by block, created by the first layer
+    workspaces: dict[int, Any] = field(default_factory=dict)  # workspaces by block, created in the first layer
 
 
 def _page_index(pages: np.ndarray) -> slice | Tensor:
@@ -65,7 +67,7 @@ def plan_tree_attention_cpu(
 ) -> CpuAttentionPlan:
     """Plan a pass over the rows of all requests, in order.
 
-    With `window`, a row at position p attends to the positions of its path above p - window; None for all.
+    With `window`, a row at position p attends to positions of its path greater than p - window; None for all.
     """
     blocks: list[RowBlock | Gather] = []
     first = 0
@@ -87,7 +89,7 @@ def _first_tile(position: int, window: int | None) -> int:
 
 
 def _plan_chain(rows: RequestRows, first: int, num_heads: int, window: int | None) -> list[RowBlock]:
-    """Plan a chain, whose slots are its positions, so that tiles are independent. Cuts long chains into row blocks."""
+    """Plan a chain: slots equal positions, so tiles are independent. Cuts long chains into row blocks."""
     blocks = []
     num_tiles = (rows.context_len + rows.num_rows - 1) // PAGE_SIZE + 1 - _first_tile(rows.context_len, window)
     step = max(ROW_MULTIPLE, _SCORE_BYTES // (num_tiles * num_heads * PAGE_SIZE * 4))
@@ -95,7 +97,7 @@ def _plan_chain(rows: RequestRows, first: int, num_heads: int, window: int | Non
     for start in range(0, rows.num_rows, step):
         stop = min(start + step, rows.num_rows)
         begin, tiles = _first_tile(rows.context_len + start, window), (rows.context_len + stop - 1) // PAGE_SIZE + 1
-        masked = min(full, tiles) if window is None else begin  # the first tile with a mask
+        masked = min(full, tiles) if window is None else begin  # first masked tile
         columns, positions = np.arange(masked * PAGE_SIZE, tiles * PAGE_SIZE), rows.positions[start:stop, None]
         hidden = columns[None, :] > positions
         if window is not None:
@@ -123,12 +125,12 @@ def _plan_packed_tree(rows: RequestRows, first: int, window: int | None) -> RowB
     begin = min(_first_tile(int(rows.positions.min()), window), full)
     tail = (rows.context_len + rows.num_slots - 1) // PAGE_SIZE + 1 - full
     assert rows.slot_depths is not None
-    masked = full if window is None else begin  # the first tile with a mask
+    masked = full if window is None else begin  # first masked tile
     tiles = full + tail - masked
     hidden = rows.hidden_mask(tiles * PAGE_SIZE, masked * PAGE_SIZE)
     position_tiles: tuple[Tensor, ...] = ()
     if tail > 1 or window is not None:
-        position = np.arange(masked * PAGE_SIZE, (full + tail) * PAGE_SIZE)  # of each slot; -1 for unused slots
+        position = np.arange(masked * PAGE_SIZE, (full + tail) * PAGE_SIZE)  # by slot; -1 for unused slots
         start = rows.context_len - masked * PAGE_SIZE
         position[start:] = -1
         position[start : start + rows.num_slots] = rows.context_len + rows.slot_depths
@@ -154,7 +156,7 @@ def _plan_packed_tree(rows: RequestRows, first: int, window: int | None) -> RowB
 
 
 def _plan_gathered(rows: RequestRows, first: int, window: int | None) -> Gather:
-    last = rows.context_len + rows.path_lengths - 1  # position that ends each row's path
+    last = rows.context_len + rows.path_lengths - 1  # last position of each row's path
     begin, end = _first_tile(int(last.min()), window), int(last.max()) // PAGE_SIZE + 1
     columns = np.arange(end * PAGE_SIZE)
     logical = np.repeat(columns[None, :], rows.num_rows, axis=0)

@@ -26,7 +26,7 @@ def find_partials(
 ):
     """Return the indices of the partial results of the item's (row, head) pairs, and a mask of pairs that have one.
 
-    A row of a chain may end before this segment, a row's window may start after it, and padding has no segment.
+    There is none if a chain's row ends before this segment, if a row's window starts after it, or for padding.
     """
     o_m = tl.load(p_item + 2) + tl.arange(0, BLOCK_M)
     m_m = o_m < tl.load(p_item + 3)
@@ -62,7 +62,7 @@ def attend_items(
     partial_max,  # [num_partials, NUM_HEADS] fp32, log2
     partial_sum,
     items,  # [capacity, 8] int32: request, slot_row, m_lo, m_hi, key_lo, key_hi, segment, continues
-    first_partial,  # [num_rows] int32, as the next two
+    first_partial,  # [num_rows] int32; also the next two
     first_segment,
     num_segments,
     page_table,
@@ -71,7 +71,7 @@ def attend_items(
     ancestors,
     scale_log2,
     window,  # or None
-    score_cap,  # in units of log2, or None
+    score_cap,  # soft cap in units of log2, or None
     stride_q_row,
     stride_q_head,
     stride_k_page,
@@ -96,7 +96,7 @@ def attend_items(
     p_item = items + tl.program_id(0).to(tl.int64) * 8
     key_lo = tl.load(p_item + 4)
     key_hi = tl.load(p_item + 5)
-    if key_lo >= key_hi:  # an empty item of a device layout
+    if key_lo >= key_hi:  # empty item of a device layout
         return
     request = tl.load(p_item).to(tl.int64)
     slot_row = tl.load(p_item + 1).to(tl.int64)
@@ -123,7 +123,7 @@ def attend_items(
     b_sum = tl.load(partial_sum + partial, mask=m_state, other=0.0)
     p_acc = partial_acc + partial[:, None] * HEAD_DIM + o_d[None, :]
     b_acc = tl.load(p_acc, mask=m_state[:, None] & m_d[None, :], other=0.0)
-    # Other threads than those that loaded the state may store it below.
+    # The threads that store the state below may differ from those that loaded it.
     tl.debug_barrier()
 
     p_ancestors = ancestors + slot_row * stride_ancestors
@@ -160,7 +160,7 @@ def attend_items(
         b_acc = dot(b_weights.to(b_v.dtype), b_v, b_acc * b_decay[:, None])
         b_max = b_new_max
 
-    # Recompute, to not keep the indices in registers across the loop.
+    # Recomputed to avoid holding the indices in registers across the loop.
     partial, m_partial = find_partials(
         p_item, first_partial, first_segment, num_segments, i_kv_head, NUM_HEADS, GROUP, BLOCK_M
     )
@@ -186,8 +186,7 @@ def load_segments(
 ):
     """Load (maximum, sum, accumulator) of CHUNK segments from `lo` on, of a row with `count` segments.
 
-    Segments past the count are not read and have no keys: those partials are stale or another row's, and 0 * NaN is
-    NaN.
+    Segments past the count are not read: those partials are stale or another row's, and 0 * NaN is NaN.
     """
     o_s = lo + tl.arange(0, CHUNK)
     o_d = tl.arange(0, BLOCK_D)
@@ -215,15 +214,15 @@ def combine_segments(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program owns one head of one row.
+    """One program handles one head of one row.
 
     Segments are combined in fp32 from left to right, CHUNK at a time: each chunk against the largest maximum so far,
-    and within a chunk in one fixed order. Chunks are counted from the row's first segment, so a row's bits depend only
-    on the number and the values of its own segments. The kernel is bound by the latency of dependent loads: one for
-    `num_segments` and `first_partial`, and one for each chunk.
+    and within a chunk in a fixed order. Chunks are counted from the row's first segment, so a row's bits depend only on
+    the number and the values of its own segments. The kernel is bound by the latency of dependent loads: one for
+    `num_segments` and `first_partial`, and one per chunk.
     """
     wait_for_predecessors(PDL)
-    # 64 accumulators per lane: with more, the code spills, or waits for a chunk's first load before issuing its last.
+    # 64 accumulators per lane: more would spill, or wait for a chunk's first load before issuing its last.
     CHUNK: tl.constexpr = 16 if BLOCK_D <= 128 else 8
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)

@@ -1,7 +1,7 @@
 """Work items of a tree-attention pass, built on the host once for all layers.
 
 A fixed partition cuts absolute positions into segments, and each segment is processed in tiles of `block_n` positions.
-No boundary depends on a row, a tree or a batch. A work item is one M tile of (row, head) pairs and one range of
+The boundaries do not depend on rows, trees or batches. A work item is one M tile of (row, head) pairs and one range of
 positions within a segment:
 
 - a *packed* item computes all rows of a request, from the segment's start up to the tile with the root;
@@ -35,7 +35,7 @@ class AttentionShape(NamedTuple):
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    window: int | None = None  # number of positions that a row reads, its own included; None for all
+    window: int | None = None  # number of positions that a row reads, including its own; None for all
 
     @property
     def group(self) -> int:
@@ -43,7 +43,7 @@ class AttentionShape(NamedTuple):
         return self.num_heads // self.num_kv_heads
 
     def check(self) -> None:
-        """Raise ValueError for an unsupported dtype or head_dim, a group that is no integer, or an empty window."""
+        """Raise ValueError for an unsupported dtype or head_dim, a fractional group, or an empty window."""
         check_supported(self.dtype, self.head_dim)
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads")
@@ -52,7 +52,7 @@ class AttentionShape(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Results of segments, not normalised, which every layer overwrites."""
+    """Unnormalised results of segments, overwritten by every layer."""
 
     acc: torch.Tensor  # [num_partials, num_heads, head_dim] float32
     max: torch.Tensor  # [num_partials, num_heads] float32, in units of log2
@@ -66,7 +66,7 @@ class Partials(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeAttentionPlan:
-    """Work items of a pass on the device, and buffers of partial results. Items without keys may be among them."""
+    """Work items of a pass on the device, and buffers of partial results. Some items may have no keys."""
 
     config: TreeAttentionConfig
     shape: AttentionShape
@@ -84,12 +84,12 @@ def plan_tree_attention(
     depths: Sequence[int],  # depth of each row
     shape: AttentionShape,
     *,
-    device: torch.device | str,  # where the attention runs
+    device: torch.device | str,  # device of the attention
     # Per request, whether every row is an ancestor of the next one (a prefill chunk). Such rows share all keys and need
-    # no gathering. None marks only requests of one row. Affects speed, not bits
+    # no gathering. None: only requests with one row. Affects speed, not bits
     chains: Sequence[bool] | None = None,
-    config: TreeAttentionConfig | None = None,  # None for `TreeAttentionConfig.default` of the device
-    # Number of rows of the pass, of which those after the planned ones are padding; None for no padding
+    config: TreeAttentionConfig | None = None,  # None for the device's `TreeAttentionConfig.default`
+    # Number of rows of the pass, including padding after the planned rows; None for no padding
     num_rows: int | None = None,
 ) -> TreeAttentionPlan:
     """Build the work items of one pass."""
@@ -113,7 +113,7 @@ def _work_items(
     shape: AttentionShape,
     config: TreeAttentionConfig,
 ) -> tuple[np.ndarray, ...]:
-    """Compute the work items and each row's numbers, vectorised because a pass may have thousands of items.
+    """Compute the work items and the per-row numbers, vectorised because a pass may have thousands of items.
 
     Returns:
         packed and node items, [num_items, 8], then first_partial, first_segment and num_segments, [num_rows].
@@ -165,7 +165,7 @@ def _work_items(
 
 
 def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Expand counts: [2, 0, 3] gives owners [0, 0, 2, 2, 2] and indices within the owner [0, 1, 0, 1, 2]."""
+    """Expand counts: [2, 0, 3] returns owners [0, 0, 2, 2, 2] and indices within each owner [0, 1, 0, 1, 2]."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
 

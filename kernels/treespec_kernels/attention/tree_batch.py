@@ -1,4 +1,4 @@
-"""Rows of a CPU pass, and the slots that each row attends to."""
+"""Rows of a CPU pass, and the slots each row attends to."""
 
 import sys
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class RequestRows:
     visible: np.ndarray | None
     slot_depths: np.ndarray | None  # int64 [num_slots], depth of the node in each tree slot. None for a chain
     pages: np.ndarray  # int64 [num_pages], the request's pages in logical order
-    # Maximum number of positions that the request may reach, on which its rotations may depend
+    # Maximum number of positions of the request; its rotations may depend on it
     max_len: int = sys.maxsize
 
     @classmethod
@@ -39,7 +39,7 @@ class RequestRows:
     def tree(
         cls, context_len: int, parents: np.ndarray, pages: np.ndarray, max_len: int = sys.maxsize
     ) -> "RequestRows":
-        """Create the rows of a whole tree, whose root has position `context_len`. Parents precede their children."""
+        """Create the rows of a whole tree with the root at position `context_len`. Parents precede their children."""
         nodes = np.arange(len(parents))
         depths, visible = np.zeros_like(nodes), np.eye(len(nodes), dtype=bool)
         for node in nodes[1:]:
@@ -53,7 +53,7 @@ class RequestRows:
 
     @property
     def num_slots(self) -> int:
-        """Number of tree slots of this pass."""
+        """Number of tree slots in this pass."""
         return self.num_rows if self.visible is None else self.visible.shape[1]
 
     @property
@@ -73,7 +73,7 @@ class RequestRows:
 
     @cached_property
     def path_lengths(self) -> np.ndarray:
-        """Number of tree slots that each row attends to, int64 [num_rows]: in a tree, its depth + 1."""
+        """Number of tree slots each row attends to, int64 [num_rows]: in a tree, its depth + 1."""
         return self.nodes + 1 if self.visible is None else self.visible.sum(1)
 
     @cached_property

@@ -1,20 +1,20 @@
 // Tree attention, included by decoder_cpu.cpp.
 //
-// Keys and values are in the cache in the model's dtype and are multiplied in units of 32 bits, two bf16 or one fp32. A
-// page is reordered once for all rows and heads that attend to it: keys so that a vector has one unit of 16 positions,
-// and values in bf16 so that a unit has one dimension of two positions. A score is one chain over the units of its key.
-// A sum of values is one chain over the positions of the sequence, in bf16 over the pairs 2i and 2i + 1, of which the
-// last may have only one position. So neither depends on the location of keys, or on other rows.
+// Keys and values are cached in the model's dtype and are multiplied in units of 32 bits: two bf16 or one fp32. A page
+// is reordered once for all rows and heads that attend to it: keys so that a vector holds one unit of 16 positions, and
+// bf16 values so that a unit holds one dimension of two positions. A score is one chain over the units of its key. A
+// sum of values is one chain over the positions of the sequence, in bf16 over pairs 2i and 2i + 1, the last of which
+// may have only one position. Hence neither depends on the location of keys, or on other rows.
 
-// Queries whose scores of a page are summed in registers, and vectors of positions of each: 16 or 8 sums.
+// Queries with scores of a page summed in registers, and position vectors of each: 16 or 8 sums.
 constexpr int64_t STACKED = 4, SCORED = LANES == 16 ? 4 : 2;
-// Queries whose sums of values are in registers, and vectors of each.
+// Queries with sums of values in registers, and vectors of each.
 constexpr int64_t MOST = LANES < 16 || HEAD_VECS > 8 ? 1 : HEAD_VECS > 5 ? 2 : 4;
 constexpr int64_t WEIGHED = LANES == 16 ? HEAD_VECS : HEAD_VECS % 8 == 0 ? 8 : HEAD_VECS % 4 == 0 ? 4 : 2;
 
 // Prefetches data of the next page in portions between computations; prefetching a whole page at once gained nothing.
 // The target is the L2 cache: for 1 row at a context of 1900, a pass took a quarter longer with prefetches into L1, and
-// half longer without any.
+// half longer without prefetches.
 template <int64_t BYTES>
 inline void fetch(const void* from) {
     for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch((const char*)from + i, 0, 2);
@@ -137,7 +137,7 @@ float softmax(float* s, int64_t begin, int64_t length, float cap) {
 struct Scattered {
     struct Place { int64_t row, position, column; };
     std::vector<int64_t> slots;
-    std::vector<Place> places;  // ordered by row; `column` is an index of `slots`
+    std::vector<Place> places;  // ordered by row; `column` is an index into `slots`
 };
 
 // Returns the scattered positions of rows [first, last), which are the same for all layers and heads.
@@ -197,7 +197,7 @@ class Attention {
         return place_of(batch.paths[batch.starts[r] + p - batch.direct[r]]);
     }
 
-    // Calls visit(first row, last row + 1, start) for each page and run of rows that have it at position `start`.
+    // Calls visit(first row, last row + 1, start) for each page and each run of rows that have it at position `start`.
     template <class Visit>
     void each_page(Visit visit) const {
         int64_t least = INT64_MAX, most = 0;
@@ -268,7 +268,7 @@ class Attention {
 #endif
     }
 
-    // Adds the values of scattered positions, and that of the last position read through a page if it completes no
+    // Adds the values of scattered positions, and the value of the last position read through a page if it completes no
     // pair.
     void weigh_scattered(int64_t r) {
         const int64_t begin = std::max(batch.direct[r] / PAIR * PAIR, first_page_of(r));

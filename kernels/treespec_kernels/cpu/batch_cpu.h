@@ -1,4 +1,4 @@
-// Arguments of a decoder's pass. decoder_cpu.cpp runs passes, and growth_cpu.cpp calls those of the drafts.
+// Arguments of a decoder's pass. decoder_cpu.cpp runs passes, and growth_cpu.cpp calls the drafts' passes.
 
 extern "C" {
 
@@ -8,7 +8,7 @@ struct Batch {
     const int64_t* learned_positions;  // [num_rows], rows of Model::positions
     const int64_t *slots;            // [num_rows], page * PAGE + offset of the row's own K and V
     const int64_t *tables, *direct;  // [num_rows]: start of the request's pages; positions read through these pages
-    const int64_t *starts, *counts;  // [num_rows]: start and number of the slots of the other positions in `paths`
+    const int64_t *starts, *counts;  // [num_rows]: start and number of the other positions' slots in `paths`
     const int64_t *pages, *paths;
     const int64_t* positions;  // [num_rows], rows of the rotations
     const float* rotation;     // [positions, ropes, 2, HEAD_DIM]: cos, signed sin
@@ -17,15 +17,15 @@ struct Batch {
     void* out;  // [num_rows, hidden] in the model's dtype
     // All in the model's dtype, or null:
     const void* inputs;  // [num_rows, hidden]: the residual stream before the first layer, instead of embeddings
-    const void* qkv;     // [num_rows, (heads + 2 * kv_heads) * HEAD_DIM]: the first layer's projections, if not of `inputs`
+    const void* qkv;     // [num_rows, (heads + 2 * kv_heads) * HEAD_DIM]: the first layer, unless from `inputs`
     void* states;        // [num_rows, num_states, hidden]: the residual stream before the layers `state_layers`
     const int64_t* state_layers;  // [num_states]; num_layers: after the last layer
     int64_t num_states;
 };
 
-struct TreeRows {  // whole trees that a pass runs over, tree by tree
+struct TreeRows {  // whole trees of a pass, one after another
     int64_t num_trees, page_size;
-    const int64_t *tokens, *parents, *depths;  // [num_rows], of nodes in their trees, roots first; -1: no parent
+    const int64_t *tokens, *parents, *depths;  // [num_rows], as indices in their trees, roots first; -1: no parent
     // Per tree: start of its rows and of its pages, committed positions, and row of the rotations for position 0
     const int64_t *first_row, *first_page, *context, *first_rotation;
     const int64_t* pages;

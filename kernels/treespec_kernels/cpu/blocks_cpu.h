@@ -1,10 +1,10 @@
-// Blocks of GGUF files: reading them, and packing quantised weights for products. Included by linear_cpu.h.
+// Blocks of GGUF files: unpacking them, and packing quantised weights for products. Included by linear_cpu.h.
 
 struct Block {  // 32 or SUPER weights of a row, scale * (q - BlockFormat::zero) - minimum
-    uint8_t q[SUPER];                         // without sign; int8 of Q8_0; places in a table of TABLE
-    int8_t scales[16] = {}, minima[16] = {};  // of CODES: factors of d and m, by group
+    uint8_t q[SUPER];                         // unsigned; int8 for Q8_0; indices into a table for TABLE
+    int8_t scales[16] = {}, minima[16] = {};  // for CODES: factors of d and m, by group
     uint16_t d = 0, m = 0;                    // fp16 bits
-    float scale = 0.0f;                       // of FLOATS
+    float scale = 0.0f;                       // for FLOATS
 
     float scale_of(int factors, int64_t g) const {
         return factors == FLOATS ? scale : half_to_float(d) * (factors == CODES ? float(scales[g]) : 1.0f);
@@ -15,21 +15,21 @@ struct Block {  // 32 or SUPER weights of a row, scale * (q - BlockFormat::zero)
 };
 
 struct BlockFormat {
-    int64_t bytes, values, group;  // of a block; inputs that share a scale
-    int code, zero, factors;       // Code; integer that stands for 0; FactorForm
+    int64_t bytes, values, group;  // bytes and values per block; inputs that share a scale
+    int code, zero, factors;       // Code; integer that represents 0; FactorForm
     bool has_min;
-    int table;  // index of the table of TABLE
+    int table;  // index of the table for TABLE
     void (*read)(const uint8_t* from, Block& to);
 };
 
 inline uint16_t half_at(const uint8_t* p) { return load<uint16_t>(p); }
 
-// Reads `count` integers of 4 bits: the low halves of bytes first.
+// Reads `count` 4-bit integers, the low halves of all bytes first.
 inline void read_nibbles(const uint8_t* from, int64_t count, uint8_t* to) {
     for (int64_t i = 0; i < count / 2; i++) to[i] = from[i] & 15, to[count / 2 + i] = from[i] >> 4;
 }
 
-// Reads `planes` times `count` integers of BITS bits: the lowest of all bytes first.
+// Reads `planes` times `count` integers of BITS bits, the lowest bits of all bytes first.
 template <int BITS> inline void add_planes(const uint8_t* from, int64_t count, int64_t planes, int shift, uint8_t* to) {
     for (int64_t p = 0; p < planes; p++)
         for (int64_t i = 0; i < count; i++) to[p * count + i] |= (from[i] >> BITS * p & ((1 << BITS) - 1)) << shift;
@@ -132,7 +132,7 @@ inline const BlockFormat& format_of(int64_t type) {
     return type == 39 ? MXFP4 : FORMATS[type - 2];
 }
 
-// Converts a row of blocks to fp32. inputs: a multiple of the block's values.
+// Converts a row of blocks to fp32. inputs: a multiple of the values per block.
 void dequantize_row(int64_t type, const uint8_t* from, int64_t inputs, float* to) {
     const BlockFormat& format = format_of(type);
     const float* table = table_of(format.table).values;
@@ -149,7 +149,7 @@ void dequantize_row(int64_t type, const uint8_t* from, int64_t inputs, float* to
     }
 }
 
-// Writes the integers of `count` inputs of a panel, from `first` of its group on. q: [PANEL][SUPER].
+// Writes the integers of `count` inputs of a panel, starting at `first` in its group. q: [PANEL][SUPER].
 inline void pack_values(const Linear& layer, const uint8_t (*q)[SUPER], int64_t first, int64_t count, uint8_t* group) {
     const int code = int(layer.code), high = high_bits(code);
     const int64_t unit = layer.integer ? QUAD : STEP, inputs = high ? OCTET : unit;
@@ -162,8 +162,8 @@ inline void pack_values(const Linear& layer, const uint8_t (*q)[SUPER], int64_t 
             }
         return;
     }
-    // Outputs `lane` of the four vectors of a panel share a unit of 16 bits, or a byte of each of two halves if the
-    // activations are integers; `tops` has the high bits of the four.
+    // In each of the four vectors of a panel, outputs `lane` share a unit of 16 bits, or a byte of each of two halves
+    // if activations are integers; `tops` holds the high bits of all four.
     uint16_t lows[NIBBLES][SUPER];
     uint8_t tops[NIBBLES][SUPER];
     for (int64_t lane = 0; lane < NIBBLES; lane++) {

@@ -27,9 +27,9 @@ struct RowLogprobs {
 
 namespace {
 
-constexpr int64_t COLUMNS = 64;  // of a block whose maximum is kept
-constexpr int64_t MOST_BEST = 4096;  // with a larger top_k, the reference chooses
-constexpr double NUCLEUS_ERROR = 1e-5;  // bound of the rounding errors of a nucleus' probability, relative to all
+constexpr int64_t COLUMNS = 64;  // columns per block with a stored maximum
+constexpr int64_t MOST_BEST = 4096;  // maximum top_k; beyond it, the reference chooses
+constexpr double NUCLEUS_ERROR = 1e-5;  // bound of the rounding errors of a nucleus' probability, relative to the total
 
 inline vec values_at(const float* p) { return load<vec>(p); }
 inline vec values_at(const uint16_t* p) { return (vec)(__builtin_convertvector(load<hvec>(p), uvec) << 16); }
@@ -46,13 +46,13 @@ template <> inline uint16_t minus_infinity() { return 0xFF80; }
 struct Scored {
     float score;
     int64_t token;
-    // Whether it comes before another in the order of falling scores. Ties prefer lower ids.
+    // Whether it precedes another one in the order of descending scores. Ties prefer lower ids.
     bool operator<(const Scored& other) const {
         return score > other.score || (score == other.score && token < other.token);
     }
 };
 
-// A row of logits in blocks of COLUMNS, with -inf behind its end. Scores are the logits, divided if DIVIDES.
+// A row of logits in blocks of COLUMNS, padded with -inf. Scores are the logits, divided if DIVIDES.
 template <class T, bool DIVIDES> class Row {
   public:
     const int64_t width, blocks;
@@ -77,18 +77,18 @@ template <class T, bool DIVIDES> class Row {
             maxima[block] = largest_lane(largest);
         }
         for (float& largest : maxima) {
-            if (DIVIDES) largest /= divisor;  // which keeps the order
+            if (DIVIDES) largest /= divisor;  // division keeps the order
             most = largest > most ? largest : most;
         }
         is_finite = !any(bad) && std::isfinite(most);
     }
 
-    vec scores(int64_t block, int64_t j) const {  // LANES of them from column j of a block on
+    vec scores(int64_t block, int64_t j) const {  // LANES scores from column j of a block on
         const vec x = values_at(at(block) + j);
         return DIVIDES ? x / divisor : x;
     }
 
-    // Returns the sum of exp(score - most), whose order of summation depends on the width alone.
+    // Returns the sum of exp(score - most); the order of summation depends only on the width.
     double mass() const {
         double total = 0.0;
         for (int64_t block = 0; block < blocks;) {
@@ -100,7 +100,7 @@ template <class T, bool DIVIDES> class Row {
         return total;
     }
 
-    // Calls a function with LANES scores and the mask of those that come before a token, wherever there may be some.
+    // Calls a function with LANES scores and the mask of those that precede a token, wherever there may be any.
     template <class F> void each_before(Scored token, F visit) const {
         ivec columns;
         for (int lane = 0; lane < LANES; lane++) columns[lane] = lane;
@@ -114,7 +114,7 @@ template <class T, bool DIVIDES> class Row {
         }
     }
 
-    int64_t rank(Scored token) const {  // from 0
+    int64_t rank(Scored token) const {  // starting at 0
         ivec counts = {};
         each_before(token, [&](vec, ivec before) { counts -= before; });
         int64_t count = 0;
@@ -133,13 +133,13 @@ template <class T, bool DIVIDES> class Row {
     // Returns the `count` best tokens, best first.
     std::vector<Scored> best(int64_t count) const {
         if (!count) return {};
-        float least = -INFINITY;  // the blocks with the largest maxima have `count` scores from there on
+        float least = -INFINITY;  // at least `count` scores in the blocks with the largest maxima reach it
         if (count < blocks) {
             std::vector<float> ordered(maxima);
             std::nth_element(ordered.begin(), ordered.begin() + (count - 1), ordered.end(), std::greater<float>());
             least = ordered[count - 1];
         }
-        std::vector<Scored> heap;  // the last one in order on top
+        std::vector<Scored> heap;  // heap with the last one in order on top
         for (int64_t block = 0; block < blocks; block++) {
             if (!(maxima[block] >= least)) continue;
             const int64_t end = std::min(COLUMNS, width - block * COLUMNS);
@@ -166,12 +166,12 @@ template <class T, bool DIVIDES> class Row {
   private:
     const T* const logits;
     const vec divisor;
-    T last[COLUMNS];  // the last block, if it is not whole
+    T last[COLUMNS];  // the last block, if it is partial
 
     const T* at(int64_t block) const { return (block + 1) * COLUMNS <= width ? logits + block * COLUMNS : last; }
 };
 
-// The tokens whose score plus noise may be the largest of those added so far.
+// The tokens that may have the largest score plus noise among those added so far.
 class Candidates {
   public:
     struct Candidate {
@@ -179,15 +179,15 @@ class Candidates {
         uint32_t integer;
         double value;
     };
-    std::vector<Candidate> found;  // in the order of their addition, at most MOST_CANDIDATES
-    bool complete = true;          // there was room for all of them
+    std::vector<Candidate> found;  // in insertion order, at most MOST_CANDIDATES
+    bool complete = true;          // false if there was no room for some of them
     double best = -INFINITY;       // the largest value
 
-    // Returns a bound below which no value is the largest one in fp32. There, noise has an error of up to 7e-6.
+    // Returns a bound below which no value can be the largest in fp32. The noise there has an error of up to 7e-6.
     double least() const { return best - 1e-4 - std::abs(best) * 0x1p-20; }
 
     void add(Scored scored, uint32_t integer) {
-        // As in `gumbel_ref`, but for the precision of the logarithms.
+        // As in `gumbel_ref`, except for the precision of the logarithms.
         const float w = std::min((float(integer) + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
         const double value = scored.score - std::log(-std::log1p(-double(w)));
         if (!complete || value < least()) return;
@@ -196,7 +196,7 @@ class Candidates {
         if (complete) found.push_back({scored, integer, value});
     }
 
-    // Drops those that are no candidates any more. Returns whether there is room for another one.
+    // Drops former candidates. Returns whether there is room for another one.
     bool keep() {
         const auto lost = [&](const Candidate& candidate) { return candidate.value < least(); };
         found.erase(std::remove_if(found.begin(), found.end(), lost), found.end());
@@ -204,11 +204,11 @@ class Candidates {
     }
 };
 
-// Adds the tokens of a row that come before `limit` and have scores of at least `least`.
+// Adds the tokens of a row that precede `limit` and have scores of at least `least`.
 template <class R> void search(const R& row, const Noise& noise, Scored limit, float least, Candidates& candidates) {
     const Scored first = row.best(1)[0];
-    // Its value bounds the others from the start: a token may be chosen if its noise, which is at most 22.88 and
-    // -log(integer * 2^-32), reaches the difference. Of most blocks no integer is that small for their best score.
+    // The best token's value bounds the others: a token can be chosen only if its noise, at most 22.88 and at most
+    // -log(integer * 2^-32), makes up the difference in score. In most blocks no integer is small enough.
     Candidates alone;
     alone.add(first, noise.integer(first.token));
     candidates.best = alone.best;
@@ -220,7 +220,7 @@ template <class R> void search(const R& row, const Noise& noise, Scored limit, f
         noise.integers(block * (COLUMNS / 8), COLUMNS / 8, integers);
         const vec bound = exp(splat(row.maxima[block] - reach)) * (1.001f * 0x1p31f);
         ivec passed = {};
-        for (int64_t j = 0; j < COLUMNS; j += LANES)  // halved, because conversion is faster from signed integers
+        for (int64_t j = 0; j < COLUMNS; j += LANES)  // halved, because conversion from signed integers is faster
             passed |= __builtin_convertvector((ivec)(load<uvec>(integers + j) >> 1), vec) < bound;
         if (!any(passed)) continue;
         for (int64_t j = 0; j < std::min(COLUMNS, row.width - block * COLUMNS); j++) {
@@ -232,12 +232,12 @@ template <class R> void search(const R& row, const Noise& noise, Scored limit, f
     candidates.keep();
 }
 
-struct Undecided {};  // thrown if the reference has to choose
+struct Undecided {};  // thrown if the reference must choose
 
-// Returns whether a token is in the nucleus: the probability of those before it is below the wanted one.
+// Returns whether a token is in the nucleus: the probability before it is less than `wanted`.
 bool in_nucleus(double before, double wanted, double total) {
     if (before && std::abs(before - wanted) <= NUCLEUS_ERROR * total) throw Undecided();
-    return before < wanted || !before;  // at least one token is
+    return before < wanted || !before;  // the nucleus has at least one token
 }
 
 // Returns the candidates of a row, ascending.
@@ -261,13 +261,13 @@ template <class T> Candidates find_candidates(const Choice& c) {
         std::for_each(best.begin(), end, [&](Scored scored) { candidates.add(scored, noise.integer(scored.token)); });
         candidates.keep();
     } else {
-        // The best token outside of the nucleus bounds it, and the next search is for the best one before that token.
+        // The best token outside the nucleus bounds it; the next search is for the best token before that one.
         const double total = c.top_p < 1 ? row.mass() : 0.0;
         for (Scored limit{-INFINITY, c.width};;) {
             candidates = Candidates();
             search(row, noise, limit, least, candidates);
             if (c.top_p >= 1 || !candidates.complete) break;
-            bool is_outside = false;  // the best one
+            bool is_outside = false;  // whether the best one is outside
             std::vector<Candidates::Candidate> inside;
             for (const auto& candidate : candidates.found) {
                 if (in_nucleus(row.mass_before(candidate.scored), c.top_p * total, total)) inside.push_back(candidate);
@@ -306,8 +306,8 @@ template <class T> void find_logprobs(const RowLogprobs& r) {
 
 extern "C" {
 
-// Returns the number of candidates, or -1 if the reference has to choose: a score is NaN or +inf, rounding may decide
-// on the nucleus, or there are too many candidates.
+// Returns the number of candidates, or -1 if the reference must choose: a score is NaN or +inf, rounding may change the
+// nucleus, or there are too many candidates.
 int64_t treespec_choose(const Choice* c) {
     try {
         const Candidates candidates = c->is_bf16 ? find_candidates<uint16_t>(*c) : find_candidates<float>(*c);

@@ -15,18 +15,18 @@ from treespec_kernels.cpu.cpu_library import address_of
 from treespec_kernels.cpu.growth_cpu import MOST_CANDIDATES, STRUCTS
 from treespec_kernels.sampling.coupled_choice import gumbel_ref
 
-_RUN = 64  # integers are padded to multiples of this for `gumbel_ref`, so that none falls into a SIMD tail
+_RUN = 64  # for `gumbel_ref`, integers are padded to multiples of this, so that none falls into a SIMD tail
 
 
 class RowChoice:
-    """Chooses tokens from logits with a request's temperature, truncation and noise."""
+    """Token choice from logits with a request's temperature, truncation and noise."""
 
     def __init__(
         self,
         library: ctypes.CDLL,  # from `growth_library`
         key: tuple[int, int],  # seed and sample of the noise, uint64
-        temperature: float,  # above 0
-        top_k: int,  # 0: all
+        temperature: float,  # greater than 0
+        top_k: int,  # 0 for all tokens
         top_p: float,
         log_min_p: float,  # -inf without min_p
     ):
@@ -50,10 +50,10 @@ class RowChoice:
     def choose(self, logits: Tensor, position: int) -> tuple[int, float] | None:
         """Return the token at `position` and its score plus noise, with the bits of the reference.
 
-        None if the reference has to choose: a score is not finite, many tokens tie, or rounding decides on the nucleus.
+        None if the reference must choose: a score is not finite, many tokens tie, or rounding may change the nucleus.
 
         Args:
-            logits: [vocab], before the division by the temperature.
+            logits: [vocab], before division by the temperature.
         """
         logits = (logits if logits.dtype == torch.bfloat16 else logits.float()).contiguous()
         struct = self._struct

@@ -26,8 +26,8 @@ class CompiledLinear(PanelLinear):
         weight: Weight | Sequence[Weight],
         bias: Tensor | None,  # [out_features] or None
         dtype: torch.dtype,  # dtype of x and y, float32 or bfloat16
-        num_threads: int,  # number of threads that share the outputs; bits do not depend on it
-        integer: bool = False,  # quantise activations to int8 before products with quantised weights
+        num_threads: int,  # number of threads among which outputs are divided; bits do not depend on it
+        integer: bool = False,  # whether to quantise activations to int8 before products with quantised weights
     ):
         super().__init__(library, weight, bias, integer)
         self._dtype, self._threads = dtype, num_threads
@@ -48,10 +48,10 @@ class CompiledLinear(PanelLinear):
 def quantized_linear(
     weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, impl: LinearImpl, library: ctypes.CDLL | None
 ) -> CompiledLinear | Linear:
-    """Return the layer for a quantised weight.
+    """Return a linear layer for a quantised weight.
 
-    Without a library, or with an odd number of inputs, which the library does not support, it is a plain layer with the
-    dequantised weight.
+    Without a library, or with an odd number of inputs, which the library does not support, the layer is a dense one
+    with the dequantised weight.
     """
     if library is None or weight.in_features % 2:
         return Linear(dequantized(weight).to(dtype), bias, impl)

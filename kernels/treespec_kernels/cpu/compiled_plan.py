@@ -1,4 +1,4 @@
-"""Plan of a compiled CPU pass: the KV slots that each row attends to, shared by all layers and models."""
+"""Plan of a compiled CPU pass: the KV slots each row attends to, shared by all layers and models."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 
 
 class CompiledPlan(NamedTuple):
-    """KV slots that the rows of a pass attend to, the same for all layers and models."""
+    """KV slots attended to by the rows of a pass, the same for all layers and models."""
 
     num_rows: int
     slots: Tensor  # int64 [num_rows], page * PAGE_SIZE + offset of each row's own K and V
     rows: Tensor  # int64 [4, num_rows]: start in pages, positions read through pages, start in paths, path length
-    pages: Tensor  # int64, the pages of all requests
+    pages: Tensor  # int64, pages of all requests
     paths: Tensor  # int64, slots of tree nodes, in position order
     positions: Tensor  # int64 [num_rows], rows of the rotations
 
@@ -27,8 +27,8 @@ def plan_compiled(
     """Plan a pass over the rows of all requests, in order.
 
     A row reads committed positions (and the positions of a chain) through its request's pages, and the path of a tree
-    node slot by slot. Scores are stored by position, so a node's result is bit-identical to that of the same token in
-    plain decoding.
+    node slot by slot. Scores are stored by position, so a node's result is bit-identical to the same token's in plain
+    decoding.
 
     `first_rotation` returns the row of the rotations for position 0 of a request, by its `max_len`.
     """

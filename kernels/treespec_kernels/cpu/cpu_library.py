@@ -1,4 +1,4 @@
-"""Compiles and caches C++ libraries on the user's machine. The only requirement is `$CXX`, c++, g++ or clang++.
+"""Compilation and caching of C++ libraries on the user's machine; requires only `$CXX`, c++, g++ or clang++.
 
 The name of a cached library contains two hashes: one of the source, the command and the compiler's predefined macros,
 which include its version and the machine's instruction set; and one of the library's bytes, because loading a truncated
@@ -28,17 +28,17 @@ from treespec_kernels.cpu.file_lock import shared_work
 
 logger = logging.getLogger("treespec")
 
-_warned, _warned_lock = set[str](), threading.Lock()  # reasons that `_warn_uncached` was given
-_PATIENCE = 600.0  # seconds to wait for another process's compiler, which takes 10 to 100
-# Without -ffast-math and contraction every operation is rounded, so vectorisation does not affect bits.
+_warned, _warned_lock = set[str](), threading.Lock()  # reasons already logged by `_warn_uncached`
+_PATIENCE = 600.0  # maximum seconds to wait for another process's compiler, which takes 10 to 100
+# Without -ffast-math and contraction, every operation is rounded, so vectorisation does not affect bits.
 _FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -pthread -fPIC -shared -Wno-psabi".split()
 _NUMBERS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double}
 TILE_FLAGS = ("-DTILES=1",)
 _V4 = "-march=x86-64-v4"
-# TREESPEC_CPU: flags of the compiler, and macros that it defines on machines with these instructions. amx-emulated
-# computes AMX's instructions in C++, for tests.
+# Values of TREESPEC_CPU: compiler flags, and macros defined on machines with these instructions. amx-emulated computes
+# AMX's instructions in C++, for tests.
 INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "baseline": (("-march=x86-64", "-O2"), ("x86_64",)),  # -O3 compiles for 30 s, -O2 for 12
+    "baseline": (("-march=x86-64", "-O2"), ("x86_64",)),  # compiles for 12 s, with -O3 for 30 s
     "avx2": (("-march=x86-64-v3",), ("AVX2", "FMA")),
     "avx512": ((_V4,), ("AVX512F", "AVX512BW", "AVX512CD", "AVX512DQ", "AVX512VL")),
     "avx512-vnni": ((_V4, "-mavx512vnni"), ("AVX512VL", "AVX512VNNI")),
@@ -68,7 +68,7 @@ def find_compiler() -> tuple[str, ...]:
 
 @functools.cache
 def instruction_flags(compiler: tuple[str, ...], instructions: str | None) -> tuple[str, ...]:
-    """Return the compiler's flags for one of `INSTRUCTION_SETS`; None is the machine's, with AMX if it is granted."""
+    """Return the compiler flags for one of `INSTRUCTION_SETS`; None: this machine's, with AMX if granted."""
     if instructions is None:
         return TILE_FLAGS if _grants_tiles() else ()
     if instructions not in INSTRUCTION_SETS:
@@ -77,10 +77,8 @@ def instruction_flags(compiler: tuple[str, ...], instructions: str | None) -> tu
     defined = _run([*compiler, "-march=native", "-x", "c++", "-dM", "-E", "-"])
     missing = [macro for macro in macros if f"#define __{macro}__ " not in defined]
     if missing or ("-DTILES=1" in flags and not _grants_tiles()):
-        reason = f"it has no {', '.join(missing)}" if missing else "its kernel does not grant AMX"
-        raise CompileError(
-            f"TREESPEC_CPU={instructions!r} is for another machine than this one: {reason}; leave it out"
-        )
+        reason = f"the CPU has no {', '.join(missing)}" if missing else "the kernel does not grant AMX"
+        raise CompileError(f"TREESPEC_CPU={instructions!r} is not supported on this machine: {reason}; unset it")
     return flags
 
 
@@ -95,8 +93,8 @@ def _grants_tiles() -> bool:
 
 @functools.cache
 def l3_bytes() -> int | None:
-    """Return the size of the L3 cache that the first core reads, or None where Linux does not tell."""
-    try:  # sysconf has the sum of all L3 caches, of the host even in a virtual machine
+    """Return the size of the first core's L3 cache, or None if Linux does not report it."""
+    try:  # sysconf reports the sum of all L3 caches, even the host's in a virtual machine
         return 1024 * int(Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().rstrip("K\n"))
     except (OSError, ValueError):
         return None
@@ -116,7 +114,7 @@ def address_of(array: np.ndarray, dtype: type = np.int64) -> int:
 
 
 def read_structs(*sources: Path) -> dict[str, type[ctypes.Structure]]:
-    """Return the structs that `extern "C"` blocks of C++ files define, without their methods.
+    """Return the structs defined in `extern "C"` blocks of C++ files, without methods.
 
     All pointers are `c_void_p`. The elements of an array `x[2]` are the fields `x_0` and `x_1`.
     """
@@ -139,7 +137,7 @@ def read_structs(*sources: Path) -> dict[str, type[ctypes.Structure]]:
 
 
 def _declare(library: ctypes.CDLL, text: str) -> ctypes.CDLL:
-    """Declare the arguments and results of the functions `treespec_*` that the sources define."""
+    """Declare argument and result types of the functions `treespec_*` defined in the sources."""
     for result, name, parameters in re.findall(r"^(void|int64_t) (treespec_\w+)\(([^)]*)\)", text, re.M):
         function = getattr(library, name)
         function.argtypes = [
@@ -152,18 +150,18 @@ def _declare(library: ctypes.CDLL, text: str) -> ctypes.CDLL:
 def compile_library(
     compiler: tuple[str, ...], sources: Sequence[Path], defines: Sequence[str], folder: Path
 ) -> ctypes.CDLL:
-    """Load a library from `folder`, compiling it first if needed.
+    """Load a library from `folder`, compiling it first if necessary.
 
     If the folder is not writable, the library is compiled for this process only, with a warning.
 
     Args:
-        compiler: from `find_compiler`: the program and its flags, which follow the default ones.
-        sources: the file to compile, then the files that it includes.
+        compiler: from `find_compiler`: the program and its flags, which follow the default flags.
+        sources: the file to compile, followed by the files that it includes.
         defines: additional flags of this library.
         folder: cache folder, created if missing.
     """
     command = [compiler[0], *_FLAGS, *compiler[1:], *defines]
-    macros = _run([*command, "-x", "c++", "-dM", "-E", "-"])  # the compiler's version and the machine's instruction set
+    macros = _run([*command, "-x", "c++", "-dM", "-E", "-"])  # compiler version and instruction set
     texts = [source.read_text() for source in sources]
     key = hashlib.sha256("\n".join([*texts, macros, *command]).encode()).hexdigest()
     name = f"{sources[0].stem}-{key[:24]}"
@@ -206,7 +204,7 @@ def _warn_uncached(reason: str) -> None:
 
 
 def build_together(builds: Sequence[Callable[[], object]]) -> None:
-    """Run several builds in parallel, each in a thread that waits for a compiler.
+    """Run builds in parallel, each in a thread that waits for a compiler.
 
     Errors are ignored: later calls that need the libraries build them again and raise.
     """
@@ -215,7 +213,7 @@ def build_together(builds: Sequence[Callable[[], object]]) -> None:
         try:
             for future in [threads.submit(build) for build in builds]:
                 future.exception()
-        finally:  # after Ctrl-C, do not wait for running builds, and cancel the others
+        finally:  # after Ctrl-C, cancel pending builds and do not wait for running ones
             threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -227,7 +225,7 @@ def _cores() -> Sequence[int]:
 
 
 def _cached(folder: Path, name: str) -> Path | None:
-    """Return the path of a cached library that matches the hash in its name, which a full disk may break, or None."""
+    """Return the path of a cached library if it matches the hash in its name (a full disk may truncate it), or None."""
     for path in sorted(folder.glob(f"{name}-*.so")):
         with suppress(OSError):
             if path.stem.endswith(f"-{_digest(path)}"):

@@ -1,6 +1,6 @@
 """The decoder's C++ library, compiled for one head size and dtype, and linear layers in its layout.
 
-Compilation needs only a C++ compiler, no headers of torch or Python, and takes about 10 seconds (`cpu_library`).
+Compilation needs only a C++ compiler, no torch or Python headers, and takes about 10 seconds (`cpu_library`).
 """
 
 import ctypes
@@ -22,12 +22,12 @@ _HEADERS = (
     *("vectors_cpu", "batch_cpu", "parallel_cpu", "products_cpu", "tiles_cpu", "quantized_cpu", "integer_cpu"),
     *("blocks_cpu", "linear_cpu", "pointwise_cpu", "attention_cpu"),
 )
-PARTS = tuple(SOURCE.with_name(f"{name}.h") for name in _HEADERS)  # included files
+PARTS = tuple(SOURCE.with_name(f"{name}.h") for name in _HEADERS)  # included headers
 DTYPES = (torch.bfloat16, torch.float32)
 
 _PANEL = 64
-_AT_ONCE = 16 << 20  # bytes that are packed before their pages of a file are dropped from memory
-_INT8, _INT4 = -1, -2  # types of integers with scales, beside those of blocks
+_AT_ONCE = 16 << 20  # bytes to pack before dropping their file pages from memory
+_INT8, _INT4 = -1, -2  # type numbers of integers with scales, in addition to the block types
 
 Weight = Tensor | QuantizedWeight | BlockWeight
 
@@ -42,21 +42,21 @@ def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: 
 
 
 def pack(weights: Sequence[Tensor], memory: HugePages) -> Tensor:
-    """Reorder weights [outputs, inputs], one below the other, to [panels, inputs, 64] in `memory`.
+    """Reorder vertically concatenated weights [outputs, inputs] to [panels, inputs, 64] in `memory`.
 
-    bf16 has pairs of inputs next to each other: [panels, inputs / 2, 64, 2]. The weights are read once.
+    In bf16, pairs of inputs are adjacent: [panels, inputs / 2, 64, 2]. Reads the weights once.
     """
     inputs, dtype, pair = weights[0].shape[1], weights[0].dtype, 2 if weights[0].dtype == torch.bfloat16 else 1
     outputs = sum(len(weight) for weight in weights)
     panels = -(-outputs // _PANEL)
     packed = memory.allocate(panels * _PANEL * inputs * dtype.itemsize).view(dtype)
     packed = packed.view(panels, inputs // pair, _PANEL, pair)
-    packed[-1].zero_()  # the last panel may be padded
+    packed[-1].zero_()  # the last panel may have padding
     end = 0
     for weight in weights:
         start, end = end, end + len(weight)
         blocks = weight.reshape(len(weight), inputs // pair, pair)
-        # Whole panels at once, between parts of panels that are shared with other weights.
+        # Copies whole panels at once; other weights share the partial panels at both ends.
         first = min(-(-start // _PANEL) * _PANEL, end)
         last = max(end // _PANEL * _PANEL, first)
         for begin, stop in ((start, first), (last, end)):
@@ -76,28 +76,28 @@ def in_panels(tensor: Tensor) -> Tensor:
 
 
 class PanelLinear:
-    """Linear layer in the library's layout. `struct` has addresses of the tensors in `held`.
+    """Linear layer in the library's layout. `struct` points to the tensors in `held`.
 
-    Outputs of several matrices, as of Q, K and V, follow one another. Consecutive matrices of one form become one.
+    Outputs of several matrices, such as Q, K and V, are concatenated. Consecutive matrices of equal form are merged.
     """
 
     def __init__(
         self,
         library: ctypes.CDLL,  # from `build`
-        # [outputs, inputs] in the library's dtype, or quantised with an even number of inputs; or several, with equal
-        # inputs
+        # [outputs, inputs] in the library's dtype, or quantised with an even number of inputs; or several of them with
+        # equal inputs
         weight: Weight | Sequence[Weight],
         bias: Tensor | None,  # [outputs] or None
-        # Quantise activations to int8 per row and group of inputs. Ignored for weights that are not quantised, or whose
+        # Whether to quantise activations to int8 per row and group of inputs. Ignored for unquantised weights, and if
         # groups are not multiples of 16
         integer: bool = False,
-        memory: HugePages | None = None,  # for the weights; None for memory of their own
+        memory: HugePages | None = None,  # allocator for the weights; None for a new one
     ):
         self.held: list[Tensor] = []
         weights = [weight] if isinstance(weight, (Tensor, QuantizedWeight, BlockWeight)) else list(weight)
         self.out_features, self.in_features = sum(part.shape[0] for part in weights), weights[0].shape[1]
         self._library, self._integer, self._memory = library, integer, memory or HugePages(smallest=None)
-        self._parts: list[ctypes.Structure] = []  # later matrices, before earlier ones
+        self._parts: list[ctypes.Structure] = []  # structs of the matrices, last one first
         end = self.out_features
         for _, group in reversed([(form, list(parts)) for form, parts in itertools.groupby(weights, _form_of)]):
             start = end - sum(part.shape[0] for part in group)
@@ -110,7 +110,7 @@ class PanelLinear:
         return sum(tensor.nbytes for tensor in self.held)
 
     def _pack(self, weights: Sequence[Any], bias: Tensor | None) -> ctypes.Structure:
-        """Return one matrix of the product, with the last packed one as the rest."""
+        """Pack one matrix of the product; its struct links to the previously packed one."""
         outputs = sum(part.shape[0] for part in weights)
         struct = STRUCTS["Linear"](inputs=self.in_features, outputs=outputs, stride=self.out_features)
         struct.rest = ctypes.addressof(self._parts[-1]) if self._parts else None
@@ -119,7 +119,7 @@ class PanelLinear:
             struct.weight = self._hold(pack(weights, self._memory))
             return struct
         sources = (STRUCTS["Source"] * len(weights))()
-        tensors: list[Tensor] = []  # that the sources point to
+        tensors: list[Tensor] = []  # keeps the tensors of the sources alive
 
         def address(tensor: Tensor) -> int:
             tensors.append(tensor.contiguous())
@@ -154,7 +154,7 @@ class PanelLinear:
 
 
 def _form_of(weight: Weight) -> object:
-    """Return what weights that are packed as one have in common."""
+    """Return the form of a weight; weights of equal form can be packed as one."""
     if isinstance(weight, BlockWeight):
         return weight.kind
     return (weight.bits, weight.group) if isinstance(weight, QuantizedWeight) else None

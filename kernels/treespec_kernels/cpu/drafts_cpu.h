@@ -1,5 +1,5 @@
 // Growing trees and the drafts' passes over them, included by growth_cpu.cpp: the slots of nodes, the inputs of passes,
-// and the features that a draft head passes on from a node to its children.
+// and the features that a draft head passes from a node to its children.
 
 #include "sampling_cpu.h"
 
@@ -18,52 +18,52 @@ struct Draft {  // an SSM or another draft; `forward`, `probs` and `pairs` are f
     const float* rotation;
     void* cache;
     int64_t num_layers, num_pages, num_learned_positions, hidden_bytes, threads;
-    int64_t ssm, width;     // width: columns of the probabilities
+    int64_t ssm, width;     // width: number of columns of the probabilities
     const int64_t* tokens;  // [width], ascending tokens of the columns; null: 0, 1, ...
-    // Of a draft head; `pairs` is null for an SSM. norm_output: what it passes on is normalised. features: [rows of the
-    // first pass, hidden], of the tokens before them: first of all tokens that it reads, then of the roots.
+    // For a draft head; `pairs` is null for an SSM. norm_output: whether its outputs are normalised. features: [rows of
+    // the first pass, hidden], of the preceding tokens: first for all tokens that it reads, then for the roots.
     void (*pairs)(const void* pairing, const int64_t* tokens, const void* features, int64_t num_rows, void* inputs,
                   void* qkv, int64_t threads);
     const void* pairing;
     int64_t qkv_bytes, norm_output;
     const char* features;
-    // Of a block draft, which runs no pass: the probabilities by tree and depth, [num_trees, block_depths, width].
+    // For a block draft, which runs no pass: probabilities by tree and depth, [num_trees, block_depths, width].
     const float* block_probs;
     int64_t block_depths;
-    // Outputs. out: [num_rows, width], the probabilities after the `num_read` committed tokens that the SSM read, if
-    // they are wanted, and then of the nodes that it scored, level by level.
+    // Outputs. out: [num_rows, width], probabilities after the `num_read` committed tokens that the SSM read (if
+    // requested), followed by those of the scored nodes, level by level.
     float* out;
-    int64_t num_read, num_rows, passes, tree_passes;  // tree_passes: passes times the trees in each
+    int64_t num_read, num_rows, passes, tree_passes;  // tree_passes: sum of the trees of all passes
 };
 
-struct Trees {  // a batch of trees to grow; the nodes that other sources propose are its seeds
+struct Trees {  // a batch of trees to grow; the nodes proposed by other sources are its seeds
     int64_t num_trees, num_ssms, num_drafts, page_size;
-    int64_t max_children, num_widths, seed_width;  // max_children: proposals of an SSM, and of the seeds, at a node
-    const int64_t* widths;                         // [num_widths] by depth: nodes of a tree to expand below it
-    // Per tree. nodes: the size that it is cut to. branching: null, or by depth and tree the number of children of a
-    // node, 0 to select by value. context: committed positions.
+    int64_t max_children, num_widths, seed_width;  // max_children: maximum proposals of a source at a node
+    const int64_t* widths;                         // [num_widths] by depth: number of a tree's nodes to expand
+    // Per tree. nodes: size after pruning. branching: null, or by depth and tree the number of children of a node, 0 to
+    // select by value. context: committed positions.
     const int64_t *max_depths, *nodes, *branching, *context, *first_seeds;
-    // Parts of lists, from first_page[tree] to first_page[tree + 1]: pages, last committed tokens with the root, and
-    // tokens below which nothing is drafted.
+    // Parts of lists, from first_page[tree] to first_page[tree + 1]: pages, last committed tokens including the root,
+    // and tokens that nothing is drafted after.
     const int64_t *first_page, *first_token, *end_starts, *pages, *tokens, *end_tokens;
     const int64_t *seed_children, *seed_tokens;  // [number of seeds + 1, seed_width], -1 for none; [number of seeds]
     const float *seed_probs, *seed_ratios;
-    // By draft and tree: whether it drafts for the tree, number of leading positions with K and V, at most the root's,
-    // and row of its rotations for position 0.
+    // By draft and tree: whether it is active, number of leading positions with K and V (at most the root's), and row
+    // of its rotations for position 0.
     const int64_t *active, *valid, *first_rotations;
-    int64_t reads;            // whether probabilities after committed tokens are wanted
+    int64_t reads;            // whether to return probabilities after committed tokens
     const float* weights;     // [num_trees, num_ssms]
-    const Rule* rule;         // null: every level pays
+    const Rule* rule;         // null: every level pays off
     const Sampling* sampling; // null: no request samples
-    // Masks a draft's probabilities after some nodes, in its outputs from `row` on; null: no request restricts tokens.
+    // Masks a draft's probabilities at some nodes, in its outputs from `row` on; null: no request restricts tokens.
     void (*narrow)(int64_t draft, int64_t row, int64_t count, const int64_t* nodes);
-    // Outputs. Of all trees' nodes, the roots first, then by level, tree and parent. slots: in their trees, -1 if a node
-    // was not expanded. draft_probs, proposed: [num_nodes, num_ssms].
+    // Outputs for all trees' nodes: the roots first, then by level, tree and parent. slots: slots in their trees, -1
+    // for unexpanded nodes. draft_probs, proposed: [num_nodes, num_ssms].
     int64_t num_nodes, num_levels, num_rows;
     int64_t *new_tokens, *parents, *tree_ids, *seeds, *depths, *slots;
     float *probs, *values, *draft_probs;
     uint8_t *proposed, *broken;  // broken: [num_trees], whether an SSM's probabilities are not finite
-    int64_t* row_trees;         // [num_rows], trees of the expanded nodes
+    int64_t* row_trees;         // [num_rows], tree of each expanded node
 };
 
 }  // extern "C"
@@ -73,9 +73,9 @@ namespace {
 struct SsmProbs {  // an SSM's next-token probabilities at some or all rows of the frontier
     const float* probs;     // [count, width]
     const int64_t* rows;    // [count], ascending rows of the frontier; null: all rows
-    const int64_t* tokens;  // as in Draft
+    const int64_t* tokens;  // see Draft
     int64_t count, ssm, width;
-    const int64_t* row_tokens;  // [count, width], tokens of each row's columns, in place of `tokens`; null: none
+    const int64_t* row_tokens;  // [count, width], tokens of each row's columns, replaces `tokens`; null: none
 };
 
 struct Frontier {  // nodes to score, grouped by tree. seeds: index among the seeds, or -1
@@ -102,12 +102,12 @@ struct Frontier {  // nodes to score, grouped by tree. seeds: index among the se
 struct Growth {
     Trees& t;
     Frontier rows, next;
-    int64_t depth = 0, children = 0;  // children: most of an SSM's proposals at a node of the frontier
+    int64_t depth = 0, children = 0;  // children: maximum proposals of an SSM at a frontier node
     std::vector<SsmProbs> scored;
     const float* weights;
-    std::vector<int64_t> num_slots;        // by tree, slots in use
-    std::vector<std::vector<float>> best;  // by tree, the largest values of its nodes
-    std::vector<float> least;              // by tree, the least value of the nodes that it will be cut to
+    std::vector<int64_t> num_slots;        // slots in use, by tree
+    std::vector<std::vector<float>> best;  // largest node values, by tree
+    std::vector<float> least;              // smallest value among the nodes that pruning keeps, by tree
 
     explicit Growth(Trees& trees)
         : t(trees), weights(trees.weights), num_slots(trees.num_trees), best(trees.num_trees, {1.0f}),
@@ -133,26 +133,26 @@ struct Growth {
     }
 };
 
-// Slots of the newest level's nodes in the caches of the drafts with one offset: 0 for SSMs; 1 for draft heads, whose
-// rows have the slot of the position before their token's. The root has slot 0, each node the next slot of its tree.
+// Slots of the newest level's nodes in the caches of drafts with one offset: 0 for SSMs; 1 for draft heads, which store
+// a row in the slot of the position before its token's. The root has slot 0, further nodes the next slots.
 class Places {
     const Trees& t;
     const int64_t offset;
-    std::vector<int64_t> row_of_slot, paths_above;  // row_of_slot: by tree, row minus slot in the level above
+    std::vector<int64_t> row_of_slot, paths_above;  // row_of_slot: by tree, row minus slot in the previous level
 
   public:
-    // slots, and rows of the rotations, [num_rows]; rows: `tables`, `direct`, `starts` and `counts` of a Batch; paths:
+    // slots and rows of the rotations, [num_rows]; rows: `tables`, `direct`, `starts` and `counts` of a Batch; paths:
     // slots of the ancestors and of the node itself, [num_rows, depth + 1]
     std::vector<int64_t> slots, positions, rows, paths;
 
     Places(const Trees& trees, int64_t offset) : t(trees), offset(offset), row_of_slot(trees.num_trees) {}
 
-    // Returns the slot of a position, on a page that the tree has.
+    // Returns the slot of a position on a page of the tree.
     static int64_t slot_at(const Trees& t, int64_t tree, int64_t position) {
         return t.pages[t.first_page[tree] + position / t.page_size] * t.page_size + position % t.page_size;
     }
 
-    // Assigns slots to the nodes of the frontier; returns false if there is no page for a node.
+    // Assigns slots to the frontier's nodes; returns false if a node has no page.
     bool extend(const Growth& g) {
         const int64_t n = g.rows.size(), width = g.depth + 1;
         paths_above.swap(paths);
@@ -177,14 +177,14 @@ class Places {
     }
 };
 
-// What a draft head passes on from the nodes that it scored.
+// Features that a draft head passes from its scored nodes to their children.
 struct Passed {
-    std::vector<char> features;              // of each row of the draft's outputs
-    std::vector<std::vector<int64_t>> rows;  // by tree: that row of each slot
+    std::vector<char> features;              // one per row of the draft's outputs
+    std::vector<std::vector<int64_t>> rows;  // row of each slot, by tree
 };
 
-// Runs a draft's pass over `batch`, and appends the probabilities after its last `scored` rows to its outputs. features:
-// of the rows, for a draft head.
+// Runs a draft's pass over `batch`, and appends the probabilities of its last `scored` rows to its outputs. features:
+// features of the rows, for a draft head.
 void run_pass(Draft& draft, Batch batch, int64_t scored, int64_t trees, const char* features, Passed& passed) {
     std::vector<int64_t> learned;
     if (draft.num_learned_positions) {
@@ -215,7 +215,7 @@ void run_pass(Draft& draft, Batch batch, int64_t scored, int64_t trees, const ch
     draft.num_rows += scored, draft.passes++, draft.tree_passes += trees;
 }
 
-// Returns the rows of the frontier that a draft scores, and the number of their trees. active: [num_trees].
+// Returns the frontier rows that a draft scores, and the number of their trees. active: [num_trees].
 std::pair<std::vector<int64_t>, int64_t> scored_rows(const Growth& g, const int64_t* active) {
     std::vector<int64_t> rows;
     int64_t trees = 0;
@@ -227,8 +227,8 @@ std::pair<std::vector<int64_t>, int64_t> scored_rows(const Growth& g, const int6
     return {rows, trees};
 }
 
-// Scores the roots of `rows`, in a pass that first reads the committed tokens before them that the draft has not read.
-// valid, first_rotations: [num_trees].
+// Scores the roots in `rows`, in a pass that first reads the committed tokens that the draft has not read. valid,
+// first_rotations: [num_trees].
 void score_roots(const Growth& g, Draft& draft, const int64_t* valid, const int64_t* first_rotations,
                  const std::vector<int64_t>& rows, Passed& passed) {
     const Trees& t = g.t;
@@ -258,7 +258,7 @@ void score_roots(const Growth& g, Draft& draft, const int64_t* valid, const int6
     run_pass(draft, batch, draft.num_read + int64_t(rows.size()), rows.size(), draft.features, passed);
 }
 
-// Scores the nodes of `rows`. first_rotations: [num_trees].
+// Scores the nodes in `rows`. first_rotations: [num_trees].
 void score(const Growth& g, const Places& p, Draft& draft, const int64_t* first_rotations,
            const std::vector<int64_t>& rows, int64_t trees, Passed& passed) {
     const int64_t all = g.rows.size(), n = rows.size();
@@ -286,7 +286,7 @@ void score(const Growth& g, const Places& p, Draft& draft, const int64_t* first_
     run_pass(draft, batch, n, trees, features.data(), passed);
 }
 
-// Scores the nodes of `rows` by what a block draft predicts of their depth.
+// Scores the nodes in `rows` from a block draft's predictions for their depth.
 void score_block(const Growth& g, Draft& draft, const std::vector<int64_t>& rows, int64_t trees) {
     for (int64_t row : rows)
         std::copy_n(draft.block_probs + (g.rows.tree_ids[row] * draft.block_depths + g.depth) * draft.width, draft.width,
@@ -294,8 +294,8 @@ void score_block(const Growth& g, Draft& draft, const std::vector<int64_t>& rows
     draft.passes++, draft.tree_passes += trees;
 }
 
-// Leaves out the weights of drafts that predict no nodes of this depth, so that the others' sum is 1, and marks trees
-// without any other. weights: [num_trees, num_ssms], replaces those of `g`.
+// Sets the weights of drafts without predictions at this depth to 0, rescales the others to sum 1, and marks trees
+// without any draft. weights: [num_trees, num_ssms], replaces those of `g`.
 std::vector<uint8_t> end_drafts(Growth& g, const Draft* drafts, int64_t num_drafts, int64_t depth,
                                 std::vector<float>& weights) {
     const int64_t num_ssms = g.t.num_ssms;

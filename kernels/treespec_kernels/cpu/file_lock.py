@@ -1,4 +1,4 @@
-"""File lock for work that one process does while other processes wait for its result."""
+"""File lock for work by one process while other processes wait for its result."""
 
 import logging
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ def shared_work(path: Path, waiting_for: str, patience: float) -> Iterator[bool]
     """Hold the lock of a file in an existing folder while the block runs; yield whether it is held.
 
     Logs a warning if it has to wait for another process to do `waiting_for`, such as "compile decoder_cpu". The system
-    releases the lock of a process that dies. If locking is not possible (a file system without locks, a folder that is
-    not writable), or if the holder takes longer than `patience` seconds, the block runs without the lock, with a
-    warning. Its work must be safe to run concurrently.
+    releases the lock when its process dies. If locking is not possible (a file system without locks, a read-only
+    folder), or if the holder takes longer than `patience` seconds, the block runs without the lock, with a warning. Its
+    work must be safe to run concurrently.
     """
     lock = FileLock(path, thread_local=False)
     try:
@@ -29,7 +29,7 @@ def shared_work(path: Path, waiting_for: str, patience: float) -> Iterator[bool]
     except Timeout:
         logger.warning("another process took more than %.3g s to %s; not waiting any longer", patience, waiting_for)
     except (OSError, NotImplementedError) as error:
-        logger.warning("cannot lock %s (%s); processes that start together may all %s", path, error, waiting_for)
+        logger.warning("cannot lock %s (%s); concurrently starting processes may all %s", path, error, waiting_for)
     try:
         yield lock.is_locked
     finally:

@@ -1,7 +1,7 @@
-// Grows the token trees of a batch: assigns KV slots to the frontier, runs the SSMs over it, merges their proposals
-// with those of other sources into nodes, selects the next frontier, and decides whether another level pays, until no
-// tree grows. The reference is treespec_kernels/tree/tree_merge.py, and for features of the host `Forest` in
-// treespec/drafters/ssm/forest.py.
+// Grows the token trees of a batch: assigns KV slots to the frontier, runs the SSMs on it, merges their proposals and
+// those of other sources into nodes, selects the next frontier, and decides whether another level pays off, until no
+// tree grows. The reference is treespec_kernels/tree/tree_merge.py, and `Forest` in treespec/drafters/ssm/forest.py for
+// features of the host.
 
 #include "vectors_cpu.h"
 
@@ -15,7 +15,7 @@
 
 namespace {
 
-// The `wanted` largest probabilities of a row, descending; ties go to the lower index. `broken`: some value is NaN or
+// The `wanted` largest probabilities of a row, descending; ties go to the lower index. `broken`: a value is NaN or
 // infinite.
 class Top {
   public:
@@ -43,8 +43,8 @@ class Top {
     static constexpr int64_t BLOCK = 4 * LANES;
     const int64_t wanted;
 
-    // Returns a lower bound of the `wanted` largest values: of the largest ones of the columns with equal index modulo
-    // BLOCK, the one with this rank. Without it, most blocks of a flat distribution have a value to insert.
+    // Returns a lower bound of the `wanted` largest values: the value of this rank among the maxima of columns with
+    // equal index modulo BLOCK. Without it, most blocks of a flat distribution have a value to insert.
     static float least_of_top(const float* row, int64_t width, int64_t wanted) {
         if (width < 2 * BLOCK || wanted > BLOCK) return -1.0f;
         vec most[4] = {splat(-1.0f), splat(-1.0f), splat(-1.0f), splat(-1.0f)};
@@ -82,11 +82,11 @@ class Level {
     Growth& g;
     Trees& t;
     std::vector<int64_t> probs_row;     // [num_scored, num_rows], row of an SSM's probabilities, -1: not scored
-    std::vector<Candidate> candidates;  // of one tree
+    std::vector<Candidate> candidates;  // candidates of one tree
     std::vector<float> draft_probs;     // [candidates, num_scored]
     std::vector<uint8_t> proposed;      // [candidates, num_scored]
 
-    // Appends the candidates below one row, with proposals of the same token merged.
+    // Appends the candidates of one row, merging proposals of the same token.
     void merge(int64_t row) {
         const int64_t tree = g.rows.tree_ids[row], seed = g.rows.seeds[row], scored = g.scored.size();
         const float* weights = g.weights + tree * t.num_ssms;
@@ -100,11 +100,11 @@ class Level {
             Top& top = tops.back();
             if (const int64_t* columns = ssm.row_tokens ? ssm.row_tokens + i * ssm.width : ssm.tokens)
                 for (int64_t& id : top.ids) id = columns[id];
-            if (top.broken) t.broken[tree] = 1, top.ids.clear();  // drop the proposals of an SSM that overflowed
+            if (top.broken) t.broken[tree] = 1, top.ids.clear();  // drops the proposals of an SSM that overflowed
             tokens.insert(tokens.end(), top.ids.begin(), top.ids.end());
             has_mixture |= !top.ids.empty();
         }
-        const int64_t* below = t.seed_children + seed * t.seed_width;  // not read if the row is no seed
+        const int64_t* below = t.seed_children + seed * t.seed_width;  // unread if the row is not a seed
         const int64_t width = seed < 0 ? 0 : t.seed_width;
         for (int64_t j = 0; j < std::min(width, t.max_children); j++)
             if (below[j] >= 0) tokens.push_back(t.seed_tokens[below[j]]);
@@ -133,7 +133,7 @@ class Level {
         }
     }
 
-    // Keeps the `children` most probable candidates below every node.
+    // Keeps the `children` most probable candidates of every node.
     void keep_children(int64_t children) {
         for (size_t first = 0, last; first < candidates.size(); first = last) {
             std::vector<size_t> order;
@@ -158,8 +158,8 @@ class Level {
         for (Candidate& c : candidates) c.kept = c.value >= g.least[tree] || c.seed >= 0;
     }
 
-    // Writes the kept candidates of a tree, and selects the nodes that are expanded next, the best first if there is no
-    // fixed `branching`. Nothing follows an end token.
+    // Writes the kept candidates of a tree, and selects the nodes to expand next, best first without a fixed
+    // `branching`. End tokens are not expanded.
     void write(int64_t tree, int64_t branching) {
         const int64_t first = t.num_nodes;
         for (size_t i = 0; i < candidates.size(); i++) {
@@ -211,8 +211,8 @@ class Level {
     }
 };
 
-// What the targets of some rows will choose, as a draft predicts it: of sampling requests by their temperature and
-// noise, of others by the draft's probabilities.
+// A draft's predictions of the targets' choices: from temperature and noise for sampling requests, otherwise the
+// draft's probabilities.
 struct Choices {
     std::vector<float> probs;
     std::vector<int64_t> tokens;
@@ -241,11 +241,11 @@ struct Choices {
     }
 };
 
-// Returns by tree the probability that the frontier is reached and that the next token is not among the seeds.
+// Returns, by tree, the probability that the frontier is reached and the next token is not among the seeds.
 std::vector<double> open_mass(const Growth& g) {
     std::vector<double> mass(g.t.num_trees);
     for (int64_t i = 0; i < g.rows.size(); i++) {
-        const int64_t* below = g.t.seed_children + g.rows.seeds[i] * g.t.seed_width;  // not read if the row is no seed
+        const int64_t* below = g.t.seed_children + g.rows.seeds[i] * g.t.seed_width;  // unread if the row is not a seed
         float covered = 0.0f;
         for (int64_t j = 0; g.rows.seeds[i] >= 0 && j < g.t.seed_width; j++)
             if (below[j] >= 0) covered += g.t.seed_probs[below[j]];
@@ -254,7 +254,7 @@ std::vector<double> open_mass(const Growth& g) {
     return mass;
 }
 
-// Removes the trees from the frontier whose next level does not pay, like `stop_unprofitable` in
+// Removes trees whose next level does not pay off from the frontier, like `stop_unprofitable` in
 // treespec/drafters/ssm/levels.py, with the same operations in the same order.
 //   last_open_mass: by tree, before the newest level. first: the first node of that level.
 void stop_unprofitable(Growth& g, const Rule& rule, std::vector<double>& last_open_mass, int64_t first) {
@@ -262,7 +262,7 @@ void stop_unprofitable(Growth& g, const Rule& rule, std::vector<double>& last_op
     const float least = float(rule.least_value);
     for (int64_t i = first; i < g.t.num_nodes; i++)
         if (g.t.values[i] >= least && g.t.seeds[i] < 0) reached[g.t.tree_ids[i]] += double(g.t.values[i]);
-    std::vector<int64_t> trees;  // those that the rule decides on
+    std::vector<int64_t> trees;  // trees that the rule decides on
     for (int64_t tree : g.rows.tree_ids)
         if (rule.adaptive[tree] && (trees.empty() || trees.back() != tree)) trees.push_back(tree);
     std::vector<double> expected;
@@ -285,15 +285,15 @@ void stop_unprofitable(Growth& g, const Rule& rule, std::vector<double>& last_op
 
 extern "C" {
 
-// Grows the trees from their roots until no level is left or pays, or no draft predicts it; runs the drafts' passes in
-// the order of their indices. Returns 0 if there is no page for a node.
+// Grows the trees from their roots until no level is left or pays off, or no draft predicts it; runs the drafts' passes
+// in index order. Returns 0 if a node has no page.
 int64_t treespec_draft(Trees* trees, Draft* drafts) {
     Growth g(*trees);
     Trees& t = *trees;
     const int64_t num_drafts = t.num_drafts;
     std::vector<double> last_open_mass = open_mass(g);
     const bool heads = std::any_of(drafts, drafts + num_drafts, [](const Draft& draft) { return draft.pairs; });
-    std::vector<Places> places;  // by offset
+    std::vector<Places> places;  // one per offset
     for (int64_t offset = 0; offset <= heads; offset++) places.emplace_back(t, offset);
     std::vector<Passed> passed(num_drafts);
     std::vector<float> weights;

@@ -1,7 +1,7 @@
-"""The library that grows token trees in C++, and the passes of drafts that run in its calls.
+"""The C++ library that grows token trees, and the draft passes that run within its calls.
 
-A call assigns slots to the frontier, runs the SSMs' passes over it, merges their proposals with those of other sources,
-selects the next frontier, and goes on with it while another level pays. The source is `growth_cpu.cpp`, the reference
+A call assigns slots to the frontier, runs the SSMs' passes on it, merges their proposals with those of other sources,
+selects the next frontier, and repeats this while another level pays off. The source is `growth_cpu.cpp`, the reference
 treespec_kernels/tree/tree_merge.py, and the caller treespec/drafters/ssm/compiled_growth.py.
 """
 
@@ -20,7 +20,7 @@ from treespec_kernels.cpu.cpu_library import address_of, compile_library, read_s
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.tree.growth_limits import MAX_MIXTURE, MIN_MIXTURE
 
-MOST_CANDIDATES = 256  # of a choice, see choice_cpu.h; a multiple of 64
+MOST_CANDIDATES = 256  # maximum candidates of a choice (choice_cpu.h), a multiple of 64
 NO_PAGE = "a tree has no page for its nodes"
 _SOURCES = tuple(
     Path(__file__).with_name(name)
@@ -37,7 +37,7 @@ def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
 
 
 def packed(*sequences: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], list[int]]:
-    """Return all numbers in one array, and the address of each sequence: an array's address takes a microsecond."""
+    """Return all numbers in one array, and the address of each sequence (taking an array's address costs 1 us)."""
     numbers = [*chain(*sequences)]
     array = (ctypes.c_int64 * len(numbers))(*numbers)
     address = ctypes.addressof(array)
@@ -45,32 +45,32 @@ def packed(*sequences: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], lis
 
 
 class DraftInputs(NamedTuple):
-    """What a call that grows trees needs of one draft."""
+    """Inputs from one draft to a call that grows trees."""
 
-    # What a draft head reads in its first pass, [num_rows, hidden_size] in its dtype: first for the committed tokens,
-    # tree by tree, then for the roots; None for an SSM
+    # Features for a draft head's first pass, [num_rows, hidden_size] in its dtype: first for the committed tokens, tree
+    # by tree, then for the roots; None for an SSM
     features: Tensor | None = None
     # Probabilities of a block draft, which runs no pass and has read all tokens, float32 [num_trees, depths, width],
-    # without temperature and noise; None for others
+    # without temperature and noise; None for other drafts
     block_probs: np.ndarray | None = None
 
 
 class DraftModels:
-    """SSMs and draft heads whose passes run in the call that grows trees."""
+    """SSMs and draft heads with passes that run in the call that grows trees."""
 
     def __init__(
         self,
         library: ctypes.CDLL,  # from `growth_library`
-        ssms: Sequence[int],  # their indices, ascending; the others have an entry for each
+        ssms: Sequence[int],  # indices of the SSMs, ascending; the following arguments have one entry for each
         entries: Sequence[PassEntries],
-        rotations: Sequence[Tensor],  # as in `CompiledModel.forward`
+        rotations: Sequence[Tensor],  # see `CompiledModel.forward`
         pools: Sequence[Tensor],  # parts of the cache
-        # Tokens of the columns of the probabilities, int64 [width], ascending; or their number, if they are 0, 1, ...
+        # Token ids of the probabilities' columns, int64 [width], ascending; or their number, if they are 0, 1, ...
         tokens: Sequence[np.ndarray | int],
     ):
         assert all(tensor.is_contiguous() for tensor in (*rotations, *pools))
         self.library, self._held, self.vocabularies = library, (rotations, pools), tokens
-        # Number of positions that the rotations cover
+        # number of positions covered by the rotations
         self.num_positions = min((len(rotation) for rotation in rotations if rotation.numel()), default=sys.maxsize)
         self.drafts = (STRUCTS["Draft"] * len(ssms))(
             *(

@@ -1,7 +1,7 @@
 """Memory on huge pages for weights that every pass streams.
 
-With pages of 4 KiB, a pass over 270 MB of weights needs 66,000 address translations, and hardware prefetching stops at
-every page. Linux gives pages of 2 MiB to memory that asks for them.
+With 4 KiB pages, a pass over 270 MB of weights needs 66,000 address translations, and hardware prefetching stops at
+every page. Linux provides 2 MiB pages on request.
 """
 
 import mmap
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 PAGE = 2 << 20
-CHUNK = 64 * PAGE  # bytes of a mapping, which several tensors share; its last page may stay partly unused
+CHUNK = 64 * PAGE  # bytes per mapping, shared by several tensors; its last page may stay partly unused
 ALIGNMENT = 64
-SMALLEST = 1 << 16  # bytes of a tensor for which this is worth while
+SMALLEST = 1 << 16  # minimum bytes of a tensor to place on huge pages
 
 
 class HugePages:
-    """Allocator of tensors that live and die together, such as a model's weights.
+    """Allocator for tensors with a common lifetime, such as a model's weights.
 
-    Chunks are unmapped with their last tensor. Where the kernel has no huge pages, they consist of ordinary ones.
+    Chunks are unmapped with their last tensor. Without huge pages in the kernel, they use ordinary pages.
     """
 
     def __init__(self, smallest: int | None = SMALLEST) -> None:
-        """Create an allocator; tensors of fewer bytes than `smallest` are on ordinary pages, None for all."""
+        """Create an allocator; tensors smaller than `smallest` bytes use ordinary pages, None: all tensors."""
         self._smallest = smallest if hasattr(mmap, "MADV_HUGEPAGE") else None
         self._chunk = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used = 0
@@ -40,9 +40,9 @@ class HugePages:
 
 
 def _map(size: int) -> Tensor:
-    """Return zeros, uint8 [>= size], that begin at a page and are on huge pages once they are written."""
+    """Return page-aligned zeros, uint8 [>= size], that use huge pages once they are written."""
     size = -(-size // PAGE) * PAGE
-    # mmap's default is a shared mapping, which gets huge pages only if those of shmem are enabled.
+    # mmap's default is a shared mapping, which gets huge pages only if they are enabled for shmem.
     memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -2,14 +2,14 @@
 //
 // Activations are quantised per row and group of the weight's inputs: q = x * 127 / max |x|, rounded to the nearest
 // integer, ties to even. A group's sum of integers is exact in int32, so it does not depend on the instruction or the
-// number of rows; groups are scaled and added in order, in fp32. Weights are without sign, as `vpdpbusd` reads them:
-// int8 and values of tables plus 128. A panel's stream is that of quantized_cpu.h, but QUAD inputs of an output are side
-// by side.
+// number of rows; groups are scaled and added in order, in fp32. Weights are unsigned, as `vpdpbusd` reads them: int8
+// and table values have 128 added. A panel's stream is the one of quantized_cpu.h, but QUAD inputs of an output are
+// adjacent.
 
-constexpr int64_t QUAD = 4;  // inputs whose products an instruction adds up in each lane
-constexpr int64_t MOST_INTEGER = LANES == 16 ? FEW : FEW_QUANTIZED;  // rows that share the reading of a panel
+constexpr int64_t QUAD = 4;  // inputs whose products an instruction adds in each lane
+constexpr int64_t MOST_INTEGER = LANES == 16 ? FEW : FEW_QUANTIZED;  // maximum rows that share one read of a panel
 
-struct Activations {  // of all rows: [rows, inputs], and [rows, groups]
+struct Activations {  // activations of all rows: [rows, inputs], and [rows, groups]
     std::vector<int8_t> values;
     std::vector<float> scales;   // NaN if a value of the group is not finite
     std::vector<int32_t> sums;
@@ -45,7 +45,7 @@ const Activations& quantize(const scalar* x, int64_t rows, int64_t inputs, int64
     for (int64_t i = 0; i < count; i++) {
         const scalar* from = x + i * group;
         int8_t* to = result.values.data() + i * group;
-        ivec most = {};  // the bits of positive values are ordered like the values, below those of infinity and NaN
+        ivec most = {};  // bits of positive values are ordered like the values, below the bits of infinity and NaN
         for (int64_t j = 0; j < group; j += LANES) {
             const ivec bits = (ivec)widen(from + j) & 0x7fffffff;
             most = bits > most ? bits : most;
@@ -68,8 +68,8 @@ const Activations& quantize(const scalar* x, int64_t rows, int64_t inputs, int64
     return result;
 }
 
-// Returns the weights of quad P of an octet (0 without octets) and of LANES outputs, from `output` of a panel on, a byte
-// each.
+// Returns the weights of quad P of an octet (0 without octets) and of LANES outputs, starting at `output` in a panel,
+// one byte each.
 template <int CODE, int P> inline uvec quads(const uint8_t* unit, const Table* table, int64_t output) {
     constexpr uint32_t NIBBLE = 0x0f0f0f0fu;
     if constexpr (CODE == INT8) return load<uvec>(unit + QUAD * output);
@@ -94,13 +94,13 @@ template <int CODE, int P> inline uvec quads(const uint8_t* unit, const Table* t
     return low | (high & (BITS == 1 ? 0x01010101u : 0x03030303u)) << 4;
 }
 
-// What integers without sign have too much.
+// The excess of unsigned integers over the weights.
 constexpr int32_t excess(int code, float base) {
     return code < INT8 ? int32_t(base) - (1 << code) : 128;
 }
 
-// Computes the sums of a group of inputs for a part of a panel. x: [ROWS, ...], rows `k` apart. next: to prefetch.
-// The indices of `acc` are constants, because GCC keeps an array that a loop indexes in memory.
+// Computes the sums over a group of inputs for a part of a panel. x: [ROWS, ...], rows `k` apart. next: address to
+// prefetch. The indices of `acc` are constants, because GCC keeps an array indexed in a loop in memory.
 template <int CODE, int ROWS, int PART>
 inline __attribute__((always_inline)) void sum_quads(const uint8_t* w, const Table* table, const int8_t* x, int64_t k,
                                                      int64_t group, const uint8_t* next, ivec (&sums)[ROWS][COLUMNS]) {
@@ -126,14 +126,14 @@ inline __attribute__((always_inline)) void sum_quads(const uint8_t* w, const Tab
     with_all<ROWS * COLUMNS>([&](auto i) __attribute__((always_inline)) { sums[i / COLUMNS][i % COLUMNS] = acc[i]; });
 }
 
-// A function of its own for several rows: inlined, the same instructions took up to twice as long (GCC 12, Zen 5).
+// A separate function for several rows: inlined, the same instructions took up to twice as long (GCC 12, Zen 5).
 template <int CODE, int ROWS, int PART>
 __attribute__((noinline)) void sum_quads_apart(const uint8_t* w, const Table* table, const int8_t* x, int64_t k,
                                                int64_t group, const uint8_t* next, ivec (&sums)[ROWS][COLUMNS]) {
     sum_quads<CODE, ROWS, PART>(w, table, x, k, group, next, sums);
 }
 
-// Multiplies a part of a panel with ROWS rows, of which the first is `row`.
+// Multiplies a part of a panel with ROWS rows, starting at `row`.
 template <int CODE, int ROWS, int PART>
 void multiply_integers(const Linear& layer, int64_t panel, const Activations& x, int64_t row,
                        vec (&result)[ROWS][VECS]) {

@@ -1,5 +1,5 @@
-// Prompt lookup in one call: finds earlier occurrences of a text's suffix, in the text itself and in a history of
-// tokens of other requests, and builds the tree of their continuations. The references are `search` in
+// Prompt lookup in one call: finds earlier occurrences of a text's suffix, in the text itself and in a history of other
+// requests' tokens, and builds the tree of their continuations. The references are `search` in
 // treespec/drafters/lookup/lookup_drafter.py and `History` in treespec/drafters/lookup/history.py.
 //
 // MAX_MATCH, MATCHES, CLASSES, TEXT_CLASSES, PAST_MATCHES, SHORT, LONG and STEPS are defined by lookup_cpu.py.
@@ -15,7 +15,7 @@ constexpr int64_t LENGTHS = MAX_MATCH + 1, BOTH = MATCHES + PAST_MATCHES;
 constexpr int64_t ORDERS[2] = {SHORT, LONG};
 enum Past { SOLE = TEXT_CLASSES, UNANIMOUS, MAJORITY, PLURALITY, SECOND, LATER };
 
-struct Counts {  // numbers of proposed and of accepted tokens, [CLASSES, LENGTHS] each
+struct Counts {  // numbers of proposed and accepted tokens, [CLASSES, LENGTHS] each
     double trials[CLASSES][LENGTHS], hits[CLASSES][LENGTHS];
 
     double rate(int64_t kind, int64_t length, double prior, double weight) const {
@@ -46,13 +46,13 @@ struct History {  // ring buffer of the last `capacity` tokens; token number s, 
 struct Search {
     const double* prior;  // [CLASSES, LENGTHS]
     double prior_trials, global_trials;
-    const Counts *common, *counts;  // of all requests, and of this one (null: none)
+    const Counts *common, *counts;  // counts of all requests, and of this one (null: none)
     const int64_t* tokens;          // [length]
     int64_t length, depth;
     double least;
     int64_t looks_up;  // whether to search the text itself
     History* history;  // null: do not search a history
-    int64_t owner;     // request whose own tokens in the history are skipped
+    int64_t owner;     // request to skip in the history
     // Outputs for at most BOTH * depth + 1 nodes. classes and lengths have a row for the text and one for the history.
     int64_t *node_tokens, *parents, *depths, *classes[2], *lengths[2];
     double *probs, *values;
@@ -106,7 +106,7 @@ int64_t keep(Match* best, int64_t count, int64_t most, Match match) {
     return count;
 }
 
-// Finds the longest matches in the text, the most recent first among equally long ones; returns their number.
+// Finds the longest matches in the text, most recent first among equally long ones; returns their number.
 int64_t find(const Search& s, Match* best) {
     const int64_t last = s.length - 1, longest = std::min<int64_t>(MAX_MATCH, last);
     int64_t count = 0;
@@ -121,7 +121,7 @@ int64_t find(const Search& s, Match* best) {
 }
 
 // Finds the longest matches in the history, among the latest STEPS occurrences of the text's last LONG tokens, or of
-// its last SHORT ones if there are none.
+// its last SHORT tokens if there are none.
 int64_t find_past(const Search& s, Match* best) {
     History& h = *s.history;
     int64_t count = 0;
@@ -152,9 +152,9 @@ struct Node {
 struct Trie {
     const Search& s;
     Match matches[BOTH];
-    int64_t num_text, count;  // number of matches in the text, and in text and history
-    int64_t number[BOTH];     // token number that a match in the history has reached
-    int64_t reached[BOTH];    // node that each match has reached; -1: the match has ended
+    int64_t num_text, count;  // number of matches in the text, and in text and history together
+    int64_t number[BOTH];     // current token number of each match in the history
+    int64_t reached[BOTH];    // current node of each match; -1: the match has ended
     std::vector<Node>& nodes;
 
     // Adds one level: first the nodes with the matches that propose them, then their probabilities.
@@ -164,7 +164,7 @@ struct Trie {
             if (reached[m] < 0) continue;
             const int64_t above = reached[m];
             int64_t token;
-            if (m < num_text) {  // a continuation that reaches the end of the text repeats from the match
+            if (m < num_text) {  // a continuation past the end of the text repeats from the match
                 token = s.tokens[matches[m].end + 1 + level % (last - matches[m].end)];
             } else if ((number[m] = s.history->next(number[m]))) {
                 token = s.history->tokens[s.history->at(number[m])];
@@ -199,7 +199,7 @@ struct Trie {
         }
     }
 
-    // Returns the class of a candidate from the votes of the matches in the history.
+    // Returns the class of a candidate from the votes of matches in the history.
     int64_t past_class(int64_t node, int64_t first) const {
         const int64_t votes = nodes[node].votes;
         int64_t total = 0, rank = 0;
@@ -250,13 +250,13 @@ int64_t search(const Search& s) {
 
 extern "C" {
 
-// Appends tokens of a text after its token number `last` (0: the text starts); returns the number of the last one.
+// Appends tokens to a text after its token number `last` (0: a new text); returns the number of the last one.
 int64_t treespec_history_add(History* h, int64_t owner, int64_t last, const int64_t* tokens, int64_t length) {
     return add(*h, owner, last, tokens, length);
 }
 
-// Writes the tree and returns its number of nodes, root included; 0 without a match, or if the most probable child of
-// the root is less probable than `least`.
+// Writes the tree and returns its number of nodes, including the root; 0 without a match, or if the root's most
+// probable child is less probable than `least`.
 int64_t treespec_lookup(const Search* s) { return search(*s); }
 
 // Counts the children of every node of an accepted path as proposed, and those on the path as accepted. classes and

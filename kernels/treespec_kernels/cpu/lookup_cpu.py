@@ -14,14 +14,14 @@ import numpy as np
 
 from treespec_kernels.cpu.cpu_library import address_of, compile_library, read_structs
 
-MAX_MATCH = 12  # tokens; longer matches count as this long
+MAX_MATCH = 12  # maximum counted match length in tokens
 MATCHES, PAST_MATCHES = 6, 16  # maximum numbers of matches in the text and in the history
 # Classes of candidates with separate acceptance counts. From the text: first, second, and later siblings. From the
-# history, by the votes of the matches: the only match; unanimous; most votes, with at least two thirds or with less;
-# second most votes; fewer votes.
+# history, by votes of the matches: only match; unanimous; most votes, with at least two thirds or with less; second
+# most votes; fewer votes.
 CLASSES, TEXT_CLASSES = 9, 3
-ORDERS = SHORT, LONG = 3, 6  # minimum lengths of a match in the history; the longer is tried first
-BYTES_PER_TOKEN = 64  # of the history: eight int64 numbers
+ORDERS = SHORT, LONG = 3, 6  # minimum lengths of a match in the history; the longer one is tried first
+BYTES_PER_TOKEN = 64  # bytes per token of the history: eight int64 numbers
 STEPS = 64  # maximum number of occurrences in the history to check, latest first
 
 _SOURCE = Path(__file__).with_name("lookup_cpu.cpp")
@@ -65,7 +65,7 @@ class CompiledHistory:
         self.address = ctypes.addressof(self._history)
 
     def add(self, owner: int, last: int, tokens: np.ndarray) -> int:
-        """Append tokens as `History.add`; `tokens` is int64 [length], contiguous."""
+        """Append tokens like `History.add`; `tokens` is int64 [length], contiguous."""
         return self._add(self.address, owner, last, address_of(tokens), len(tokens))
 
     def __len__(self) -> int:
@@ -99,16 +99,16 @@ class LookupSearch:
     def search(
         self,
         tokens: int,  # address of the text, int64 [length]
-        length: int,  # at least 1
-        depth: int,  # of the tree, at least 1
+        length: int,  # length of the text, at least 1
+        depth: int,  # maximum depth of the tree, at least 1
         counts: int | None,  # address of the counts of this text, as `common`; None for no counts
         least: float,  # minimum probability of the root's most probable child
         looks_up: bool,  # whether to search the text itself
-        owner: int | None,  # request whose own tokens in the history are skipped; None to not search the history
+        owner: int | None,  # request to skip in the history; None skips the whole history
     ) -> tuple[list[np.ndarray], Matches] | None:
         """Return the tree of continuations of the longest matches, in descending order of value, or None.
 
-        None means that there is no match, or that no child of the root is probable enough. The tree is tokens, parents,
+        Returns None if there is no match, or if no child of the root is probable enough. A tree is tokens, parents,
         depths, probs and values of the nodes, as in `TokenTree`, and their matches.
         """
         most = (MATCHES + PAST_MATCHES) * depth + 1
@@ -129,9 +129,9 @@ class LookupSearch:
         """Count the children of every node of `path` as proposed, and those on the path as accepted.
 
         Args:
-            parents, matches: of a tree that `search` returned.
+            parents, matches: from a tree returned by `search`.
             path: accepted path, int64 [length] node indices.
-            counts: those of the request, updated like `common` and of the same shape.
+            counts: counts of the request, with the shape of `common`; updated in the same way.
         """
         address, row = address_of(parents), parents.nbytes  # parents, classes and lengths share an array
         self._library.treespec_lookup_count(

@@ -2,10 +2,10 @@
 //
 // An OpenMP loop with a static schedule ends in a barrier that all threads must reach. If another process occupies a
 // core, each loop waits for the descheduled thread, up to a time slice (3 ms on Linux) and several times per layer:
-// with one of two cores busy, decoding kept 0.08 to 0.17 of its speed (perf/busy.py). Here each thread starts with a
-// contiguous range of its own, so that its caches keep the weights that it read before, and then steals from the ends
-// of the others' ranges. A loop ends when all indices are done, even if some threads never started. Waiting threads
-// spin, then yield, then sleep, which leaves their core to a thread that was descheduled while computing an index.
+// with one of two cores busy, decoding kept 0.08 to 0.17 of its speed (perf/busy.py). Here each thread starts with its
+// own contiguous range, so that its caches keep the weights that it read before, and then steals from the ends of other
+// threads' ranges. A loop ends when all indices are done, even if some threads never started. Waiting threads spin,
+// then yield, then sleep, which leaves their core to a thread that was descheduled while computing an index.
 //
 // The number of threads is not reduced on a busy machine: with one of two cores busy, two threads keep 0.56 of their
 // speed, and one thread has 0.53.
@@ -32,9 +32,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 
-constexpr int PAUSES = 256;  // spins before a thread yields, and between two yields: some microseconds
-// Time for which a thread yields before it sleeps. IDLE is for workers, which stay awake between two passes because
-// waking them up would delay every pass; LATE is for the caller.
+constexpr int PAUSES = 256;  // spins before a thread yields, and between yields: some microseconds
+// Time for which a thread yields before it sleeps. IDLE is for workers, which stay awake between passes because waking
+// them up would delay every pass; LATE is for the caller.
 constexpr microseconds IDLE{500}, LATE{100};
 
 inline void pause() {
@@ -68,7 +68,7 @@ class Gate {
         closed.store(false);
     }
 
-    // Must be called after a sequentially consistent store that makes the condition true.
+    // Call it after a sequentially consistent store that makes the condition true.
     void open() {
         if (!closed.load()) return;
         std::lock_guard<std::mutex> lock(mutex);
@@ -76,23 +76,23 @@ class Gate {
     }
 };
 
-// A calling thread, member 0, and its workers.
+// A calling thread (member 0) and its workers.
 class Team {
     struct alignas(64) Member {
-        std::atomic<uint64_t> range{0};  // remaining indices: the first, and one past the last in the high half
-        std::atomic<uint32_t> calls{0};  // number of loops that the member was woken for
+        std::atomic<uint64_t> range{0};  // remaining indices: the first one, and in the high half one past the last
+        std::atomic<uint32_t> calls{0};  // number of loops for which the member was woken
         Gate gate;
     };
 
     std::vector<std::unique_ptr<Member>> members;
     void (*body)(const void*, int64_t) = nullptr;
     const void* context = nullptr;
-    alignas(64) std::atomic<int64_t> remaining{0};  // indices that are not done
+    alignas(64) std::atomic<int64_t> remaining{0};  // number of unfinished indices
     Gate finished;
 
     static uint64_t packed(uint64_t first, uint64_t last) { return last << 32 | first; }
 
-    // Takes the first index of a thread's own range, or the last one of another thread's.
+    // Takes the first index of a thread's own range, or the last index of another thread's.
     static bool take(Member& member, bool from_front, int64_t& index) {
         uint64_t range = member.range.load(std::memory_order_relaxed);
         for (;;) {
@@ -100,7 +100,7 @@ class Team {
             if (first >= last) return false;
             index = from_front ? first : last - 1;
             const uint64_t next = from_front ? packed(first + 1, last) : packed(first, last - 1);
-            // Acquire, so that `body` and `context` are those of the index's loop, which cannot end before the index is
+            // Acquire, so that `body` and `context` belong to the index's loop, which cannot end before the index is
             // done.
             if (member.range.compare_exchange_weak(range, next, std::memory_order_acquire, std::memory_order_relaxed))
                 return true;
@@ -152,7 +152,7 @@ class Team {
     }
 };
 
-// Teams of ended threads, which other threads can reuse.
+// Teams of ended threads, for reuse by other threads.
 class Teams {
     std::mutex mutex;
     std::vector<Team*> idle;

@@ -1,8 +1,8 @@
 // Norms, activations and probabilities, included by decoder_cpu.cpp. Each value depends only on its own row.
 
-enum Activation { SILU, GELU, GELU_TANH, RELU };  // as ACTIVATIONS in decoder_cpu.py
+enum Activation { SILU, GELU, GELU_TANH, RELU };  // in the order of ACTIVATIONS in decoder_cpu.py
 
-// Error of at most 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
+// The error is at most 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
 inline vec erf(vec x) {
     const vec a = x < 0.0f ? -x : x, t = 1.0f / (1.0f + 0.3275911f * a);
     vec y = splat(1.061405429f);
@@ -26,7 +26,7 @@ inline vec soft_cap(vec x, float cap) {  // cap tanh(x / cap)
 
 struct Moments { float mean, scale; };
 
-// Moments for LayerNorm if `centred`, else for RMSNorm.
+// Moments for LayerNorm if `centred`, otherwise for RMSNorm.
 Moments moments(const float* x, int64_t size, float eps, bool centred) {
     Sums values, squares;
     if (centred)

@@ -9,17 +9,17 @@
 
 enum Then { STORE, ADD, ROUND };
 constexpr int64_t CHAINS = BF16 && !IN_PAIRS ? 2 : 1, BLOCK = 32;
-// Maximum number of rows, and vectors of a panel, whose sums are in registers: in 24 of AVX-512's 32 registers, or 12
-// of AVX2's 16.
+// Maximum number of rows, and panel vectors, with sums in registers: in 24 of AVX-512's 32 registers, or 12 of AVX2's
+// 16.
 constexpr int64_t FEW = 6, COLUMNS = LANES == 16 ? VECS : 2, PARTS = VECS / COLUMNS;
 constexpr int64_t MANY = 32;  // maximum number of rows that share a pass over a panel
 // A panel of several parts is read in stretches of 12 KiB, which stay in the L1 cache for all parts and rows, while the
-// next stretch is prefetched evenly. So is the next panel of a single part and more than FEW rows, so that memory is
-// read while all rows are multiplied: SmolLM2's passes of 8 and 16 rows take 15 and 13 % less time than with a prefetch
-// distance of 4 KiB (Zen 4), which serves FEW rows.
+// next stretch is prefetched evenly. The next panel is prefetched in the same way for single-part panels with more than
+// FEW rows, so that memory is read while all rows are multiplied: SmolLM2's passes of 8 and 16 rows take 15 and 13 %
+// less time than with a prefetch distance of 4 KiB (Zen 4), which suits FEW rows.
 constexpr int64_t STRETCH = 48, AHEAD = 16;  // in steps of 4 * PANEL bytes
 
-// Reads and writes denormals as zero, as tdpbf16ps does, while it exists.
+// Treats denormals as zero, like tdpbf16ps, during its lifetime.
 class FlushDenormals {
 #if defined(__SSE2__)
     const unsigned saved = _mm_getcsr();
@@ -41,7 +41,7 @@ class FlushDenormals {
 #endif
 };
 
-// Returns activations as products read them, valid until the next call.
+// Returns activations in the format of products, valid until the next call.
 [[maybe_unused]] inline const float* to_factors(const float* x, int64_t) { return x; }
 [[maybe_unused]] inline const factor* to_factors(const uint16_t* x, [[maybe_unused]] int64_t count) {
 #if IN_PAIRS
@@ -54,9 +54,9 @@ class FlushDenormals {
 #endif
 }
 
-// Number of threads for work of a microsecond per row or less: all, if there are enough rows to pay for starting them.
+// Number of threads for work of at most a microsecond per row: all, if there are enough rows to pay for starting them.
 // On two threads of a Zen 4, SmolLM2's passes of 64 rows take 3 to 7 % less time than with one thread for such work,
-// those of 32 rows the same. From 8 rows on, an Emerald Rapids gains nothing that seven alternating runs show.
+// those of 32 rows the same. From 8 rows on, an Emerald Rapids gains nothing measurable in seven alternating runs.
 inline int threads_of_rows(int64_t rows, int threads) { return rows < 32 ? 1 : threads; }
 
 // Calls body(first row, number of rows) for all rows in as few and as equal parts of at most `most` rows as possible: 4
@@ -70,14 +70,14 @@ template <class Body> inline void in_parts(int64_t rows, int64_t most, Body body
     }
 }
 
-// Calls body(count) with 1 <= count <= MOST as a constant of the compiler.
+// Calls body(count) with 1 <= count <= MOST as a compile-time constant.
 template <int64_t MOST, class Body> inline void with_constant(int64_t count, Body body) {
     if constexpr (MOST > 1)
         if (count < MOST) return with_constant<MOST - 1>(count, body);
     body(std::integral_constant<int, MOST>());
 }
 
-// Calls body(0), ..., body(N - 1) with constants of the compiler.
+// Calls body(0), ..., body(N - 1) with compile-time constants.
 template <int N, class Body> inline __attribute__((always_inline)) void with_all(Body body) {
     if constexpr (N > 0) {
         with_all<N - 1>(body);
@@ -106,8 +106,8 @@ void finish(const Linear& layer, int64_t panel, const vec (*sums)[VECS], int64_t
         }
 }
 
-// Sets sums to zero. GCC clears an array that is initialised by {} with `rep stos`, which took half of the time of
-// products with 4-bit weights in groups of 32.
+// Sets sums to zero. GCC clears an array initialised by {} with `rep stos`, which took half of the time of products
+// with 4-bit weights in groups of 32.
 template <class V, size_t ROWS, size_t C> inline void clear(V (&sums)[ROWS][C]) {
     ivec zero = {};
     asm("" : WHOLE(zero));
@@ -118,8 +118,8 @@ template <class V, size_t ROWS, size_t C> inline void clear(V (&sums)[ROWS][C]) 
 // Keeps the compiler from holding an array in registers that the next loop needs for its own sums.
 template <class T> inline void keep_in_memory(T& array) { asm volatile("" : "+m"(array)); }
 
-// Computes even + odd, the sums of a block's chains. body(first, last, acc): adds the products of the chains
-// [first, last) to acc[last - first]. Few rows have both chains in registers; of more, the first is put aside.
+// Computes even + odd, the sums of a block's chains. body(first, last, acc): adds the products of chains [first, last)
+// to acc[last - first]. Few rows keep both chains in registers; with more, the first one is spilled.
 template <int ROWS, class Body>
 inline __attribute__((always_inline)) void sum_chains(Body body, vec (&sum)[ROWS][COLUMNS]) {
     constexpr std::integral_constant<int, 0> EVEN;
@@ -144,13 +144,13 @@ inline __attribute__((always_inline)) void sum_chains(Body body, vec (&sum)[ROWS
     }
 }
 
-// Adds the products of a part of a panel with inputs [begin, end), of the chains [FIRST, LAST). w: the part's weights
-// of the first of them. next: to prefetch, `fetched` scalars in every step of the first chain.
+// Adds the products of a part of a panel with inputs [begin, end), for chains [FIRST, LAST). w: the part's weights for
+// the first of them. next: address to prefetch, `fetched` scalars per step of the first chain.
 template <int ROWS, int FIRST, int LAST>
 inline __attribute__((always_inline)) void accumulate(const scalar* w, const factor* x, int64_t k, int64_t begin,
                                                       int64_t end, const scalar* next, int64_t fetched,
                                                       vec (&acc)[LAST - FIRST][ROWS][COLUMNS]) {
-    if (begin >= end) __builtin_unreachable();  // otherwise the sums of no inputs are written to memory first
+    if (begin >= end) __builtin_unreachable();  // otherwise GCC first writes the sums of an empty range to memory
     for (int64_t i = begin; i < end; i += PAIR, w += PAIR * PANEL, next += fetched) {
         for (int64_t j = 0; FIRST == 0 && j < fetched; j += 32) __builtin_prefetch(next + j, 0, 2);
 #if IN_PAIRS
@@ -175,7 +175,7 @@ inline __attribute__((always_inline)) void accumulate(const scalar* w, const fac
     }
 }
 
-// As `accumulate` with all chains, into COLUMNS vectors of each row of `sums`.
+// Like `accumulate` with all chains, into COLUMNS vectors of each row of `sums`.
 template <int ROWS>
 inline __attribute__((always_inline)) void add_products(const scalar* w, const factor* x, int64_t k, int64_t begin,
                                                         int64_t end, const scalar* next, int64_t fetched,
@@ -205,7 +205,7 @@ inline __attribute__((always_inline)) void add_products(const scalar* w, const f
 void multiply(const Linear& layer, int64_t panel, const factor* x, int64_t rows, void* out, Then then) {
     const int64_t k = layer.inputs, times = (rows + FEW - 1) / FEW;
     const scalar* w = (const scalar*)layer.weight + panel * PANEL * k;
-    const bool once = PARTS == 1 && times == 1;  // whether the panel is read once
+    const bool once = PARTS == 1 && times == 1;  // whether the panel is read only once
     const int64_t fetched = PAIR * PANEL / PARTS / times;
     vec sums[MANY][VECS];
     std::fill_n(&sums[0][0], rows * VECS, vec{});

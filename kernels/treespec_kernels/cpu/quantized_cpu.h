@@ -1,15 +1,15 @@
 // Products with quantised weights, included by linear_cpu.h.
 //
-// A weight is scale * q - min: q is an integer of 4, 5, 6 or 8 bits, or one of 16 values of a table, and an output has a
-// scale and perhaps a minimum per group of inputs. Integers are converted exactly in registers, and activations
-// are not quantised. A group's sum has the order of a dense product over its inputs (products_cpu.h); groups are scaled
-// and added in order, in fp32. So a row's bits do not depend on the number of rows.
+// A weight is scale * q - min: q is an integer of 4, 5, 6 or 8 bits, or one of 16 table values, and each output has a
+// scale and possibly a minimum per group of inputs. Integers are converted exactly in registers; activations are not
+// quantised. A group's sum has the order of a dense product over its inputs (products_cpu.h); groups are scaled and
+// added in order, in fp32. Hence a row's bits do not depend on the number of rows.
 //
 // Integers q of B < 8 bits are multiplied as q + 2^B: floating-point numbers that differ only in the highest B bits of
-// the mantissa, which shifts and ternary operations set. `Linear::base` is the number that they exceed the weight by.
+// the mantissa, which shifts and ternary operations set. `Linear::base` is their excess over the weight.
 //
 // A panel is one stream of groups (`Geometry`): the factors of 64 outputs, then the integers of STEP inputs at a time.
-// Integers of 5 and 6 bits lie in octets, steps of 8 inputs with the low 4 bits of each, then the high bits of all.
+// 5- and 6-bit integers are stored in octets: 8 inputs with the low 4 bits of each, then the high bits of all.
 
 #if IN_PAIRS
 typedef __m512bh widened;  // 16 outputs with two inputs each
@@ -29,8 +29,8 @@ constexpr int64_t NIBBLES = 16;    // outputs whose 4-bit weights are in the sam
 constexpr int64_t SUPER = 256;     // inputs that share the factors of CODES
 constexpr int64_t FETCHED = 4096;  // prefetch distance in bytes
 
-// What is prefetched of the weights: nothing; lines for all caches; or lines that go to the L1 cache and from there back
-// to memory, so that the larger caches keep the drafts' weights and what else a round reads.
+// Prefetching of weights: none; lines for all caches; or lines that bypass the larger caches (only L1), so that these
+// keep the drafts' weights and other data of a round.
 enum Fetch { NOTHING, TO_KEEP, ONCE };
 
 inline __attribute__((always_inline)) void prefetch(const void* from, Fetch fetch) {
@@ -42,13 +42,13 @@ constexpr int high_bits(int code) { return code == INT5 ? 1 : code == INT6 ? 2 :
 constexpr int64_t value_bits(int code) { return code == TABLE ? 4 : code; }
 constexpr int leading(int code) { return 0x3f80 + (code << 7); }  // 2^code in bf16
 constexpr int64_t unit_inputs(int code) { return high_bits(code) ? OCTET : STEP; }
-// Bytes of `inputs` inputs of a panel.
+// Bytes of a panel's `inputs` inputs.
 constexpr int64_t value_bytes(int code, int64_t inputs) { return inputs * PANEL * value_bits(code) / 8; }
 
-struct Table {  // the 16 values of TABLE, as the products read them
+struct Table {  // the 16 values of TABLE, in the formats of the products
     uint16_t halves[32];  // bf16, twice, for indices whose fifth bit is another weight's
     float values[16];
-    uint8_t raised[16];  // plus 128
+    uint8_t raised[16];  // with 128 added
 };
 inline const Table& table_of(int64_t index) {
     static const std::vector<Table> tables = [] {
@@ -67,7 +67,7 @@ inline const Table& table_of(int64_t index) {
     return tables[index];
 }
 
-// Sizes in a panel's stream: for every SUPER inputs of CODES [d][those of the minima], for every group [scales]
+// Sizes in a panel's stream: for every SUPER inputs of CODES [d][d of the minima], for every group [scales]
 // [minima][integers].
 struct Geometry {
     int64_t super_groups, super_bytes, factor_bytes, group_bytes, groups;
@@ -118,10 +118,10 @@ inline vec load_bytes(const uint8_t* p) {  // signed
 // Whether sums of activations are needed, for minima or for `base`.
 inline bool needs_sums(const Linear& layer) { return layer.has_min || layer.base != 0.0f; }
 
-// Scales and offsets of a group's outputs; an offset is what a scaled sum has too much per activation.
+// Scales and offsets of a group's outputs; an offset is the excess of a scaled sum per activation.
 struct Factors { vec scale[VECS], offset[VECS]; };
 
-// Reads the factors of a group at `from`, for integers with `base` too much.
+// Reads the factors of a group at `from`, for integers with an excess of `base`.
 inline void read_factors(const Linear& layer, const uint8_t* super, const uint8_t* from, float base, Factors& to) {
     const auto read = [&](int64_t i) {
         if (layer.factors == FLOATS) return load<vec>((const float*)from + i);
@@ -136,7 +136,7 @@ inline void read_factors(const Linear& layer, const uint8_t* super, const uint8_
 }
 
 #if BF16 && defined(__AVX512BW__)
-// Shifts 16-bit units, to the left if `BY` is positive.
+// Shifts 16-bit units, to the left if BY is positive.
 template <int BY> inline __m512i shifted(__m512i q) {
     if constexpr (BY > 0) return _mm512_slli_epi16(q, BY);
     else if constexpr (BY < 0) return _mm512_srli_epi16(q, -BY);
@@ -166,7 +166,7 @@ template <int CODE, int P> struct Step {
         : low(unit + P * PANEL), high(unit + value_bytes(INT4, OCTET) + (CODE == INT6 ? P / 2 * PANEL : 0)) {}
 };
 
-// Converts the weights of WIDENED inputs, of input T of step P on, of C vectors of a panel from `FIRST` on.
+// Converts the weights of WIDENED inputs, starting at input T of step P, for C vectors of a panel starting at FIRST.
 template <int CODE, int P, int T, int FIRST, size_t C>
 inline __attribute__((always_inline)) void unpack(const uint8_t* unit, [[maybe_unused]] const Table* table,
                                                   widened (&to)[C]) {
@@ -194,7 +194,7 @@ inline __attribute__((always_inline)) void unpack(const uint8_t* unit, [[maybe_u
         const uvec q = load<uvec>(from.low + output % NIBBLES * 4);
         if constexpr (CODE == INT4 || CODE == TABLE) {
 #if defined(__AVX512F__)
-            // A permutation reads four bits of a lane. One row takes 0.6 of the time that shifts and conversions take.
+            // A permutation reads four bits of a lane. One row takes 0.6 times as long as with shifts and conversions.
             const __m512 numbers = _mm512_setr_ps(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
             const __m512 values = CODE == TABLE ? load<__m512>(table->values) : numbers;
             to[j] = (vec)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)q, below), values);
@@ -227,14 +227,14 @@ inline __attribute__((always_inline)) void unpack(const uint8_t* unit, [[maybe_u
 #endif
 }
 
-// Adds the products of inputs [begin, end) and C vectors of a panel from COLUMN on, of the chains [FIRST, LAST).
+// Adds the products of inputs [begin, end) and C vectors of a panel, starting at COLUMN, for chains [FIRST, LAST).
 template <int CODE, int ROWS, int COLUMN, int FIRST, int LAST, size_t C>
 inline __attribute__((always_inline)) void accumulate_steps(const uint8_t* w, const Table* table, const factor* x,
                                                             int64_t k, int64_t begin, int64_t end, Fetch fetch,
                                                             vec (&acc)[LAST - FIRST][ROWS][C]) {
     constexpr int64_t INPUTS = unit_inputs(CODE), BYTES = value_bytes(CODE, INPUTS);
     constexpr int TURNS = CHAINS == 1 ? STEP / WIDENED : LAST - FIRST;
-    if (begin >= end) __builtin_unreachable();  // otherwise the sums of no inputs are written to memory first
+    if (begin >= end) __builtin_unreachable();  // otherwise GCC first writes the sums of an empty range to memory
     for (int64_t i = begin; i < end; i += INPUTS, w += BYTES) {
         if (FIRST == 0 && COLUMN == 0 && fetch)
             for (int64_t j = 0; j < BYTES; j += 64) prefetch(w + FETCHED + j, fetch);
@@ -243,7 +243,7 @@ inline __attribute__((always_inline)) void accumulate_steps(const uint8_t* w, co
                 constexpr int T = FIRST + decltype(turn)::value;
                 widened now[C];
                 unpack<CODE, decltype(p)::value, T, COLUMN>(w, table, now);
-                // GCC keeps the weights of two rows in memory: they took 1.8 times as long.
+                // With two rows, GCC keeps the weights in memory, which took 1.8 times as long.
                 for (size_t j = 0; ROWS > 1 && j < C; j++) asm("" : WHOLE(now[j]));
                 for (int64_t r = 0; r < ROWS; r++) {
                     vec(&sums)[C] = acc[CHAINS == 1 ? 0 : T - FIRST][r];
@@ -261,14 +261,14 @@ inline __attribute__((always_inline)) void accumulate_steps(const uint8_t* w, co
     }
 }
 
-// Returns a total with a group's scaled sum added. activations: the sum of the group's activations.
+// Returns a total plus a group's scaled sum. activations: the sum of the group's activations.
 inline vec add_group(vec total, vec sum, vec scale, bool has_offset, vec offset, float activations) {
     total = fma(sum, scale, total);
     return has_offset ? fma(-offset, splat(activations), total) : total;
 }
 
-// Adds the scaled products of group g and C vectors of a panel from COLUMN on to `totals`. sums: [ROWS, groups], sums
-// of each group's activations; null without offsets.
+// Adds the scaled products of group g and C vectors of a panel, starting at COLUMN, to `totals`. sums: [ROWS, groups],
+// sums of each group's activations; null without offsets.
 template <int CODE, int ROWS, int COLUMN, int C>
 void multiply_group(const Linear& layer, const uint8_t* w, const Factors& factors, int64_t g, int64_t groups,
                     const factor* x, const float* sums, Fetch fetch, vec (*totals)[VECS]) {
@@ -301,7 +301,7 @@ void multiply_group(const Linear& layer, const uint8_t* w, const Factors& factor
         }
 }
 
-// As above, for all vectors of a panel from COLUMN on, C at a time.
+// As above, for all vectors of a panel starting at COLUMN, C at a time.
 template <int CODE, int ROWS, int C, int COLUMN = 0>
 inline void multiply_columns(const Linear& layer, const uint8_t* w, const Factors& factors, int64_t g, int64_t groups,
                              const factor* x, const float* sums, Fetch fetch, vec (*totals)[VECS]) {
@@ -350,7 +350,7 @@ void multiply_panel(const Linear& layer, int64_t panel, const factor* x, int64_t
     });
 }
 
-// Calls body(code) with the layer's code as a constant of the compiler.
+// Calls body(code) with the layer's code as a compile-time constant.
 template <class Body> inline void with_code(const Linear& layer, Body body) {
     switch (layer.code) {
         case INT4: return body(std::integral_constant<int, INT4>());
@@ -362,7 +362,7 @@ template <class Body> inline void with_code(const Linear& layer, Body body) {
 }
 
 #if TILES
-// Widens the weights of SPAN inputs and 16 outputs, those of tile J of a panel, to bf16: [SPAN / 2][16] pairs.
+// Widens the weights of SPAN inputs and 16 outputs (tile J of a panel) to bf16: [SPAN / 2][16] pairs.
 template <int CODE, int SPAN, int J>
 inline __attribute__((always_inline)) void widen_tile(const uint8_t* from, const Table* table, uint32_t* to) {
 #if BF16
@@ -392,12 +392,12 @@ inline __attribute__((always_inline)) void widen_tile(const uint8_t* from, const
 #endif
 }
 
-// Sums of a group of inputs of a panel for up to 16 rows, stored as four tiles, [4][16][16].
+// Sums over a group of inputs of a panel for up to 16 rows, stored as four tiles, [4][16][16].
 struct GroupSums {
     const float* sums = nullptr;
-    int64_t rows = 0;  // 0: the group is not complete
+    int64_t rows = 0;  // 0: the group is incomplete
     const Factors* factors;
-    const float* activations;  // the group's sums of activations, rows `groups` apart; null without offsets
+    const float* activations;  // sums of the group's activations, rows `groups` apart; null without offsets
     int64_t groups;
     vec (*totals)[VECS];
 };
@@ -420,15 +420,15 @@ inline void add_quarter(const GroupSums& from, int64_t quarter) {
     from.activations ? add(std::true_type()) : add(std::false_type());
 }
 
-// Multiplies a panel with at most 64 rows. x: of TiledRows. group_sums: [rows, groups], sums of each group's
+// Multiplies a panel with at most 64 rows. x: from TiledRows. group_sums: [rows, groups], sums of each group's
 // activations; null without offsets.
 //
 // A block has SPAN inputs: BLOCK, or 16 where BLOCK does not divide groups.
 //
 // A step computes the tiles of one block of rows and `length` blocks of a group's inputs. A load waits until older
-// stores to the same place of any page have reached the cache, which they do only after all older instructions, such as
-// a product of 50 cycles. So the loads and stores between two products of a step belong to other steps: the last one's
-// sums are stored, those of the one before are added to the totals, and the weights of the next block are widened.
+// stores to the same offset in any page have reached the cache, and stores wait for all older instructions, such as a
+// product of 50 cycles. Loads and stores between two products of a step therefore belong to other steps: the previous
+// step's sums are stored, earlier sums are added to the totals, and the next block's weights are widened.
 template <int CODE, int SPAN>
 void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t rows, const float* group_sums,
                     void* out, Then then) {
@@ -443,10 +443,10 @@ void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t
     alignas(64) uint32_t wide[8][4][TILE_ROWS * 16];
     alignas(64) float sums[4][4][TILE_ROWS * 16];
     alignas(64) vec totals[4 * TILE_ROWS][VECS];
-    Factors factors[4];  // of the last groups
+    Factors factors[4];  // factors of the latest groups
     std::fill_n(&totals[0][0], rows * VECS, vec{});
 
-    const uint8_t* next = w + sizes.start_of(0) + sizes.factor_bytes;  // the weights of `next_block`
+    const uint8_t* next = w + sizes.start_of(0) + sizes.factor_bytes;  // weights of `next_block`
     int64_t next_block = 0, next_left = group, next_group = 0;
     const auto widen = [&](auto j) __attribute__((always_inline)) {
         for (int64_t i = 0; i < LINES; i++) __builtin_prefetch(next + FETCHED + 64 * (LINES * j + i));
@@ -459,8 +459,8 @@ void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t
     with_all<4>([&](auto j) { widen(j); });
     advance();
     const TileRows configured(std::min(rows, TILE_ROWS), std::min(rows, TILE_ROWS), SPAN);
-    const bool is_partial = group > length;  // a step has a part of a group
-    GroupSums last, before;  // the sums of the last step and the one before
+    const bool is_partial = group > length;  // whether a step covers only a part of a group
+    GroupSums last, before;  // sums of the previous two steps
     int64_t g = 0, turn = 0;
     for (int64_t begin = 0, end; begin < blocks; begin = end) {
         const int64_t group_end = (g + 1) * group;

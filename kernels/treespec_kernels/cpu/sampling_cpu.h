@@ -1,23 +1,23 @@
-// The drafts of sampling requests, included by drafts_cpu.h: a draft predicts the token that the target will choose with
-// the temperature and the Gumbel noise of the request.
+// Drafts of sampling requests, included by drafts_cpu.h: a draft predicts the token that the target will choose from
+// the request's temperature and Gumbel noise.
 
 extern "C" {
 
 struct Sampling {  // per tree, [num_trees]
     const double* temperatures;                     // 0: the request does not sample
-    const int64_t *adds_noise, *seeds, *samples;    // adds_noise: the target's noise is known, and added
+    const int64_t *adds_noise, *seeds, *samples;    // adds_noise: whether the target's noise is known and added
 };
 
 }  // extern "C"
 
 namespace {
 
-// A row's tokens that may be chosen: at most CANDIDATES, of at least LEAST_SHARE of the probability of the most likely
-// one. Their noise is computed alone, because that of the whole vocabulary would take as long as a pass.
+// Candidates of a row: at most CANDIDATES tokens, with at least LEAST_SHARE of the most likely token's probability.
+// Noise is computed only for them, because computing it for the whole vocabulary would take as long as a pass.
 constexpr int64_t CANDIDATES = 512;
 constexpr float LEAST_SHARE = 0x1p-13f;
 
-// The integers of the noise, as `gumbel_integers_of_row` in sampling/coupled_choice.py.
+// The integers of the noise, like `gumbel_integers_of_row` in sampling/coupled_choice.py.
 class Noise {
   public:
     Noise(uint64_t seed, uint64_t sample, uint64_t position) : position(position) {
@@ -48,11 +48,11 @@ class Noise {
     }
 
   private:
-    uint64_t keys[10][2];  // by round
+    uint64_t keys[10][2];  // keys by round
     const uint64_t position;
 };
 
-// Returns the number of probabilities of at least `least`.
+// Returns the number of probabilities that are at least `least`.
 int64_t count_from(const float* row, int64_t width, float least) {
     int64_t i = 0, count = 0;
     ivec counts = {};
@@ -79,7 +79,7 @@ float most_of(const float* row, int64_t width) {
 }
 
 // Writes the candidates of a row and the probabilities that the target chooses them at `position`, [CANDIDATES] each;
-// the probability is -1 for unused places, and NaN in the first one if the row is not finite. columns: tokens of the
+// the probability is -1 for unused entries, and NaN in the first one if the row is not finite. columns: tokens of the
 // row's columns, or null.
 void predict_choice(const Sampling& s, int64_t tree, int64_t position, const float* row, int64_t width,
                     const int64_t* columns, float* probs, int64_t* tokens) {

@@ -1,5 +1,5 @@
-// Proposals of an n-gram table in one call: counts the tokens that a text has grown by, and expands the tree of its most
-// probable continuations. The reference is `TableDrafter` in treespec/drafters/table/table_drafter.py.
+// Proposals of an n-gram table in one call: counts the new tokens of a text, and expands the tree of its most probable
+// continuations. The reference is `TableDrafter` in treespec/drafters/table/table_drafter.py.
 //
 // CONTEXTS, SLOT and CANDIDATES are defined by table_cpu.py.
 
@@ -12,23 +12,23 @@ extern "C" {
 
 struct Table {
     int64_t vocab_size, num_slots;  // num_slots: a power of two, or 0
-    const uint32_t* hashes;         // of stored contexts, ascending
-    const int64_t* buckets;         // [65537], first context whose hash has these upper 16 bits
+    const uint32_t* hashes;         // hashes of stored contexts, ascending
+    const int64_t* buckets;         // [65537], first context with these upper 16 bits of the hash
     const int64_t* starts;          // [contexts + 1], bounds of their continuations
     const int32_t* tokens;
-    const uint8_t* codes;           // their weights, as indices into `levels`
+    const uint8_t* codes;           // weights of the continuations, as indices into `levels`
     const uint8_t* frequencies;     // [vocab_size], probabilities of tokens without a context, as `codes`
     const double* levels;           // [256]
-    uint32_t* keys;                 // [num_slots], hashes of contexts that were seen while serving; 0: none
+    uint32_t* keys;                 // [num_slots], hashes of contexts seen while serving; 0: none
     int32_t* slot_tokens;           // [num_slots, SLOT]
     float* slot_counts;             // [num_slots, SLOT], 0: free
 };
 
 struct Expansion {
-    const int64_t* text;   // [length], the end of a text
-    int64_t length, seen;  // seen: tokens of it that were counted before, or are not to be
-    int64_t depth, nodes;  // limits of the tree; nodes: root included
-    double least, power, prior;  // as of `TableDrafter.expand`
+    const int64_t* text;   // [length], last tokens of a text
+    int64_t length, seen;  // seen: number of its tokens counted before, or not to be counted
+    int64_t depth, nodes;  // limits of the tree; nodes: including the root
+    double least, power, prior;  // see `TableDrafter.expand`
     int64_t *node_tokens, *parents, *depths;  // outputs, [nodes]
     double *node_probs, *values;
 };
@@ -123,7 +123,7 @@ int64_t children(const Table& t, const Expansion& e, const Contexts& contexts, i
 
 struct Candidate {
     double value, prob;
-    int64_t number, token, parent;  // number: in the order of proposal
+    int64_t number, token, parent;  // number: in order of proposal
 
     bool operator<(const Candidate& other) const {
         return value < other.value || (value == other.value && number > other.number);
@@ -134,7 +134,7 @@ struct Candidate {
 
 extern "C" {
 
-// Counts text[seen:] after the tokens before them.
+// Counts each token of text[seen:] after its contexts.
 void treespec_table_count(const Table* t, const Expansion* e) {
     for (int64_t i = std::max<int64_t>(e->seen, 1); i < e->length; i++) {
         Contexts contexts;
@@ -143,7 +143,7 @@ void treespec_table_count(const Table* t, const Expansion* e) {
     }
 }
 
-// Counts as above, writes the tree, most valuable nodes first, and returns its number of nodes, root included.
+// Counts as above, writes the tree, most valuable nodes first, and returns its number of nodes, including the root.
 int64_t treespec_table_expand(const Table* t, const Expansion* e) {
     static thread_local std::vector<Candidate> heap;
     if (t->num_slots) treespec_table_count(t, e);

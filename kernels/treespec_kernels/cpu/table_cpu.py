@@ -1,4 +1,4 @@
-"""Proposals of an n-gram table in one call of C++; the reference is `TableDrafter.expand`.
+"""Proposals of an n-gram table in one C++ call; the reference is `TableDrafter.expand`.
 
 The source is `table_cpu.cpp`.
 """
@@ -12,10 +12,10 @@ import numpy as np
 from treespec_kernels.cpu.cpu_library import compile_library, read_structs
 
 CONTEXTS = 3  # tokens of the longest context
-SLOT = 8  # continuations of a context that was seen while serving
+SLOT = 8  # stored continuations per context seen while serving
 CANDIDATES = 64  # maximum number of children of a node
 BYTES_PER_SLOT = 4 + 8 * SLOT
-# Weights of stored continuations, evenly spaced in log odds, which has 3 % of precision at both ends.
+# Weights of stored continuations, evenly spaced in log odds; rounding errors are at most 3 %.
 PROBS = np.append(0.0, 1 / (1 + np.exp(-np.linspace(-10.0, 6.0, 255))))
 
 _SOURCE = Path(__file__).with_name("table_cpu.cpp")

@@ -1,6 +1,6 @@
 // Products of bf16 in AMX tiles, included by linear_cpu.h.
 //
-// A tile has 16 rows of 64 bytes. Weights are read where they lie: 16 pairs of inputs of a panel, each of 16 outputs.
+// A tile has 16 rows of 64 bytes. Weights are read in place: 16 pairs of inputs of a panel, each for 16 outputs.
 // With TILES == 2, the instructions are emulated, so that tests can run on machines without AMX.
 
 #if TILES == 2
@@ -59,14 +59,14 @@ template <int C, int A, int B> inline void tile_multiply() {
 #endif
 }
 
-// Number of rows from which on tiles are used. In a prototype on Sapphire Rapids, SmolLM2's products of two rows took
-// 8.9 ms in tiles and 9.5 ms by vdpbf16ps. Quantised weights must be widened for tiles: with them, the products of two
-// rows take 5.2 ms in tiles and 5.5 ms without (4 bits), or 13.0 and 9.4 ms (8 bits; Emerald Rapids, medians of a run).
+// Minimum number of rows for tiles. In a prototype on Sapphire Rapids, SmolLM2's products of two rows took 8.9 ms in
+// tiles and 9.5 ms by vdpbf16ps. Quantised weights must be widened for tiles: with them, products of two rows take 5.2
+// ms in tiles and 5.5 ms without (4 bits), or 13.0 and 9.4 ms (8 bits; Emerald Rapids, medians of a run).
 constexpr int64_t TILED_ROWS = 2;
 constexpr int64_t tiled_rows_quantized(int64_t code) { return code == INT4 ? 2 : 3; }
 
-// Configures the tiles 0 to 3 for sums and 4 and 5 for activations of `low` rows, or of `high` rows where odd; 6 and 7
-// for weights, of `span` inputs. Releases them at its end: the kernel saves tiles in use whenever it switches threads.
+// Configures tiles 0 to 3 for sums, 4 and 5 for activations (`low` rows in even tiles, `high` rows in odd ones), 6 and 7
+// for weights of `span` inputs. The destructor releases them: the kernel saves tiles in use at every thread switch.
 class TileRows {
     struct alignas(64) Configuration {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -92,10 +92,10 @@ class TileRows {
     }
 };
 
-constexpr int64_t TILE_ROWS = 16, SUM_BYTES = PANEL * sizeof(float);  // rows of a tile, and bytes of a row of sums
+constexpr int64_t TILE_ROWS = 16, SUM_BYTES = PANEL * sizeof(float);  // rows of a tile; bytes of a row of sums
 constexpr int64_t ROW_SCALARS = 32, TILE_SCALARS = TILE_ROWS * ROW_SCALARS;
 
-// Activations tile by tile: [blocks of 16 rows][blocks of 32 inputs][16][32], valid until the next one exists.
+// Activations tile by tile: [blocks of 16 rows][blocks of 32 inputs][16][32], valid until the next object exists.
 class TiledRows {
     const int64_t blocks;
     uint16_t* tiles;
@@ -115,9 +115,9 @@ class TiledRows {
     const uint16_t* data() const { return tiles; }
 };
 
-// Frees the register of a tile that is not read again. The fewer tiles are in use, the more physical registers are
-// left for instructions ahead. On an Emerald Rapids shared with other machines, the products of a block took 97 ns with
-// seven tiles in use, and 53 with four, of which two are freed after each use, in phases that a busy hyperthread would
+// Frees the register of a tile that is not read again. The fewer tiles are in use, the more physical registers remain
+// for later instructions. On an Emerald Rapids shared with other machines, the products of a block took 97 ns with
+// seven tiles in use, and 53 ns with four, two of them freed after each use, in phases that a busy hyperthread would
 // explain; at other times 29 ns in both cases.
 template <int T> inline void tile_free() {
 #if TILES == 1
@@ -129,12 +129,12 @@ inline void zero_tiles() {
     with_all<4>([](auto j) { tile_zero<j>(); });
 }
 
-// Multiplies a panel with at most MANY rows; the number of inputs is a multiple of BLOCK. x: of TiledRows.
+// Multiplies a panel with at most MANY rows; the number of inputs is a multiple of BLOCK. x: from TiledRows.
 void multiply_tiles(const Linear& layer, int64_t panel, const uint16_t* x, int64_t rows, void* out, Then then) {
-    const int64_t k = layer.inputs, further = k * TILE_ROWS;  // scalars from a block of rows to the next
+    const int64_t k = layer.inputs, further = k * TILE_ROWS;  // stride in scalars between blocks of rows
     const uint16_t* w = (const uint16_t*)layer.weight + panel * PANEL * k;
     alignas(64) vec sums[MANY][VECS];
-    // Each tile of the first pass over the panel reads a part of the memory of a later block ahead.
+    // Each tile of the first pass over the panel also prefetches a part of a later block.
     const auto fetch = [&](int64_t i, int64_t first, int64_t lines) {
         const uint16_t* from = w + (i + 2 * BLOCK) * PANEL;
         for (int64_t line = first; line < first + lines; line++) __builtin_prefetch(from + 32 * line);

@@ -11,7 +11,7 @@
 
 namespace {
 
-// Values of a vector register. GCC keeps vectors that are wider than the machine's in memory.
+// Values per vector register. GCC keeps vectors wider than the machine's registers in memory.
 #if defined(__AVX512F__)
 constexpr int64_t LANES = 16;
 #else
@@ -23,7 +23,7 @@ typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec8 __attribute__((vector_size(32)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 
-// A constraint of inline assembly for a vector: a register, if the machine's are that wide.
+// Inline assembly constraint for a vector: a register, if the machine's are wide enough.
 #if defined(__AVX2__)
 #define WHOLE(v) "+v"(v)
 #else
@@ -45,7 +45,7 @@ inline vec fma(vec a, vec b, vec c) {
 #endif
 }
 
-// Combines all lanes of a vector by `op`, in halves: lane i with lane i + LANES / 2 first.
+// Combines all lanes of a vector by `op`, in halves: first lane i with lane i + LANES / 2.
 template <class V, class Op> inline auto fold(V v, Op op) {
 #if defined(__AVX512F__)
     v = op(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
@@ -63,7 +63,7 @@ template <class V, class Op> inline auto fold(V v, Op op) {
 template <class V> inline auto sum(V v) { return fold(v, [](V a, V b) { return a + b; }); }
 template <class V> inline auto largest_lane(V v) { return fold(v, [](V a, V b) { return a > b ? a : b; }); }
 
-// Sums a row whose length is a multiple of 16, in 16 chains and one order for every number of lanes.
+// Sums a row with a length that is a multiple of 16, in 16 chains and in the same order for every number of lanes.
 class Sums {
     vec chains[16 / LANES] = {};
 

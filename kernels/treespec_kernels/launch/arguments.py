@@ -1,4 +1,4 @@
-"""The check of an op's tensors: one table of shapes, layouts and dtypes for each op."""
+"""Checking of an op's tensors: one table of shapes, layouts and dtypes per op."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -9,7 +9,7 @@ Argument = tuple[torch.Tensor | None, str, "torch.dtype | tuple[torch.dtype, ...
 
 
 def check_arguments(fixed: Mapping[str, int] | None = None, /, **arguments: Argument) -> dict[str, int]:
-    """Check shapes, dtypes and devices, and return the sizes by name. Values are never read, so this does not sync.
+    """Check shapes, dtypes and devices, and return the sizes by name. Values are never read, so there is no sync.
 
     Args:
         fixed: sizes known in advance, by name.

@@ -1,4 +1,4 @@
-"""Captures CUDA graphs, and restores torch's state when a capture fails.
+"""Capture of CUDA graphs; restores torch's state after a failed capture.
 
 This module works around three limitations of `torch.cuda.graph`:
 
@@ -34,13 +34,13 @@ class GraphMemory(NamedTuple):
 
 
 def run_then_capture(launches: Callable[[], object], memory: GraphMemory) -> Callable[[], None]:
-    """Run the launches once, which compiles their kernels, and return the result of `capture_replay`."""
+    """Run the launches once to compile their kernels; return the result of `capture_replay`."""
     launches()
     return capture_replay(launches, memory)
 
 
 def capture_replay(launches: Callable[[], object], memory: GraphMemory) -> Callable[[], None]:
-    """Capture launches that have run before, and return the graph's `replay`. Errors as of `captured`."""
+    """Capture launches that have run before, and return the graph's `replay`. Errors as in `captured`."""
     torch.cuda.synchronize()
     collects = gc.isenabled()
     gc.disable()  # a collection could free tensors of an older engine, which is not allowed during capture
@@ -86,7 +86,7 @@ def _end_allocation(device: int, pool: Any) -> bool:
 
 
 def _end_generators_capture(stream: torch.cuda.Stream) -> None:
-    """Reset the capture state of the generators by capturing an almost empty graph, whose regular end resets it."""
+    """Reset the capture state of the generators by capturing and regularly ending an almost empty graph."""
     with torch.cuda.stream(stream):
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")

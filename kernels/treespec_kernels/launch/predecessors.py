@@ -32,15 +32,15 @@ import triton.language as tl
 from treespec_kernels.launch import triton_launch
 
 PREFETCH = tl.constexpr(triton_launch.PREFETCH)
-# Of each row: 64 KB per program of 128 rows, and 6 to 15 MB for a layer of 8B, which an H200 reads in 1.5 to 3.5 us.
+# Bytes per row: 64 KB per program of 128 rows, and 6 to 15 MB for a layer of 8B, which an H200 reads in 1.5 to 3.5 us.
 PREFETCH_BYTES = tl.constexpr(512)
 
 
 @triton.jit
 def wait_for_predecessors(PDL: tl.constexpr):
-    """Wait for the previous kernel, then let dependents start; a no-op without PDL.
+    """Wait for the previous kernel, then let dependents start; without PDL a no-op.
 
-    Only `prefetch` and the computation of its addresses may precede it in a kernel.
+    In a kernel, only `prefetch` and the computation of its addresses may precede it.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -49,10 +49,10 @@ def wait_for_predecessors(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers, num_bytes):
-    """Request `num_bytes` from each pointer in L2, without waiting for them.
+    """Prefetch `num_bytes` from each pointer to L2, without waiting for them.
 
     Args:
-        pointers: one or a block, aligned to 16 bytes, of memory that no kernel writes.
+        pointers: one pointer or a block, aligned to 16 bytes, to memory that no kernel writes.
         num_bytes: int32 of the same shape, multiples of 16.
     """
     tl.inline_asm_elementwise(
@@ -67,12 +67,12 @@ def prefetch(pointers, num_bytes):
 
 @triton.jit
 def prefetch_rows(p_rows, num_bytes):
-    """Request the first `PREFETCH_BYTES` of each row of a weight in L2.
+    """Prefetch the first `PREFETCH_BYTES` of each row of a weight to L2.
 
-    Reading a weight thus begins while the previous kernel ends, and memory does not idle between two layers.
+    A weight's reads thus start while the previous kernel ends, and memory does not idle between layers.
 
     Args:
         p_rows: pointers [num_rows], as in `prefetch`.
-        num_bytes: bytes that a program reads of each row, a multiple of 16.
+        num_bytes: bytes that a program reads per row, a multiple of 16.
     """
     prefetch(p_rows, tl.zeros(p_rows.shape, dtype=tl.int32) + tl.minimum(num_bytes, PREFETCH_BYTES))

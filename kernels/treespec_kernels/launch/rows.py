@@ -45,7 +45,7 @@ def split_rows(x: torch.Tensor) -> int:
 
 
 def alignment(element_size: int, *sizes: int) -> int:
-    """Return the alignment in bytes: 16 if all sizes (in elements) are multiples of 16 bytes, else one element."""
+    """Return the alignment in bytes: 16 if all sizes (in elements) are multiples of 16 bytes, otherwise one element."""
     return 16 if all(size * element_size % 16 == 0 for size in sizes) else element_size
 
 
@@ -55,7 +55,7 @@ def group_stride(tensor: torch.Tensor, dims_with_groups: int) -> int:
 
 
 def row_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """Return the strides of groups and rows; 0 for a dimension of size 1, whose stride in torch is arbitrary."""
+    """Return the strides of groups and rows; 0 for a dimension of size 1, which has an arbitrary stride in torch."""
     if tensor is None:
         return 0, 0
     return group_stride(tensor, 3), tensor.stride(-2) if tensor.shape[-2] > 1 else 0

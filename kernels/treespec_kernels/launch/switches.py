@@ -1,7 +1,7 @@
-"""Switches of speed features, to measure what a feature is worth or to isolate a fault.
+"""Switches for performance features, to measure their benefit or isolate a fault.
 
 The environment variable `TREESPEC_OFF` lists the features to turn off, such as "pdl" or "prefetch,larger_tiles". It is
-read at every launch; captured graphs keep what was set at their capture. Results have the same bits.
+read at every launch; captured graphs keep the setting of their capture. Results have the same bits.
 """
 
 import os
@@ -11,10 +11,10 @@ from functools import cache
 
 VARIABLE = "TREESPEC_OFF"
 FEATURES = {
-    "pdl": "programmatic dependent launch, prefetch included",
-    "prefetch": "requests for weights before the wait for the previous kernel",
-    "larger_tiles": "tiles of 128 and 256 rows of linear layers and LM heads, which passes of more than 64 rows use",
-    "captured_passes": "captured target passes of requests that go step by step",
+    "pdl": "programmatic dependent launch, including prefetch",
+    "prefetch": "prefetching of weights before the wait for the previous kernel",
+    "larger_tiles": "tiles of 128 and 256 rows of linear layers and LM heads, for passes of more than 64 rows",
+    "captured_passes": "captured target passes of requests outside captured rounds",
 }
 
 

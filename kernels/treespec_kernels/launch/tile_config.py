@@ -1,4 +1,4 @@
-"""Base class of the configurations of kernels with matrix products."""
+"""Base class for configurations of kernels with matrix products."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ _CONSTANTS = ("block_m", "block_n", "block_k", "split_k")
 
 
 class TileConfig:
-    """Base of frozen dataclasses with tile sizes and launch options of a kernel.
+    """Base class of frozen dataclasses with a kernel's tile sizes and launch options.
 
-    Results depend on them bit by bit (another number of warps may reduce a tile in another order), so they are fixed
+    Bits of results depend on them (another number of warps may reduce a tile in another order), so they are fixed
     for an engine's lifetime.
     """
 

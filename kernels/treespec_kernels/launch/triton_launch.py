@@ -15,7 +15,7 @@ import torch
 
 from treespec_kernels.launch.switches import is_on
 
-WAIT, PREFETCH = 1, 2  # values of the kernels' constant PDL: the wait alone, and with requests for weights before it
+WAIT, PREFETCH = 1, 2  # values of the kernels' constant PDL: wait only, or wait preceded by a prefetch of weights
 
 
 def block_of(size: int, least: int = 1) -> int:
@@ -29,7 +29,7 @@ def is_interpreted() -> bool:
 
 
 def target_of(device: torch.device | str) -> str | None:
-    """Return the architecture that a device's kernels are compiled for, such as "sm_90" or "gfx942"; None for a CPU."""
+    """Return the architecture to compile a device's kernels for, such as "sm_90" or "gfx942"; None for a CPU."""
     device = torch.device(device)
     if device.type != "cuda":
         return None
@@ -39,8 +39,8 @@ def target_of(device: torch.device | str) -> str | None:
     return f"sm_{major}{minor}"
 
 
-# Bytes of shared memory per block, for every target of ahead-of-time compilation: data center GPUs first, then
-# workstation and inference cards.
+# Shared memory bytes per block for every target of ahead-of-time compilation: data center GPUs, then workstation and
+# inference cards.
 SHARED_BYTES = {
     "sm_80": 163 << 10,
     "sm_90": 227 << 10,
@@ -56,8 +56,8 @@ _OTHERS = {"sm_87": "sm_80", "sm_103": "sm_100", "sm_110": "sm_100"}
 def shared_bytes(target: str | None) -> int:
     """Return the bytes of shared memory per block on a target from `target_of`.
 
-    None means sm_80, which has the least of NVIDIA's data center GPUs. An unknown target gets the smallest value of its
-    vendor.
+    None means sm_80, which has the least of NVIDIA's data center GPUs. An unknown target gets its vendor's smallest
+    value.
     """
     if target is None:
         return SHARED_BYTES["sm_80"]
@@ -90,7 +90,7 @@ def has_pdl(target: str) -> bool:
 def launch_options(pdl: bool) -> dict[str, int | bool]:
     """Return launch arguments that enable both PDL's launch attribute and the kernel's wait, or neither.
 
-    `predecessors.py` describes why they belong together. With `pdl`, the launch fails on a device without PDL
+    `predecessors.py` explains why they belong together. With `pdl`, the launch fails on a device without PDL
     (`takes_pdl`). The switches "pdl" and "prefetch" (`switches.py`) apply here.
     """
     if not pdl or not is_on("pdl"):
@@ -111,13 +111,13 @@ def load_kernels(module: str, tensor: torch.Tensor) -> Any:
 
 
 def is_triton_error(error: BaseException) -> bool:
-    """Return whether an error is Triton's, for example a compilation error or too much shared memory."""
+    """Return whether an error was raised by Triton, such as a compilation error or too much shared memory."""
     errors = sys.modules.get("triton.errors")
     return errors is not None and isinstance(error, errors.TritonError)
 
 
 def emits_proxy_fences() -> bool:
-    """Return whether this Triton fences copies to shared memory from the matrix products that read them (#9610)."""
+    """Return whether this Triton version emits fences between shared-memory copies and matrix products (#9610)."""
     import triton
 
     return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
@@ -149,9 +149,9 @@ def require_triton(op: str) -> None:
 
 @cache
 def _repair_interpreter() -> None:
-    """Let the interpreter of Triton before 3.9 run loops with computed bounds.
+    """Enable loops with computed bounds in the interpreter of Triton before 3.9.
 
-    It converts them by int(array) with arrays of one dimension, which NumPy refuses from 2.5 on.
+    It calls int(array) on one-dimensional arrays, which NumPy rejects from 2.5 on.
     """
     import triton
     from triton.runtime import interpreter

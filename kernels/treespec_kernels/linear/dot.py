@@ -9,11 +9,11 @@ from treespec_kernels.launch.triton_launch import emits_proxy_fences, is_interpr
 
 
 def lacks_proxy_fence(_semantic: Any = None) -> tl.constexpr:
-    """Return whether this compiler omits the fence between copies to shared memory and the wgmma that reads them.
+    """Return whether this compiler omits the fence between copies to shared memory and wgmma instructions.
 
     wgmma (sm_90) reads shared memory through the async proxy, and `cp.async` writes it through the generic proxy.
     Without `fence.proxy.async` between them, a product may read old operands. Triton before 3.8 omits it in pipelined
-    loops (triton #9610). Triton calls this function while it compiles; it is False in the interpreter.
+    loops (triton #9610). Triton calls this function at compile time; it returns False in the interpreter.
     """
     options = getattr(getattr(_semantic, "builder", None), "options", None)
     return tl.constexpr(getattr(options, "arch", None) == "sm90" and not emits_proxy_fences())
@@ -35,7 +35,7 @@ def dot(a, b, acc):
         product = a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :]
         acc += tl.sum(product, axis=1)
     else:
-        if lacks_proxy_fence() and a.dtype != tl.float32:  # which has no wgmma
+        if lacks_proxy_fence() and a.dtype != tl.float32:  # float32 has no wgmma
             tl.inline_asm_elementwise(
                 "fence.proxy.async.shared::cta; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
             )

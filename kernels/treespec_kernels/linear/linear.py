@@ -24,7 +24,7 @@ _FUSED = {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu",
 
 
 def _rows_per_call(dtype: torch.dtype) -> int | None:
-    """Return the largest number of rows whose bits are those of 2 rows; None = any number."""
+    """Return the maximum number of rows with the same bits as 2 rows; None for any number."""
     if dtype == torch.bfloat16:
         return 32 if torch.cpu._is_amx_tile_supported() else None
     return 15 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12) else None
@@ -41,14 +41,14 @@ def onednn_available(dtype: torch.dtype) -> bool:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         probe = torch.ops.mkldnn._linear_pointwise(weight, packed, None, "none", [], "")
     except (AttributeError, RuntimeError, NotImplementedError):
-        return False  # another torch release: private ops may change
+        return False  # the private ops may change in other torch releases
     return torch.equal(probe, weight)
 
 
 class Linear:
     """Linear layer y = x W^T + b, optionally with an activation.
 
-    Later additions and products are not fused: for 8 rows and 256 features on one thread, oneDNN's fused `add` and
+    Subsequent additions and products are not fused: for 8 rows and 256 features on one thread, oneDNN's fused `add` and
     `mul` add 9 us to the product, an in-place `add_` 1 us.
 
     Args:
@@ -82,11 +82,11 @@ class Linear:
         return ACTIVATIONS[activation](F.linear(x, self.weight, self.bias))
 
     def _pointwise(self, x: Tensor, name: str, algorithm: str) -> Tensor:
-        """Compute oneDNN's product with an activation, in parts if oneDNN would sum this many rows in other blocks."""
+        """Compute oneDNN's product with an activation, in parts if oneDNN would sum that many rows in other blocks."""
         if self._rows_per_call is None or len(x) <= self._rows_per_call:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, name, [], algorithm)
         out = x.new_empty(len(x), self.out_features)
-        num_calls = -(-len(x) // self._rows_per_call)  # of nearly equal size, so that none has a single row
+        num_calls = -(-len(x) // self._rows_per_call)  # parts of nearly equal size, so none has a single row
         for rows, to in zip(x.tensor_split(num_calls), out.tensor_split(num_calls), strict=True):
             to.copy_(torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, name, [], algorithm))
         return out

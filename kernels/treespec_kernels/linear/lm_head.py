@@ -1,4 +1,4 @@
-"""LM head: the logits of every row, and a summary of each block of the vocabulary for greedy choice and softmax.
+"""LM head: the logits of every row, and a summary of each vocabulary block for greedy choice and softmax.
 
 logits = x W^T with fp32 accumulators, an optional soft cap, and one rounding to the dtype. The summary of a block of
 `block_n` tokens has the maximum of the *rounded* logits, its first token, and the sum of exp(logit - maximum). Greedy
@@ -25,8 +25,8 @@ class BlockStats(NamedTuple):
     """Summary of each row's blocks of consecutive tokens; a NaN counts as +inf."""
 
     values: Tensor  # [rows, num_blocks] float32, maximum of the block
-    tokens: Tensor  # [rows, num_blocks] int32, first token with the maximum
-    sums: Tensor  # [rows, num_blocks] float32, sum of exp(v - maximum), with 0 in place of an infinite maximum
+    tokens: Tensor  # [rows, num_blocks] int32, first token with this maximum
+    sums: Tensor  # [rows, num_blocks] float32, sum of exp(v - maximum), with 0 instead of an infinite maximum
 
     @classmethod
     def empty(cls, num_rows: int, num_blocks: int, device: torch.device | str) -> Self:
@@ -46,20 +46,20 @@ class LmHead(NamedTuple):
 class LmHeadConfig(RowTiledConfig):
     """Configuration of the LM head: tiles and launch options."""
 
-    block_m: int  # rows per tile. Every tile of rows but the first reads the weight from L2
+    block_m: int  # rows per tile; only the first tile of rows reads the weight from HBM, the others from L2
     block_n: int  # tokens per tile, and per block of the summary
     block_k: int  # features per step of the loop
     num_warps: int
     num_stages: int
-    larger: tuple[RowTile, ...] = ()  # tiles of more rows, chosen by the number of rows of a launch
+    larger: tuple[RowTile, ...] = ()  # tiles with more rows, selected by the number of rows of a launch
 
     @classmethod
     def default(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int, target: str | None = None) -> Self:
-        """Return the shipped configuration.
+        """Return the default configuration.
 
         M = 64 is one `wgmma` on sm_90, and 64 rows read the weight once. Four stages fill the last wave of 128 k tokens
-        on 132 multiprocessors to 80 %, three to 53 %. A small vocabulary uses narrow tiles, to occupy every
-        multiprocessor. float32 has no exact matrix instruction. Tiles of 256 rows spill in the summary.
+        on 132 multiprocessors to 80 %, three to 53 %. A small vocabulary uses narrow tiles, to occupy all
+        multiprocessors. float32 has no exact matrix instruction. Tiles of 256 rows spill in the summary.
         """
         if dtype == torch.float32:
             return cls(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=3)
@@ -71,7 +71,7 @@ class LmHeadConfig(RowTiledConfig):
 
     @classmethod
     def candidates(cls, dtype: torch.dtype, vocab_size: int, hidden_size: int, target: str | None = None) -> list[Self]:
-        """Return the configurations to tune over, the default first. Arguments as in `default`."""
+        """Return the configurations to tune, default first. Arguments as in `default`."""
         tiles: list[tuple[int, int, int, int, int]]
         if dtype == torch.float32:
             tiles = [(16, 32, 64, 4, 3), (16, 64, 32, 4, 3), (16, 64, 32, 8, 3), (32, 32, 32, 4, 3)]
@@ -89,7 +89,7 @@ class LmHeadConfig(RowTiledConfig):
         return list(dict.fromkeys(configs))
 
 
-_LARGE_VOCAB = 1 << 15  # tokens; from this size on, tiles of 128 tokens give at least 256 programs
+_LARGE_VOCAB = 1 << 15  # tokens; from this size on, tiles of 128 tokens yield at least 256 programs
 
 
 def block_stats_ref(values: Tensor, block: int) -> BlockStats:
@@ -131,10 +131,10 @@ def lm_head_triton(
     config: LmHeadConfig | None = None,
     logit_cap: float | None = None,
     logits: Tensor | None = None,  # output [groups * rows, vocab] in the dtype of x; None allocates it
-    stats: BlockStats | None = None,  # output as from `BlockStats.empty`; None allocates it
+    stats: BlockStats | None = None,  # output of `BlockStats.empty`; None allocates it
     pdl: bool = False,  # see `launch_options`
 ) -> LmHead:
-    """Compute `lm_head_ref` on a GPU, in one launch. Rows of consecutive groups of x must follow each other."""
+    """Compute `lm_head_ref` on a GPU, in one launch. Consecutive groups of rows in x must be adjacent."""
     assert logit_cap is None or logit_cap > 0
     prefix = "groups " * (x.dim() == 3)
     check_arguments(
@@ -149,7 +149,7 @@ def lm_head_triton(
     grouped_x = x if x.dim() == 3 else x[None]
     grouped_weight = weight if weight.dim() == 3 else weight[None]
     groups, num_rows = grouped_x.shape[:2]
-    assert groups == 1 or num_rows == 0 or grouped_x.stride(0) == num_rows * grouped_x.stride(1), "groups lie apart"
+    assert groups == 1 or num_rows == 0 or grouped_x.stride(0) == num_rows * grouped_x.stride(1), "gaps between groups"
     if logits is None:
         logits = torch.empty(groups * num_rows, vocab, dtype=x.dtype, device=x.device)
     num_blocks = -(-vocab // config.block_n)

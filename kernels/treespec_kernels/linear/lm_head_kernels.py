@@ -12,7 +12,7 @@ from treespec_kernels.linear.dot import dot
 def summary(values):
     """Return the maximum, its first index, and the sum of exp(v - maximum) of float32 [n, block], each [n].
 
-    The sum uses 0 in place of an infinite maximum, since -inf - -inf is NaN.
+    The sum uses 0 instead of an infinite maximum, since -inf - -inf is NaN.
     """
     best, index = tl.max(values, axis=1, return_indices=True, return_indices_tie_break_left=True)
     shift = tl.where((best > float("-inf")) & (best < float("inf")), best, 0.0)
@@ -25,7 +25,7 @@ def project_to_vocab(
     x,  # [groups, num_rows, HIDDEN], as one matrix of rows
     weight,  # [groups, VOCAB, HIDDEN]
     logits,  # [groups * num_rows, VOCAB]
-    best_values,  # [groups * num_rows, num_programs(1)] fp32, as sums
+    best_values,  # [groups * num_rows, num_programs(1)] fp32; also sums
     best_tokens,  # int32
     sums,
     logit_cap,
@@ -41,7 +41,7 @@ def project_to_vocab(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program owns one tile of rows and one block of tokens, over all of K.
+    """One program handles one tile of rows and one block of tokens, over all of K.
 
     Tiles of rows are the fastest axis of the grid, so programs that read the same weights run together and hit L2.
     """
@@ -53,7 +53,7 @@ def project_to_vocab(
     m_m = o_m < num_rows
     m_n = o_n < VOCAB
     row = i_group * num_rows + o_m
-    # Tokens past the vocabulary read the last token's weights, which avoids a mask in the loop, and are not stored.
+    # Tokens past the vocabulary read the last token's weights (avoiding a mask in the loop) and are not stored.
     o_weight = o_n if VOCAB % BLOCK_N == 0 else tl.minimum(o_n, VOCAB - 1)
     p_row = weight + i_group * stride_weight_group + o_weight.to(tl.int64) * stride_weight
     BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8

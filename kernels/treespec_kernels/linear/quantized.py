@@ -1,8 +1,8 @@
 """Quantised weights of linear layers: 8-bit or 4-bit integers, with scales per output and group of inputs.
 
 A weight is (q - zero) * scale. Zero points are integers, or floating-point numbers for formats that store a minimum.
-Only weights are quantised: activations stay in the model's dtype, integers convert to it exactly, and sums are in fp32.
-The dtype of the values gives the format: int8 is one weight, uint8 two 4-bit weights.
+Only weights are quantised: activations stay in the model's dtype, integers are converted to it exactly, and sums are
+fp32. The dtype of the values determines the format: int8 is one weight, uint8 two 4-bit weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,22 +15,22 @@ SMALLEST_GROUP = 16
 
 
 class WeightForm(NamedTuple):
-    """Quantisation format of a model's layers, for which kernels are compiled and tuned."""
+    """Quantisation format of a model's layers; kernels are compiled and tuned for it."""
 
     bits: int  # 8 or 4
     group: int | None = None  # number of inputs that share a scale; None for all of them
     has_zero: bool = False  # whether there are zero points
 
     def group_of(self, in_features: int) -> int:
-        """Return the number of inputs of a layer that share a scale; all of them if groups do not divide them."""
+        """Return the number of a layer's inputs that share a scale: all of them if groups do not divide them."""
         return in_features if self.group is None or in_features % self.group else self.group
 
 
 class QuantizedWeight(NamedTuple):
     """Quantised weight of a projection."""
 
-    # int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of q + 8 with 4 bits
-    # each, the earlier input in the low bits
+    # int8 [out_features, in_features], q itself; or uint8 [out_features, in_features / 2], pairs of 4-bit numbers q +
+    # 8, the earlier input in the low bits
     values: Tensor
     scale: Tensor  # floating point [out_features, groups]; in_features / groups consecutive inputs share a scale
     zero: Tensor | None = None  # zero points, int8 or float32 [out_features, groups]; None if all are 0
@@ -62,7 +62,7 @@ class QuantizedWeight(NamedTuple):
         return self.values.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
     def check(self) -> None:
-        """Assert that the shapes and dtypes of the tensors match; a checkpoint's are checked when it is read."""
+        """Assert that the tensors' shapes and dtypes match; a checkpoint's are checked when it is read."""
         groups = self.scale.shape[-1]
         assert self.values.dtype in (torch.int8, torch.uint8) and self.scale.shape[:-1] == self.values.shape[:-1]
         assert self.in_features % groups == 0 and (groups == 1 or self.group % SMALLEST_GROUP == 0)
@@ -73,8 +73,8 @@ class QuantizedWeight(NamedTuple):
 class BlockType(NamedTuple):
     """Block type of a GGUF file."""
 
-    number: int  # in the file's format
-    num_bytes: int  # of a block
+    number: int  # number of the type in GGUF files
+    num_bytes: int  # bytes per block
     num_values: int
 
 
@@ -101,7 +101,7 @@ class BlockWeight(NamedTuple):
 
     kind: str  # key of BLOCK_TYPES
     rows: Tensor  # uint8 [out_features, bytes], the blocks of each row
-    release: Callable[[], None] = lambda: None  # drops pages of a mapped file, which are read again on access
+    release: Callable[[], None] = lambda: None  # drops pages of a mapped file; they are read again on access
 
     @property
     def shape(self) -> tuple[int, int]:

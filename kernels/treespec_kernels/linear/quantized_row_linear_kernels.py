@@ -16,9 +16,9 @@ _RUNTIME = "x values scale zero out num_rows stride_x_group stride_x_row".split(
 @triton.jit(do_not_specialize=_RUNTIME)
 def multiply_quantized(
     x,  # [groups, num_rows, IN_FEATURES]
-    values,  # [groups, OUT_FEATURES, IN_FEATURES] int8; with 4 BITS packed in pairs, uint8 of IN_FEATURES / 2
+    values,  # [groups, OUT_FEATURES, IN_FEATURES] int8; with 4 BITS pairs in uint8, IN_FEATURES / 2
     scale,  # [groups, OUT_FEATURES, IN_FEATURES / GROUP]
-    zero,  # as scale, int8 or fp32; or None
+    zero,  # shape of scale, int8 or fp32; or None
     out,  # [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32
     num_rows,
     stride_x_group,
@@ -36,10 +36,10 @@ def multiply_quantized(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program owns BLOCK_M rows, BLOCK_N outputs and one split of K.
+    """One program handles BLOCK_M rows, BLOCK_N outputs and one split of K.
 
     Zero points are subtracted from the integers, and the differences are converted to the dtype of x: exactly if zero
-    points are integers, otherwise rounded once. A block's product is scaled in fp32 and added to the sum; with one
+    points are integers, otherwise with one rounding. A block's product is scaled in fp32 and added to the sum; with one
     scale for all inputs, the whole sum is scaled at the end.
     """
     i_m = tl.program_id(0)
@@ -48,11 +48,11 @@ def multiply_quantized(
     i_split = tl.program_id(2) % SPLIT_K
     PER_BYTE: tl.constexpr = 8 // BITS
     GROUPS: tl.constexpr = IN_FEATURES // GROUP
-    BYTES: tl.constexpr = BLOCK_K // PER_BYTE  # of one output's weights in a block
+    BYTES: tl.constexpr = BLOCK_K // PER_BYTE  # bytes of one output's weights per block
 
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < num_rows
-    # Outputs past the last read its weights, which avoids a mask in the loop, and are not stored.
+    # Outputs past the last one read its weights (avoiding a mask in the loop) and are not stored.
     o_n = tl.minimum(i_n * BLOCK_N + tl.arange(0, BLOCK_N), OUT_FEATURES - 1)
     BLOCKS: tl.constexpr = (IN_FEATURES + BLOCK_K - 1) // BLOCK_K
     BLOCKS_PER_SPLIT: tl.constexpr = (BLOCKS + SPLIT_K - 1) // SPLIT_K

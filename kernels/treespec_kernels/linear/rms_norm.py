@@ -23,13 +23,13 @@ NormKind = Literal["rms", "rms_plus_one", "layer"]
 
 
 class Norm(NamedTuple):
-    """Parameters of a norm, [hidden] or [groups, hidden]; with groups, each applies to rows / groups following rows."""
+    """Parameters of a norm, [hidden] or [groups, hidden]; with groups, one row for rows / groups consecutive rows."""
 
-    weight: Tensor  # in the dtype, for "rms_plus_one" in float32
+    weight: Tensor  # in the dtype; float32 for "rms_plus_one"
     eps: float  # added to the mean of squares
     kind: NormKind = "rms"
     shift: Tensor | None = None  # like weight, added to the result (LayerNorm's bias); None for no shift
-    # Like weight, for the post norm of what is added to the residual; None for no post norm
+    # Like weight, for the post norm of x before the residual add; None for no post norm
     post_weight: Tensor | None = None
 
     def scaled(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Norm(NamedTuple):
 
 
 def rms_norm_ref(x: Tensor, norm: Norm, *, residual: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """Normalise rows, after adding x to the residual if there is one (reference: eager torch in fp32, any device).
+    """Normalise rows, after adding x to the residual, if any (reference: eager torch in fp32, any device).
 
     Args:
         x: [rows, hidden] in the dtype (float32, bfloat16 or float16), or, with a residual, partial sums fp32
@@ -84,10 +84,10 @@ def rms_norm_triton(
 ) -> Tensor:
     """Compute `rms_norm_ref` on a GPU, in one launch.
 
-    All tensors must be contiguous, except that splits may have any distance. Those of even width must be aligned to 16
+    All tensors must be contiguous, except that splits may have any stride. Tensors of even width must be aligned to 16
     bytes: Triton specialises on alignment and vectorises aligned rows, which changes the order of their sums and so
-    their bits. `out`, [rows, hidden] in the dtype, may be x itself; with it, nothing is allocated. The bits of a row
-    depend neither on the number of rows nor on its index. `pdl`: see `launch_options`.
+    their bits. `out`, [rows, hidden] in the dtype, may be x itself; if it is given, nothing is allocated. The bits of a
+    row depend neither on the number of rows nor on its index. `pdl`: see `launch_options`.
     """
     num_rows, hidden = x.shape[-2:]
     weight, eps, kind, shift, post_weight = norm
@@ -105,7 +105,7 @@ def rms_norm_triton(
         out=(out, "[rows hidden]", dtype),
     )
     assert kind in get_args(NormKind), kind
-    assert residual is not None or (x.dim() == 2 and bias is None and post_weight is None), "added to no residual"
+    assert residual is not None or (x.dim() == 2 and bias is None and post_weight is None), "no residual"
     tensors = (x, weight, residual, bias, shift, post_weight, out)
     assert hidden % 2 or all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors), "misaligned rows"
     kernels = load_kernels("linear.rms_norm", out)

@@ -8,7 +8,7 @@ from treespec_kernels.launch.predecessors import PREFETCH, prefetch, wait_for_pr
 
 @triton.jit
 def _centred(b_x, m_h, HIDDEN: tl.constexpr, CENTRED: tl.constexpr):
-    """Subtract the mean of a row for LayerNorm, else return it unchanged; padding stays 0."""
+    """Subtract the mean of a row for LayerNorm, otherwise return it unchanged; padding stays 0."""
     if CENTRED:
         b_x = tl.where(m_h, b_x - tl.sum(b_x, axis=0) / HIDDEN, 0.0)
     return b_x
@@ -20,12 +20,12 @@ def norm_rows(
     x,  # [rows, HIDDEN], or fp32 partials [NUM_SPLITS, num_split_rows, HIDDEN]
     weight,  # [groups, HIDDEN]
     residual,  # [rows, HIDDEN]; this and the next three may be None
-    bias,  # [groups, HIDDEN], as shift and post_weight
+    bias,  # [groups, HIDDEN]; also shift and post_weight
     shift,
     post_weight,
     out,  # [rows, HIDDEN]
     eps,
-    num_split_rows,  # distance of splits in rows
+    num_split_rows,  # stride of the splits in rows
     num_weight_rows,  # consecutive rows that share a row of weight
     num_bias_rows,  # consecutive rows that share a row of bias
     HIDDEN: tl.constexpr,
@@ -34,11 +34,11 @@ def norm_rows(
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program owns one row and keeps it in registers. All loads come first, so that they are in flight together."""
+    """One program handles one row and keeps it in registers. All loads come first, so that they overlap."""
     i_row = tl.program_id(0)
     BYTES: tl.constexpr = HIDDEN * weight.dtype.element_ty.primitive_bitwidth // 8
     if PDL == PREFETCH and BYTES % 16 == 0:
-        if i_row % num_weight_rows == 0:  # the pass has read other weights since this kernel last ran
+        if i_row % num_weight_rows == 0:  # other weights were read since this kernel last ran
             prefetch(weight + i_row // num_weight_rows * HIDDEN, BYTES)
     wait_for_predecessors(PDL)
     row = i_row.to(tl.int64)
@@ -68,7 +68,7 @@ def norm_rows(
         b_x = b_sum.to(tl.float32)
     b_x = _centred(b_x, m_h, HIDDEN, CENTRED)
     mean_square = tl.sum(b_x * b_x, axis=0) / HIDDEN
-    # Other threads than those that loaded the tensors may store them below.
+    # Threads that store the tensors below may differ from those that loaded them.
     tl.debug_barrier()
     if residual is not None:
         tl.store(residual + o_row, b_sum, mask=m_h)

@@ -3,8 +3,8 @@
 With silu_gate, the weight has the rows of a gate projection, then those of an up projection, and y = act(gate) * up
 with SiLU or another activation. Without silu_gate, an optional activation is applied to y. Sums, bias, activation and
 residual are in fp32, with one rounding to the dtype at the end. Each sum runs over blocks of K in order; `split_k` cuts
-K into parts that are summed separately and then added in order. A group is one of several layers of equal shape whose
-weights are stacked.
+K into parts that are summed separately and then added in order. A group is one of several layers of equal shape with
+stacked weights.
 """
 
 from typing import Any, NamedTuple, Self
@@ -27,14 +27,14 @@ REDUCE_WARPS = 2  # 16 bytes of each split per thread
 def row_linear_ref(
     x: Tensor,  # [rows, in_features], or [groups, rows, in_features]; float32, bfloat16 or float16
     # [out_features, in_features], or [groups, out_features, in_features], in x's dtype; or a quantised weight of this
-    # shape, whose scales and zero points also have the leading dimension
+    # shape, with scales and zero points that have the same leading dimension
     weight: Tensor | QuantizedWeight,
     *,
     bias: Tensor | None = None,  # [out_features], or [groups, out_features], in x's dtype
-    residual: Tensor | None = None,  # of the result's shape and dtype, added after the activation
-    # Whether the first half of the weight (and bias) is a gate's, and the second an up projection's
+    residual: Tensor | None = None,  # in the result's shape and dtype, added after the activation
+    # Whether the first half of the weight (and bias) is a gate projection, and the second an up projection
     silu_gate: bool = False,
-    # One of `ACTIVATIONS`, for the gate, or for y without a gate. None: SiLU with a gate, else no activation
+    # One of `ACTIVATIONS`, for the gate, or for y without a gate. None: SiLU with a gate, otherwise no activation
     activation: str | None = None,
 ) -> Tensor:
     """Apply the layer in fp32 with one rounding at the end (reference: eager torch, any device).
@@ -68,10 +68,10 @@ def row_linear_triton(
     residual: Tensor | None = None,
     silu_gate: bool = False,
     activation: str | None = None,
-    config: RowLinearConfig | None = None,  # None for the default of the weight
-    out: Tensor | None = None,  # memory of the result; may be `residual`, but not x, which other programs still read
-    # float32, contiguous, at least `config.workspace_size(rows of all groups, out_features)` elements; only used with
-    # split_k > 1 or a quantised weight. With it and `out`, nothing is allocated
+    config: RowLinearConfig | None = None,  # None for the weight's default
+    out: Tensor | None = None,  # memory for the result; may be `residual`, but not x, which other programs still read
+    # float32, contiguous, at least `config.workspace_size(rows of all groups, out_features)` elements; used only with
+    # split_k > 1 or a quantised weight. If it and `out` are given, nothing is allocated
     workspace: Tensor | None = None,
     pdl: bool = False,  # see `launch_options`
 ) -> Tensor:
@@ -80,12 +80,12 @@ def row_linear_triton(
     The bits of a row depend only on the row, the weight and `config`.
 
     The strides of rows and groups are arbitrary. If the size of a weight row is a multiple of 16 bytes, the rows of x
-    must be aligned to 16 bytes; if that of an output row is, those of out and residual must be.
+    must be aligned to 16 bytes; if the size of an output row is, the rows of out and residual must be.
     """
     if out is None:
         out = x.new_empty(*x.shape[:-1], weight.shape[-2] // (1 + silu_gate))
     _check(x, weight, bias, residual, silu_gate, out)
-    assert x.is_meta or not x.numel() or out.data_ptr() != x.data_ptr(), "out is memory of x"
+    assert x.is_meta or not x.numel() or out.data_ptr() != x.data_ptr(), "out must not share memory with x"
     config = config or _default_config(x, weight, silu_gate)
     epilogue = _Epilogue.of(out, bias, residual, silu_gate, activation)
     if config.split_k == 1 and not isinstance(weight, QuantizedWeight):
@@ -108,7 +108,7 @@ def activated_ref(
 ) -> Tensor:
     """Add the bias to a product x W^T and apply the activation, in fp32 with one rounding (reference: eager torch).
 
-    This is `row_linear_ref` without the product, for products of cuBLAS.
+    This is `row_linear_ref` without the product, for cuBLAS products.
 
     Args:
         product: [rows, out_features], or [groups, rows, out_features]; float32, bfloat16 or float16; contiguous.
@@ -187,7 +187,7 @@ class _Epilogue(NamedTuple):
 def _multiply(
     x: Tensor, weight: Tensor | QuantizedWeight, config: RowLinearConfig, to: _Epilogue, partials: bool, pdl: bool
 ) -> None:
-    """Multiply, and either apply the epilogue or write the partial sums; with a quantised weight always the latter."""
+    """Multiply, then apply the epilogue or write the partial sums (always with a quantised weight)."""
     num_rows, num_groups = x.shape[-2], weight.shape[0] if len(weight.shape) == 3 else 1
     out_features, in_features = weight.shape[-2:]
     tiles = -(-out_features // config.block_n)

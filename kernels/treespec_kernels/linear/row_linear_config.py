@@ -10,20 +10,20 @@ import torch
 from treespec_kernels.launch.triton_launch import has_tensor_memory, shared_bytes
 from treespec_kernels.linear.row_tiles import MULTIPROCESSORS, RowTile, RowTiledConfig, fewer_stages, larger_tiles
 
-AMD_STAGES = 3  # they fit in the 64 KB of gfx942; the number of stages does not affect bits
+AMD_STAGES = 3  # fits in the 64 KB of gfx942; the number of stages does not affect bits
 
 
 @dataclass(frozen=True)
 class RowLinearConfig(RowTiledConfig):
-    """Configuration of a weight, which gives a row the same bits for every number of rows."""
+    """Configuration of a weight; a row has the same bits for every number of rows."""
 
     block_m: int  # rows per tile
-    block_n: int  # weight rows per tile (with silu_gate half of them are gates)
+    block_n: int  # weight rows per tile (with silu_gate, half of them are gates)
     block_k: int  # features per step of the loop
-    split_k: int  # parts of K, in whole blocks of block_k, that are summed separately and then added in order
+    split_k: int  # number of parts of K, in whole blocks of block_k, summed separately and then added in order
     num_warps: int
-    num_stages: int  # a launch option that does not affect bits
-    larger: tuple[RowTile, ...] = ()  # tiles of more rows, chosen by the number of rows of a launch
+    num_stages: int  # does not affect bits
+    larger: tuple[RowTile, ...] = ()  # tiles with more rows, selected by the number of rows of a launch
 
     @classmethod
     def default(
@@ -34,13 +34,13 @@ class RowLinearConfig(RowTiledConfig):
         silu_gate: bool = False,
         target: str | None = None,  # from `target_of`; None for a configuration that fits sm_80 and sm_90
     ) -> Self:
-        """Return the shipped configuration, within 12 % of the best of a sweep for every layer of 8B on an H200.
+        """Return the default configuration, within 12 % of the best of a sweep for every layer of 8B on an H200.
 
         A layer is bound by reading its weight once. Programs should therefore not read more bytes than that from L2,
         and enough bytes must be in flight: about 4.3 TB/s times 1 us, 32 KB per multiprocessor.
 
         - block_m 64 computes 64 rows with one read of the weight, and is one `wgmma` on sm_90 and later. More rows
-          would read it from L2 once per 64 rows; `larger_tiles` read it once per 128 or 256.
+        would read it from L2 once per 64 rows; `larger_tiles` read it once per 128 or 256.
         - block_n is the largest of 128, 64 and 32 that gives enough programs with a modest split_k. Every program reads
           its part of K of all its rows, which for 64 rows is 64 / block_n of the weight's bytes.
         - split_k, at most 8, raises the number of programs to 96 or more, with at least four blocks of K each, and if
@@ -71,7 +71,7 @@ class RowLinearConfig(RowTiledConfig):
             num_stages = min(8, fitting, 2 + -(-in_features // block_k // split_k))
         if target is not None and target.startswith("gfx"):
             num_stages = min(num_stages, AMD_STAGES)
-        # With 4 warps, gate and up accumulators in tensor memory spill.
+        # with 4 warps, gate and up accumulators in tensor memory spill
         num_warps = 8 if has_tensor_memory(target) and silu_gate and block_n == 128 else 4
         config = cls(block_m, block_n, block_k, split_k, num_warps, num_stages)
         return config._tiled(dtype, out_features, in_features, silu_gate, target)
@@ -80,7 +80,7 @@ class RowLinearConfig(RowTiledConfig):
     def candidates(
         cls, dtype: torch.dtype, out_features: int, in_features: int, silu_gate: bool = False, target: str | None = None
     ) -> "list[RowLinearConfig]":
-        """Return configurations to tune over, the default first, that fit the target's shared memory (None: of sm_90).
+        """Return configurations to tune, default first, that fit the target's shared memory (None: sm_90's).
 
         Arguments as in `default`.
         """
@@ -109,7 +109,7 @@ class RowLinearConfig(RowTiledConfig):
     def _tiled(
         self, dtype: torch.dtype, out_features: int, in_features: int, silu_gate: bool, target: str | None
     ) -> Self:
-        """Return the configuration with larger tiles, where the target has them."""
+        """Return the configuration with larger tiles if the target supports them."""
         is_alone = -(-out_features // self.block_n) * self.split_k <= MULTIPROCESSORS
         larger = larger_tiles(
             target,
@@ -117,7 +117,7 @@ class RowLinearConfig(RowTiledConfig):
             (self.block_m, self.block_n, self.block_k, self.num_warps),
             -(-in_features // self.block_k // self.split_k),
             residents=1 if is_alone else 2,
-            most_rows=256 if silu_gate or self.split_k > 1 else 128,  # of 256 rows, bias and an exact GELU spilled
+            most_rows=256 if silu_gate or self.split_k > 1 else 128,  # with 256 rows, bias and an exact GELU spilled
         )
         return replace(self, larger=larger)
 
@@ -134,7 +134,7 @@ def _resident(
     stage_bytes: int,
     spare_bytes: int = 0,
 ) -> Iterator[RowLinearConfig]:
-    """Yield configurations of a tile for 1 to 3 programs per multiprocessor, which determine splits and stages."""
+    """Yield configurations of a tile for 1 to 3 programs per multiprocessor, which determines splits and stages."""
     block_m, block_n, block_k, num_warps = tile
     num_tiles, num_blocks = -(-out_features // block_n), -(-in_features // block_k)
     for residents in (1, 2, 3):
@@ -147,10 +147,10 @@ def _resident(
 def quantized_default(
     dtype: torch.dtype, out_features: int, in_features: int, group: int, target: str | None = None
 ) -> RowLinearConfig:
-    """Return the shipped configuration: that of a dense layer, with blocks of K that divide the groups.
+    """Return the default configuration: a dense layer's, with blocks of K that divide the groups.
 
-    Dequantised weights are in registers between their load and the product, so tiles have at most 64 outputs, or 32 in
-    float32, where 64 outputs used 253 of 255 registers on NVIDIA.
+    Dequantised weights are in registers between load and product, so tiles have at most 64 outputs, or 32 in float32,
+    where 64 outputs used 253 of 255 registers on NVIDIA.
     """
     plain = RowLinearConfig.default(dtype, out_features, in_features, target=target)
     block_n = min(plain.block_n, 32 if dtype == torch.float32 else 64)
@@ -166,7 +166,7 @@ def quantized_default(
 def quantized_candidates(
     dtype: torch.dtype, out_features: int, in_features: int, group: int, bits: int, target: str | None = None
 ) -> list[RowLinearConfig]:
-    """Return configurations to tune over, the default first, that fit the target's shared memory (None: of sm_90).
+    """Return configurations to tune, default first, that fit the target's shared memory (None: sm_90's).
 
     Arguments as in `quantized_default`; bits: 8 or 4.
     """
@@ -185,6 +185,6 @@ def quantized_candidates(
     first = configs[0]
     tile = (first.block_m, first.block_n, first.block_k, first.num_warps)
     blocks = -(-in_features // first.block_k // first.split_k)
-    # Of 256 rows, tiles of int4 weights spilled.
+    # With 256 rows, tiles of int4 weights spilled.
     configs.append(replace(first, larger=larger_tiles(target, dtype, tile, blocks, most_rows=128)))
     return list(dict.fromkeys(configs))

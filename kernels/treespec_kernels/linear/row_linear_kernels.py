@@ -25,7 +25,7 @@ def multiply_rows(
     weight,  # [groups, OUT_FEATURES, IN_FEATURES]
     bias,  # [groups, OUT_FEATURES], or None
     residual,  # [groups, num_rows, FEATURES]: OUT_FEATURES, or half of them with SILU_GATE; or None
-    out,  # as residual; with PARTIALS [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32
+    out,  # like residual; with PARTIALS [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32
     num_rows,
     stride_x_group,
     stride_x_row,
@@ -43,13 +43,13 @@ def multiply_rows(
     SPLIT_K: tl.constexpr,
     PARTIALS: tl.constexpr,
     SILU_GATE: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of the gate, or of the sum without a gate
+    ACTIVATION: tl.constexpr,  # activation of the gate, or of the sum without a gate
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program owns BLOCK_M rows, BLOCK_N rows of the weight and one split of K.
+    """One program handles BLOCK_M rows, BLOCK_N rows of the weight and one split of K.
 
     Row tiles are the fastest axis of the grid, so programs that share a tile of the weight run together, and only the
     first of them reads it from memory.
@@ -59,13 +59,13 @@ def multiply_rows(
     i_group = (tl.program_id(2) // SPLIT_K).to(tl.int64)
     i_split = tl.program_id(2) % SPLIT_K
 
-    # Rows past the last are masked and cause no traffic. Columns past the last read the last column again, which avoids
-    # a mask in the loop, and are not stored.
+    # Rows past the last are masked and cause no traffic. Columns past the last read the last column again (avoiding a
+    # mask in the loop) and are not stored.
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < num_rows
     o_column = tl.arange(0, BLOCK_N)
     if SILU_GATE:
-        # Gate and up columns alternate in the tile, so that one thread has both of a pair.
+        # Gate and up columns alternate in the tile, so that one thread has both members of a pair.
         FEATURES: tl.constexpr = OUT_FEATURES // 2
         BLOCK_F: tl.constexpr = BLOCK_N // 2
         o_n = tl.minimum(i_n * BLOCK_F + o_column // 2, FEATURES - 1) + o_column % 2 * FEATURES
@@ -110,7 +110,7 @@ def multiply_rows(
         m_out = m_out & (o_f < FEATURES)[None, :]
     if PARTIALS:
         i_plane = i_split * (tl.num_programs(2) // SPLIT_K) + i_group
-        # Offsets within the tile are 32-bit: with 64 bits, a tile of 64 x 64 spilled on sm_100.
+        # 32-bit offsets within the tile: with 64 bits, a tile of 64 x 64 spilled on sm_100.
         p_tile = out + (i_plane * num_rows + i_m * BLOCK_M) * OUT_FEATURES + i_n * BLOCK_N
         o_tile = (tl.arange(0, BLOCK_M) * OUT_FEATURES)[:, None] + o_column[None, :]
         tl.store(tl.multiple_of(p_tile + o_tile, [BYTES_OUT, BYTES_OUT]), b_acc, mask=m_out)
@@ -126,7 +126,7 @@ def multiply_rows(
             o_residual = i_group * stride_residual_group + o_m.to(tl.int64) * stride_residual_row
             p_residual = tl.multiple_of(residual + o_residual[:, None] + o_f[None, :], [BYTES_OUT, BYTES_OUT])
             b_y += tl.load(p_residual, mask=m_out, other=0.0).to(tl.float32)
-            # out may be residual, and another thread may store an element than the one that loaded it.
+            # out may be residual, and the thread that stores an element may differ from the one that loaded it.
             tl.debug_barrier()
         o_out = i_group * stride_out_group + o_m.to(tl.int64) * stride_out_row
         p_out = tl.multiple_of(out + o_out[:, None] + o_f[None, :], [BYTES_OUT, BYTES_OUT])
@@ -147,7 +147,7 @@ def add_splits(
     partials,  # [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32, or one product in the dtype of out
     bias,  # [groups, OUT_FEATURES], or None
     residual,  # [groups, num_rows, FEATURES]: OUT_FEATURES, or half of them with SILU_GATE; or None
-    out,  # as residual
+    out,  # like residual
     num_rows,
     stride_bias_group,
     stride_residual_group,
@@ -159,11 +159,11 @@ def add_splits(
     BYTES_OUT: tl.constexpr,  # alignment of every row of out and residual
     SPLIT_K: tl.constexpr,
     SILU_GATE: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of the gate, or of the sum without a gate
+    ACTIVATION: tl.constexpr,  # activation of the gate, or of the sum without a gate
     BLOCK_F: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program owns BLOCK_F features of one row of one group."""
+    """One program handles BLOCK_F features of one row of one group."""
     wait_for_predecessors(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     group, row = i_row // num_rows, i_row % num_rows
@@ -186,7 +186,7 @@ def add_splits(
     if residual is not None:
         p_residual = residual + group * stride_residual_group + row * stride_residual_row + o_f
         b_y += tl.load(tl.multiple_of(p_residual, BYTES_OUT), mask=m_f, other=0.0).to(tl.float32)
-        # out may be residual, and another thread may store an element than the one that loaded it.
+        # out may be residual, and the thread that stores an element may differ from the one that loaded it.
         tl.debug_barrier()
     p_out = out + group * stride_out_group + row * stride_out_row + o_f
     tl.store(tl.multiple_of(p_out, BYTES_OUT), b_y.to(out.dtype.element_ty), mask=m_f)

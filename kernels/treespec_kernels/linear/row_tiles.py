@@ -22,12 +22,12 @@ from treespec_kernels.launch.triton_launch import shared_bytes
 
 logger = logging.getLogger("treespec")
 
-MULTIPROCESSORS = 132  # of an H200
-PRODUCTS_PER_CYCLE = 2048  # of a multiprocessor's matrix units, for 16-bit numbers
-L2_BYTES_PER_CYCLE = 24 * MULTIPROCESSORS  # of all multiprocessors together: 5.5 TB/s at 1.755 GHz
-PORT_BYTES_PER_CYCLE = 64  # from L2 to one multiprocessor
-ROWS_PER_WARP = 16  # of a `wgmma`, which has 64 rows per warp group
-# The K order was decoded on sm_90 only. On sm_100, a tile of 64 rows has another instruction than one of 128 rows.
+MULTIPROCESSORS = 132  # multiprocessors of an H200
+PRODUCTS_PER_CYCLE = 2048  # 16-bit products of a multiprocessor's matrix units
+L2_BYTES_PER_CYCLE = 24 * MULTIPROCESSORS  # all multiprocessors together: 5.5 TB/s at 1.755 GHz
+PORT_BYTES_PER_CYCLE = 64  # bandwidth from L2 to one multiprocessor
+ROWS_PER_WARP = 16  # rows per warp of a `wgmma`, which has 64 rows per warp group
+# The K order was decoded on sm_90 only. On sm_100, tiles of 64 and of 128 rows use different instructions.
 ORDERED = ("sm_90",)
 
 
@@ -43,22 +43,22 @@ class RowTile(NamedTuple):
 
 
 class RowTiledConfig(TileConfig):
-    """Base of configurations with tiles of several numbers of rows."""
+    """Base class of configurations with tiles for several numbers of rows."""
 
     block_m: int
     block_n: int
-    larger: tuple[RowTile, ...]  # tiles with more rows than block_m, increasing, that give a row the same bits
+    larger: tuple[RowTile, ...]  # tiles with more rows than block_m, ascending, with the same bits for a row
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "larger", tuple(RowTile(*tile) for tile in self.larger))  # lists, read from JSON
+        object.__setattr__(self, "larger", tuple(RowTile(*tile) for tile in self.larger))  # lists if read from JSON
         for last, tile in itertools.pairwise(self.tiles):
             increases = tile.block_m > last.block_m and not tile.block_m & (tile.block_m - 1)
             if not increases or tile.block_m * last.num_warps != last.block_m * tile.num_warps or tile.num_stages < 1:
-                raise ValueError(f"larger has {tile}; use increasing powers of 2 of rows, with as many rows per warp")
+                raise ValueError(f"larger has {tile}; use increasing powers of 2 of rows, with equal rows per warp")
 
     def with_tile(self: TiledConfigT, tile: RowTile) -> TiledConfigT:
-        """Return the configuration with one tile for every number of rows."""
+        """Return the configuration with a single tile, for any number of rows."""
         return replace(self, **tile._asdict(), larger=())  # type: ignore[type-var]
 
     @property
@@ -66,11 +66,11 @@ class RowTiledConfig(TileConfig):
         return (RowTile(self.block_m, self.num_warps, self.num_stages), *self.larger)
 
     def for_rows(self: TiledConfigT, num_rows: int, num_columns: int) -> TiledConfigT:
-        """Return the configuration with the tile that is the fastest for a number of rows.
+        """Return the configuration with the fastest tile for a number of rows.
 
         Args:
             num_rows: rows of a group.
-            num_columns: programs of a tile of rows: tiles of columns times splits of K times groups.
+            num_columns: number of programs per tile of rows: tiles of columns times splits of K times groups.
         """
         use_larger = self.larger and is_on("larger_tiles")
         return _for_rows(self, num_rows, num_columns) if use_larger else self
@@ -84,13 +84,13 @@ def _for_rows(config: Any, num_rows: int, num_columns: int) -> Any:
 
 
 def cycles(block_m: int, block_n: int, num_rows: int, num_columns: int) -> float:
-    """Estimate the cycles that a multiprocessor takes for one feature of all its programs.
+    """Estimate the cycles that a multiprocessor takes for one feature in all its programs.
 
-    The largest of three times: of the products, padding included; of the loads of 16-bit weights and rows by all
-    multiprocessors from L2; and of those by the one with the most programs.
+    Returns the largest of three times: products, including padding; loads of 16-bit weights and rows from L2 by all
+    multiprocessors; loads by the multiprocessor with the most programs.
     """
     num_programs = -(-num_rows // block_m) * num_columns
-    most = -(-num_programs // MULTIPROCESSORS)  # programs of a multiprocessor
+    most = -(-num_programs // MULTIPROCESSORS)  # programs per multiprocessor
     products = most * block_m * block_n / PRODUCTS_PER_CYCLE
     loads = 2 * (num_programs * block_n + num_rows * num_columns) / L2_BYTES_PER_CYCLE
     return max(products, loads, most * 2 * (min(block_m, num_rows) + block_n) / PORT_BYTES_PER_CYCLE)
@@ -98,17 +98,17 @@ def cycles(block_m: int, block_n: int, num_rows: int, num_columns: int) -> float
 
 def larger_tiles(
     target: str | None,  # from `target_of`
-    dtype: torch.dtype,  # of the operands
+    dtype: torch.dtype,  # dtype of the operands
     tile: tuple[int, int, int, int],  # block_m, block_n, block_k and num_warps for 64 rows
-    num_blocks: int,  # blocks of K of a program
+    num_blocks: int,  # number of blocks of K per program
     *,
-    # Programs of 128 rows per multiprocessor that the stages leave memory for. One of 256 rows takes all registers
+    # Number of resident programs of 128 rows that fit with these stages. One of 256 rows takes all registers
     residents: int = 1,
-    most_rows: int = 256,  # rows of the largest tile
+    most_rows: int = 256,  # maximum rows of a tile
 ) -> tuple[RowTile, ...]:
-    """Return tiles of 128 and 256 rows for a tile of 64 rows; none where equal bits are not shown."""
+    """Return tiles of 128 and 256 rows for a tile of 64 rows; none if equal bits are not verified."""
     block_m, block_n, block_k, num_warps = tile
-    # With 8 warps for 64 rows, or 256 columns, warp groups share rows, and larger tiles divide them otherwise.
+    # With 8 warps for 64 rows, or 256 columns, warp groups share rows, and larger tiles divide them differently.
     if target not in ORDERED or dtype.itemsize != 2 or (block_m, num_warps) != (64, 4) or block_n > 128:
         return ()
     tiles = []
@@ -121,7 +121,7 @@ def larger_tiles(
 
 
 def fewer_stages(tiles: tuple[RowTile, ...]) -> list[tuple[RowTile, ...]]:
-    """Return the tiles with fewer stages each, to tune over: with less memory, more programs are resident."""
+    """Return tiles with fewer stages as tuning candidates: with less memory, more programs are resident."""
     return [
         tuple(tile._replace(num_stages=num_stages) if tile is varied else tile for tile in tiles)
         for varied in tiles
@@ -130,12 +130,12 @@ def fewer_stages(tiles: tuple[RowTile, ...]) -> list[tuple[RowTile, ...]]:
 
 
 def proven(config: TiledConfigT, run: Callable[[TiledConfigT], tuple[torch.Tensor, ...]], layer: str) -> TiledConfigT:
-    """Return the configuration with the larger tiles that have the bits of the first one on this device.
+    """Return the configuration with only those larger tiles that have the first one's bits on this device.
 
     Args:
         config: a `RowTiledConfig`.
-        run: computes the same rows with a configuration of one tile: more than those of the largest tile.
-        layer: names the layer in the warning about a tile whose bits differ.
+        run: computes the same rows with a single-tile configuration: more rows than the largest tile has.
+        layer: name of the layer for the warning about a tile with different bits.
     """
     if not config.larger:
         return config
@@ -148,7 +148,7 @@ def proven(config: TiledConfigT, run: Callable[[TiledConfigT], tuple[torch.Tenso
             kept.append(tile)
         else:
             logger.warning(
-                "%s: tiles of %d rows do not have the bits of tiles of %d here; not using them",
+                "%s: tiles of %d rows differ in bits from tiles of %d on this device; not using them",
                 layer,
                 tile.block_m,
                 first.block_m,

@@ -13,5 +13,5 @@ TUNABLE = ("row_linear", "quantized_row_linear", "lm_head", "tree_attention", "p
 
 
 def cases_of(op: str, setting: Setting) -> list[Case]:
-    """Return the cases of an op; those without a weight are not timed, and those of one key are tuned together."""
+    """Return the cases of an op; cases without a weight are not timed, cases with equal keys are tuned together."""
     return list(OPS[op].cases(OPS[op], setting))

@@ -46,7 +46,7 @@ def _attention_inputs(
 
 
 def _attention_cases(op: Op, setting: Setting) -> list[Case]:
-    """Return cases of one tree, with half of the weight, of plain decoding, of a batch of trees, and of a window."""
+    """Return cases of one tree (with half of the weight), of plain decoding, of a batch of trees, and of a window."""
     shape, nodes = setting.shape, setting.nodes
     timed = {(1, nodes): 0.5, (setting.requests, nodes): 0.25, (1, 1): 0.25}
     if nodes == 1:
@@ -136,7 +136,7 @@ def _layout_cases(op: Op, setting: Setting) -> list[Case]:
     return [*timed, case(1, ", chain")]
 
 
-# Tests of attention check the plan, the rest of what a layout fills.
+# The tests of attention check the plan, the other output of a layout.
 PASS_LAYOUT = Op(
     "pass_layout", lambda ancestors, **tables: pass_layout_ref(**tables), _lay_out, _layout_cases, _candidates, _layout
 )
@@ -201,13 +201,13 @@ QKV_ROPE = Op(
 
 # --- KV commit
 
-CONTEXT = 64  # maximum of committed positions, which do not move; copies of a long context would fill a GPU
+CONTEXT = 64  # maximum committed positions, which do not move; copies of a long context would fill a GPU
 
 
 def _commit_inputs(setting: Setting, requests: int, path: int, generator: torch.Generator) -> Inputs:
-    """Create a path of every second node of each request's tree, so that all nodes but the root move.
+    """Create paths with every second node of each request's tree, so that all nodes but the root move.
 
-    Repeated commits of the same path move other values between the same slots, which takes the same time.
+    Repeated commits of a path move other values between the same slots, which takes the same time.
     """
     shape = setting.shape
     inputs = kv_commit_inputs(

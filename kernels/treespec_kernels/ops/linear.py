@@ -23,10 +23,10 @@ from treespec_kernels.linear.row_linear_config import quantized_candidates
 from treespec_kernels.ops.op import Case, Inputs, Op, Results, equal, near
 from treespec_kernels.ops.shapes import LinearLayer, Setting
 
-# Weights in the mean time that tuning minimises: of a pass over one tree, of plain decoding, and of a batch of trees.
+# Weights in the mean time minimised by tuning: a pass over one tree, plain decoding, a batch of trees.
 TREE, PLAIN, BATCH = 0.6, 0.2, 0.2
-PREFILL = 0.01  # one chunk of a prompt for a hundred passes
-SPLITS = 4  # of the partial sums that a norm or RoPE adds
+PREFILL = 0.01  # weight of a prompt chunk: one per hundred passes
+SPLITS = 4  # splits of the partial sums that a norm or RoPE adds
 EPS = 1e-5
 
 
@@ -36,7 +36,7 @@ def key_of(setting: Setting, **sizes: int) -> dict[str, Any]:
 
 
 def loads_of(setting: Setting, prefill: int = 0) -> dict[int, float]:
-    """Return the numbers of rows that a layer is tuned for, and their weights. `prefill`: rows of a prefill pass."""
+    """Return the numbers of rows to tune a layer for, and their weights. `prefill`: rows of a prefill pass."""
     weights: dict[int, float] = {}
     counts = [(setting.nodes, TREE), (1, PLAIN), (setting.requests * setting.nodes, BATCH)]
     for rows, weight in counts + ([(prefill, PREFILL)] if prefill else []):
@@ -48,7 +48,7 @@ def loads_of(setting: Setting, prefill: int = 0) -> dict[int, float]:
 
 
 def random_weight(setting: Setting, layer: LinearLayer, generator: torch.Generator) -> torch.Tensor | QuantizedWeight:
-    """Create the weight of a layer, dense or in the format of the shape, that keeps the results near 1."""
+    """Create the weight of a layer, dense or in the shape's format, that keeps results near 1."""
     form, inputs, stack = setting.shape.quantized, layer.in_features, setting.stack
     if form is None:
         return setting.random(generator, *stack, layer.out_features, inputs, scale=inputs**-0.5)
@@ -69,7 +69,7 @@ def random_weight(setting: Setting, layer: LinearLayer, generator: torch.Generat
 def _layer_inputs(
     setting: Setting, layer: LinearLayer, rows: int, generator: torch.Generator, **options: Any
 ) -> Inputs:
-    """Create the arguments of a layer; the options bias and residual say whether they are added."""
+    """Create the arguments of a layer; options bias and residual: whether they are added."""
     random = partial(setting.random, generator, *setting.stack)
     arguments = {"x": random(rows, layer.in_features), "weight": random_weight(setting, layer, generator), **options}
     if "bias" in options:
@@ -82,18 +82,18 @@ def _layer_inputs(
 def _product_inputs(
     setting: Setting, layer: LinearLayer, rows: int, generator: torch.Generator, bias: bool, **options: Any
 ) -> Inputs:
-    """Create the product of a layer by cuBLAS, with exact=False, to whose kernel the activation is left."""
+    """Create a layer's cuBLAS product (for exact=False), which the kernel activates."""
     random = partial(setting.random, generator, *setting.stack)
     product = random(rows, layer.out_features)
     return Inputs({"product": product, "bias": random(layer.out_features) if bias else None, **options})
 
 
 def _layer_key(setting: Setting, layer: LinearLayer) -> dict[str, Any]:
-    """Return the key of a layer. `group` of a quantised one is a number of inputs, even if all share one scale."""
+    """Return the key of a layer. `group` of a quantised layer is a number of inputs, even if all share one scale."""
     form = setting.shape.quantized
     key = key_of(setting, out_features=layer.out_features, in_features=layer.in_features, groups=setting.groups)
     if form is None:
-        return key | {"silu_gate": int(layer.silu_gate)}  # which otherwise only affects the kernel that adds the splits
+        return key | {"silu_gate": int(layer.silu_gate)}  # otherwise it only affects the kernel that adds the splits
     return key | {"bits": form.bits, "group": form.group_of(layer.in_features), "zero": int(form.has_zero)}
 
 
@@ -108,14 +108,14 @@ def _layer_bytes(setting: Setting, layer: LinearLayer, rows: int) -> int:
 
 
 def layer_case(op: Op, setting: Setting, layer: LinearLayer, rows: int, weight: float = 1.0) -> Case:
-    """Return the case of a layer without bias and residual. Layers of equal size are one problem."""
+    """Return the case of a layer without bias and residual. Layers of equal size are a single problem."""
     make = partial(_layer_inputs, setting, layer, rows, silu_gate=layer.silu_gate)
     key, moved = _layer_key(setting, layer), _layer_bytes(setting, layer, rows)
     return Case(op, setting, key, f"rows {rows}", make, moved, weight, rows)
 
 
 def _layer_cases(op: Op, setting: Setting) -> Iterator[Case]:
-    """Yield the timed cases of a model's layers, and those of their launches in a decoder."""
+    """Yield the timed cases of a model's layers, and cases of their launches in a decoder."""
     shape, rows = setting.shape, setting.nodes
     if (shape.quantized is None) != (op.name == "row_linear"):
         return
@@ -129,7 +129,7 @@ def _layer_cases(op: Op, setting: Setting) -> Iterator[Case]:
         def untimed(load: str, make: Any, key: dict[str, Any] = key, **changes: Any) -> Case:
             return Case(replace(op, **changes), setting, key, load, make, weight=0.0, num_rows=rows)
 
-        if "up" not in layer.name:  # added by RoPE, or by the norm that follows
+        if "up" not in layer.name:  # RoPE or the following norm adds the partial sums
             yield untimed(f"partial sums of {layer.name}", make, run=_sum_of_partials)
         if layer.name in ("o", "down"):
             yield untimed(f"{layer.name} {bias}residual", partial(make, bias=shape.biased, residual=True))
@@ -153,7 +153,7 @@ def _sum_of_partials(x: torch.Tensor, weight: Any, config: RowLinearConfig, pdl:
 
 
 def _torch_product(inputs: Inputs) -> torch.Tensor:
-    """Multiply by torch, without the activation; the bits of a row depend on the number of rows."""
+    """Multiply with torch, without the activation; the bits of a row depend on the number of rows."""
     x, weight = inputs.arguments["x"], inputs.arguments["weight"]
     return F.linear(x, weight) if x.dim() == 2 else torch.bmm(x, weight.mT)
 
@@ -178,7 +178,7 @@ QUANTIZED_ROW_LINEAR = replace(
     configs=lambda case: quantized_candidates(
         *_layer_sizes(case), case.key["group"], case.key["bits"], case.setting.target
     ),
-    baselines={},  # torch has no product of these formats
+    baselines={},  # torch has no products in these formats
 )
 
 
@@ -186,9 +186,9 @@ QUANTIZED_ROW_LINEAR = replace(
 
 
 def _norm_inputs(setting: Setting, rows: int, splits: int, biased: bool, generator: torch.Generator) -> Inputs:
-    """Create rows to norm, or the partial sums of splits to add to a residual.
+    """Create rows to normalise, or partial sums of splits to add to a residual.
 
-    The sums are so small that a residual to which they are added repeatedly stays finite.
+    The sums are small enough to keep a residual finite when they are added repeatedly.
     """
     shape, hidden = setting.shape, setting.shape.hidden_size
     dtype = torch.float32 if shape.norm == "rms_plus_one" else setting.dtype
@@ -256,7 +256,7 @@ def _head_cases(op: Op, setting: Setting) -> Iterator[Case]:
 
 
 def _compare_head(actual: Results, expected: Results, config: Any) -> None:
-    """Raise AssertionError if the logits are wrong, or if the summary is not that of the actual logits."""
+    """Raise AssertionError if the logits are wrong, or if the summary does not match the actual logits."""
     logits, values, tokens, sums = actual.values()
     near(logits, next(iter(expected.values())))
     stats = block_stats_ref(logits, config.block_n)

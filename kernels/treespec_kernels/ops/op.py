@@ -1,4 +1,4 @@
-"""Entries of the table of ops: what an op computes, and the cases in which it is checked, timed and compiled."""
+"""Entries of the table of ops: an op's implementations, and the cases in which it is checked, timed and compiled."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from treespec_kernels.comparison import assert_close, bits
 from treespec_kernels.ops.shapes import Setting
 from treespec_kernels.tuning.tuned import label_of
 
-# (max error, rms error) relative to the RMS of the expected result, for results that are rounded once to the dtype.
+# (max error, rms error) relative to the RMS of the expected result, for results rounded once to the dtype.
 BOUNDS = {torch.float32: (1e-4, 1e-5), torch.float16: (2e-2, 2e-3), torch.bfloat16: (1e-1, 1e-2)}
 
 Results = dict[str, torch.Tensor]
 
 
 class Inputs(NamedTuple):
-    """Inputs of a case: the op's arguments by name, and numbers on the host that its `plan` needs."""
+    """Inputs of a case: the op's arguments by name, and host numbers for its `plan`."""
 
     arguments: dict[str, Any]
     host: dict[str, Any] = {}  # noqa: RUF012  never changed
@@ -38,29 +38,29 @@ class Op:
     name: str  # name of the module with its Triton kernels, without "_kernels"
     ref: Callable[..., Any]  # reference, called with a case's arguments
     run: Callable[..., Any]  # Triton implementation, called with a case's arguments and those of `plan`
-    # The cases of an op in a setting, of which those with a weight are timed
+    # Cases of an op in a setting; cases with a weight are timed
     cases: Callable[[Op, Setting], Iterable[Case]]
-    configs: Callable[[Case], Sequence[Any]] = lambda case: [None]  # configurations of a case, its default first
-    # Further arguments of `run`, made once for inputs and a configuration
+    configs: Callable[[Case], Sequence[Any]] = lambda case: [None]  # configurations of a case, default first
+    # Additional arguments of `run`, created once per inputs and configuration
     plan: Callable[[Inputs, Any], dict[str, Any]] = _config_alone
-    writes: tuple[str, ...] = ()  # arguments that the op changes; they belong to the results
-    # Dimension of the rows (or requests) by argument. Results of some rows must be bit-identical to theirs among
-    # others. Empty if rows are not independent
+    writes: tuple[str, ...] = ()  # arguments that the op modifies; they belong to the results
+    # Dimension of the rows (or requests) by argument; empty if rows are not independent. A row's results must have the
+    # same bits alone and among other rows
     rows: Mapping[str, int] = field(default_factory=dict)
     row_dim: int = 0  # dimension of the rows in the results
-    # Inputs of some rows, by ascending indices, if that takes more than `rows`
+    # Selects inputs of some rows by ascending indices, if `rows` is not sufficient
     some_rows: Callable[[Inputs, list[int]], Inputs] | None = None
-    # The results of which each belongs to one row
+    # Selects the results that belong to single rows
     by_row: Callable[[Inputs, Results], Results] = lambda inputs, results: results
     exact: bool = False  # whether floating-point results must equal the reference's
     # Replaces the comparison with the reference's results
     compare: Callable[[Results, Results, Any], None] | None = None
-    check: Callable[[Case, Any], None] | None = None  # replaces the whole check
-    # Other implementations by name, as functions of inputs
+    check: Callable[[Case, Any], None] | None = None  # replaces the entire check
+    # Other implementations by name, as functions of the inputs
     baselines: Mapping[str, Callable[[Inputs], Any]] = field(default_factory=dict)
 
     def results_of(self, inputs: Inputs, returned: Any) -> Results:
-        """Return the tensors that the op returned or wrote, by name."""
+        """Return the tensors returned or written by the op, by name."""
         results = dict(named_tensors(returned, "result"))
         for name in self.writes:
             results |= named_tensors(inputs.arguments[name], name)
@@ -80,16 +80,16 @@ class Op:
 class Case:
     """One op on inputs of one size.
 
-    Nothing is allocated at first: inputs are created by the first run or by `prepare`, and dropped by `release`.
+    Inputs are created by the first run or by `prepare`, and dropped by `release`.
     Running several copies of the inputs in turn keeps them out of the caches.
     """
 
     entry: Op
     setting: Setting
-    key: dict[str, Any]  # the problem for which a configuration of the op is tuned
+    key: dict[str, Any]  # problem for which a configuration of the op is tuned
     load: str  # label that distinguishes the cases of one key, such as "rows 32"
-    make: Callable[[torch.Generator], Inputs]  # creates one copy of the inputs; equal seeds give equal inputs
-    bytes: int = 0  # minimum memory traffic of one run; 0 for the bytes of the arguments, known once inputs are created
+    make: Callable[[torch.Generator], Inputs]  # creates a copy of the inputs; equal seeds give equal inputs
+    bytes: int = 0  # minimum memory traffic of a run; 0: the bytes of the arguments, known once inputs are created
     weight: float = 1.0  # weight of this load in the mean time that tuning minimises; 0 if the case is not timed
     num_rows: int = 1
 
@@ -113,7 +113,7 @@ class Case:
         return self.setting.device
 
     def candidates(self) -> list[Any]:
-        """Return the configurations to tune over, the default first; [None] for an op without configurations."""
+        """Return the configurations to tune, default first; [None] for an op without configurations."""
         return list(self.entry.configs(self))
 
     @property
@@ -141,7 +141,7 @@ class Case:
         self.inputs_of, self._written, self.expected, self._plans = [], {}, None, {}
 
     def run(self, config: Any, copy: int = 0, **options: Any) -> Results:
-        """Run the op on a copy of the inputs, whose `writes` it changes."""
+        """Run the op on a copy of the inputs, modifying its `writes`."""
         inputs = self.inputs[copy]
         if (copy, config) not in self._plans:
             self._plans[copy, config] = self.entry.plan(inputs, config)
@@ -171,7 +171,7 @@ class Case:
             assert not differing, f"rows depend on other rows: {differing} values differ in case {index}"
 
     def fresh(self) -> Inputs:
-        """Return the first inputs as they were made."""
+        """Recreate the first inputs in their original state."""
         first = self.inputs[0]
         written = {name: mapped(torch.clone, value) for name, value in self._written.items()}
         return first._replace(arguments=first.arguments | written)
@@ -181,8 +181,8 @@ class Case:
         return self.entry.results_of(inputs, self.entry.run(**inputs.arguments, **self.entry.plan(inputs, config)))
 
     def _row_pairs(self, whole: Results, config: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of results that must be bit-identical: of rows among the others, and of the same rows alone, in
-        another order, beside others, or in another tile."""
+        """Yield pairs of results that must be bit-identical: of rows among others, and of the same rows alone, in
+        another order, among different rows, or in another tile."""
         entry, rows = self.entry, list(range(self.num_rows))
         if not entry.rows and entry.some_rows is None:
             return

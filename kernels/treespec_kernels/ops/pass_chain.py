@@ -21,17 +21,17 @@ from treespec_kernels.ops.shapes import PAGE_SIZE, Setting
 from treespec_kernels.tuning.testing import tree_attention_inputs, tree_parents
 
 LAYERS = 4
-REPLAYS = 50  # runs of the check, with all memory poisoned between them
+REPLAYS = 50  # runs of the check, with all memory poisoned in between
 
 
 class PassChain:
     """Some layers of a Llama and its LM head, over one random tree for each stacked model.
 
-    All layers share one set of weights, and buffers, so that kernels overwrite memory that others have just read.
+    All layers share weights and buffers, so that kernels overwrite memory that others have just read.
     """
 
     def __init__(self, setting: Setting, nodes: int, layers: Mapping[str, Case], generator: torch.Generator):
-        """Create the weights, tables and buffers. `layers` has the cases of the linear layers, by name."""
+        """Create the weights, tables and buffers. `layers`: cases of the linear layers, by name."""
         shape, device, groups = setting.shape, setting.device, setting.groups
         hidden, head_dim, rows = shape.hidden_size, shape.head_dim, groups * nodes
         self.setting, self.nodes = setting, nodes
@@ -66,7 +66,7 @@ class PassChain:
         self.stats = BlockStats.empty(rows, -(-shape.vocab_size // self.head_config.block_n), device)
 
     def poison(self) -> None:
-        """Fill the buffers that a run writes before it reads them with values that no result has."""
+        """Fill the buffers that a run writes before reading with values that differ from all results."""
         rows = self.stream, self.normed, self.partials, self.q, self.mixed, self.inner, self.logits
         for tensor in (*rows, *self.stats, *self.plan.partials):
             tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
@@ -118,9 +118,9 @@ class PassChain:
 
 
 def _check(case: Case, config: Any) -> None:
-    """Compare the results of `REPLAYS` runs of a captured chain with those of the chain without PDL, bit by bit.
+    """Compare the results of `REPLAYS` runs of a captured chain with the chain without PDL, bit by bit.
 
-    All memory is poisoned between runs, so that a kernel that reads too early does not find the previous results.
+    All memory is poisoned between runs, so a kernel that reads too early does not find the previous results.
     """
     chain: PassChain = case.inputs[0].arguments["chain"]
     if case.expected is None:
@@ -141,7 +141,7 @@ def _poison_and_compare(case: Case, run: Callable[[], object]) -> None:
     run()
     assert case.expected is not None
     for index, (actual, expected) in enumerate(zip(chain.results, case.expected.values(), strict=True)):
-        assert same_bits(actual, expected), f"result {index} of the chain differs from that of the chain without PDL"
+        assert same_bits(actual, expected), f"result {index} of the chain differs from the chain without PDL"
 
 
 def _configs(case: Case) -> list[LaunchConfig]:
@@ -149,7 +149,7 @@ def _configs(case: Case) -> list[LaunchConfig]:
 
 
 def _cases(op: Op, setting: Setting) -> list[Case]:
-    """Return cases of a tree, with most of the weight, and of plain decoding."""
+    """Return cases of a tree (with most of the weight) and of plain decoding."""
     shape, form, groups = setting.shape, setting.shape.quantized, setting.groups
     key = key_of(setting, hidden_size=shape.hidden_size, groups=groups)
     head = groups * shape.vocab_size * shape.hidden_size * setting.dtype.itemsize

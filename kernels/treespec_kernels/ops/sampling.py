@@ -18,11 +18,11 @@ from treespec_kernels.sampling.logit_transforms import (
 )
 from treespec_kernels.sampling.row_topk import MAX_K, row_topk_ref, row_topk_triton
 
-K = 4  # of the timed top-k
+K = 4  # k of the timed top-k
 
 
 def _noise(setting: Setting, rows: int) -> RowNoise:
-    """Return the temperature 0.8 and the keys of the noise of consecutive positions."""
+    """Return temperature 0.8 and the noise keys of consecutive positions."""
     positions = torch.arange(rows, device=setting.device)
     temperatures = torch.full((rows,), 0.8, device=setting.device, dtype=torch.float32)
     return RowNoise(temperatures, torch.full_like(positions, 7), torch.zeros_like(positions), positions)
@@ -37,7 +37,7 @@ def _case(
     weight: float = 1.0,
     **key: int,
 ) -> Case:
-    """Return a case over rows of logits, which `complete` completes to the op's arguments."""
+    """Return a case over rows of logits; `complete` adds the op's other arguments."""
     vocab = setting.shape.vocab_size
 
     def make(generator: torch.Generator) -> Inputs:

@@ -1,4 +1,4 @@
-"""Model shapes, and settings in which ops are checked, timed and compiled."""
+"""Model shapes, and settings for checking, timing and compiling ops."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class LinearLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelShape:
-    """Properties of a model that its kernels depend on; defaults are those of Llama."""
+    """Properties of a model that its kernels depend on; the defaults are Llama's."""
 
     dtype: torch.dtype
     head_dim: int
@@ -39,13 +39,13 @@ class KernelShape:
     intermediate_size: int
     vocab_size: int
     norm: NormKind = "rms"  # kind of norm of the residual stream; a model with LayerNorm has biases in all layers
-    post_norms: bool = False  # whether the outputs of attention and MLP are normalised before the residual add
+    post_norms: bool = False  # whether attention and MLP outputs are normalised before the residual add
     qk_norm: bool = False  # whether the heads of Q and K are normalised
     rotary: bool = True  # whether Q and K are rotated by position
     gated: bool = True  # whether the MLP has a gate projection
     activation: str = "silu"
     capped: bool = False  # whether attention scores and logits have soft caps
-    quantized: WeightForm | None = None  # format of the linear layers; None if they are not quantised
+    quantized: WeightForm | None = None  # format of the linear layers; None for dense layers
 
     @property
     def linear_layers(self) -> tuple[LinearLayer, ...]:
@@ -77,17 +77,17 @@ class KernelShape:
 
 @dataclass(frozen=True)
 class Setting:
-    """Model and passes for which the cases of ops are made."""
+    """Model and passes that define the cases of ops."""
 
     shape: KernelShape
-    device: torch.device = META  # device of the inputs; "meta" for launches that are compiled and not run
-    nodes: int = 32  # number of rows of one request's tree pass, root included
-    context: int = 2048  # number of committed positions of each request
-    requests: int = 4  # number of requests of a batch
-    prefill: int = 0  # number of rows of a prefill pass; 0 to leave it out
-    groups: int = 1  # number of SSMs of equal shape that run stacked; 1 for a target
+    device: torch.device = META  # device of the inputs; "meta" for launches that are only compiled
+    nodes: int = 32  # rows of one request's tree pass, including the root
+    context: int = 2048  # committed positions of each request
+    requests: int = 4  # requests of a batch
+    prefill: int = 0  # rows of a prefill pass; 0 for none
+    groups: int = 1  # number of stacked SSMs of equal shape; 1 for a target
     layers: int = 1
-    compiled_for: str | None = None  # target of launches on "meta", as from `target_of`
+    compiled_for: str | None = None  # target of launches on "meta", from `target_of`
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,28 +95,28 @@ class Setting:
 
     @property
     def target(self) -> str | None:
-        """Architecture for which default configurations are chosen, as from `target_of`."""
+        """Architecture for choosing default configurations, from `target_of`."""
         return self.compiled_for or target_of(self.device)
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """Leading dimension of stacked weights and rows; empty for a single model."""
+        """Leading dimensions of stacked weights and rows; empty for a single model."""
         return (self.groups,) if self.groups > 1 else ()
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        """Numbers of rows of plain decoding, of a tree, and of a batch of trees."""
+        """Numbers of rows: plain decoding, a tree, a batch of trees."""
         return tuple(dict.fromkeys((1, self.nodes, self.requests * self.nodes)))
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Numbers of requests: one, and those of a batch."""
+        """Numbers of requests: one, and a batch."""
         return tuple(dict.fromkeys((1, self.requests)))
 
     def random(self, generator: torch.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
         """Return normally distributed numbers in the dtype.
 
-        Zeros would be unrepresentative, because they draw less power and run faster on a GPU.
+        Zeros would not be representative, because they draw less power and run faster on a GPU.
         """
         return self.random_fp32(generator, *shape).mul_(scale).to(self.dtype)
 

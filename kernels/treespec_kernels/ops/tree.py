@@ -1,4 +1,4 @@
-"""Entries of the tree ops: root and levels of every tree of a batch, their selection, and their verification."""
+"""Entries of the tree ops: tree root, merge of levels, selection of the trees, and verification."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,8 +17,8 @@ from treespec_kernels.tree.tree_select import tree_select_ref, tree_select_trito
 from treespec_kernels.tree.tree_walk import Walk, tree_walk_ref, tree_walk_triton
 
 SSMS = 3
-VOCAB = 12  # so small that SSMs often propose the same token
-MERGED = 2  # timed levels: the first, which has one frontier node, and one that is like all later levels
+VOCAB = 12  # small, so that SSMs often propose the same token
+MERGED = 2  # timed levels: the first, with one frontier node, and one like all later levels
 KEY = {"levels": MAX_DEPTH, "frontier": FRONTIER, "ssms": SSMS, "proposals": CHILDREN, "seeds": SEEDS}
 LARGEST = 256  # nodes of the largest tree
 
@@ -48,7 +48,7 @@ def _per_request(
 def _proposals(
     requests: int, levels: int, generator: torch.Generator, device: torch.device, frontier: int = FRONTIER
 ) -> dict[str, Any]:
-    """Create proposals with low probabilities for the first levels, and two chains of seeds for each request.
+    """Create proposals with low probabilities in the first levels, and two chains of seeds per request.
 
     The chains start with different tokens.
     """
@@ -122,7 +122,7 @@ TREE_MERGE = replace(
 
 
 def _select_inputs(setting: Setting, requests: int, generator: torch.Generator) -> Inputs:
-    """Let the reference grow forests on the host; those on "meta" stay empty."""
+    """Grow forests with the reference on the host; forests on "meta" stay empty."""
     device, host = setting.device, replace(setting, device=torch.device("cpu"))
     if device == META:
         arguments = _merge_inputs(setting, requests, generator, levels=1).arguments
@@ -146,7 +146,7 @@ def _select_inputs(setting: Setting, requests: int, generator: torch.Generator) 
 
 
 def _with_largest(make: Callable[..., Inputs], key: dict[str, int], op: Op, setting: Setting) -> list[Case]:
-    """Return cases of trees of the setting's size, and of the largest."""
+    """Return cases of trees of the setting's size, and of the largest trees."""
     large = partial(make, replace(setting, nodes=LARGEST), 1)
     timed = _per_request(op, setting, key | {"nodes": setting.nodes}, make)
     return [*timed, Case(op, setting, key | {"nodes": LARGEST}, "largest tree", large, weight=0.0)]

@@ -1,4 +1,4 @@
-"""Coupled choice: samples every row's token with Gumbel noise that depends only on seed, sample, position and token.
+"""Coupled choice: a sample per row with Gumbel noise that depends only on seed, sample, position and token.
 
 The chosen token v has the largest score(v) / temperature + g(v), which `row_topk` finds. A draft and its target, or a
 tree and plain decoding, thus draw the same noise g and choose the same token if their scores are equal. The noise is
@@ -24,14 +24,14 @@ from treespec_kernels.launch.arguments import Argument
 class RowNoise(NamedTuple):
     """Temperatures, and the keys of the noise."""
 
-    temperatures: Tensor  # [rows] float32, >= 0. At 0 a token's value is its score without noise
+    temperatures: Tensor  # [rows] float32, >= 0. At 0, a token's value is its score without noise
     seeds: Tensor  # [rows] int64, the bits of an unsigned 64-bit seed
-    samples: Tensor  # [rows] int64, index of the sample of a prompt
+    samples: Tensor  # [rows] int64, sample index of the prompt
     positions: Tensor  # [rows] int64, position of the chosen token in the sequence
 
     @property
     def arguments(self) -> dict[str, Argument]:
-        """The tensors as `check_arguments` reads them."""
+        """The tensors as arguments of `check_arguments`."""
         dtypes = (torch.float32, *[torch.int64] * 3)
         return {name: (key, "rows", dtype) for (name, key), dtype in zip(self._asdict().items(), dtypes, strict=True)}
 
@@ -39,7 +39,7 @@ class RowNoise(NamedTuple):
 def gumbel_integers_of_row(seed: int, sample: int, position: int, vocab: int) -> np.ndarray:
     """Return the integers x of one row, [vocab] uint32. A token's integer does not depend on the vocabulary's size."""
     key = np.array([seed, sample], dtype=np.uint64)
-    counter = np.array([0, 0, position, 0], dtype=np.uint64)  # numpy increments it before its first block
+    counter = np.array([0, 0, position, 0], dtype=np.uint64)  # numpy increments it before the first block
     words = np.random.Philox(key=key, counter=counter).random_raw(-(-vocab // 8) * 4)
     return words.astype("<u8", copy=False).view("<u4")[:vocab].astype(np.uint32, copy=False)
 

@@ -1,7 +1,7 @@
 """Logit transforms: penalties, logit bias, allowed tokens, min_tokens, temperature, top-k, top-p and min-p, by row.
 
-In this order, which is that of `SamplingParams`. Rows belong to requests, `nodes` consecutive ones to each. A row's
-scores depend neither on the other rows nor on their number.
+The order is that of `SamplingParams`. Rows belong to requests, `nodes` consecutive rows each. A row's scores depend
+neither on the other rows nor on their number.
 """
 
 from typing import NamedTuple
@@ -13,30 +13,30 @@ from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import FLOAT_TYPES
 from treespec_kernels.launch.triton_launch import block_of, load_kernels
 
-IN_PROMPT = 1 << 30  # added to the count of a token that occurs in the prompt
+IN_PROMPT = 1 << 30  # added to the count of tokens that occur in the prompt
 SCORE_BLOCK, SCORE_WARPS = 1024, 4  # tokens per program of `transform_scores`: many programs for few rows
-BLOCK, NUM_WARPS = 2048, 8  # tokens per step of a program of `truncate_scores`, which owns a row
-MARGIN = 10.0  # scores that far below the best one are searched first: exp(-10) is 1 / 22,000
+BLOCK, NUM_WARPS = 2048, 8  # tokens per step of `truncate_scores`, with one program per row
+MARGIN = 10.0  # scores up to this far below the best one are searched first: exp(-10) is 1 / 22,000
 
 
 class TransformInputs(NamedTuple):
-    """Parameters of R requests, and what their penalties depend on."""
+    """Parameters of R requests, and the inputs of their penalties."""
 
-    # float32 [R, 6]: temperature (0 = argmax, not truncated), top_p, log(min_p) (-inf without), repetition, frequency
-    # and presence penalty
+    # float32 [R, 6]: temperature (0 = argmax, not truncated), top_p, log(min_p) (-inf without min_p), repetition,
+    # frequency and presence penalty
     numbers: Tensor
-    # int32 [R, 3]: slot of `biases` and `counts`, or -1 for neither; top_k, 0 = all; first position at which an end
-    # token may be chosen
+    # int32 [R, 3]: slot of `biases` and `counts`, or -1 for neither; top_k, 0 for all; first position at which an end
+    # token is allowed
     options: Tensor
     end_tokens: Tensor  # int32 [R, num_ends], -1 for none
-    positions: Tensor  # int64 [rows], position of the token that is chosen from a row
-    paths: Tensor  # int32 [rows, width], tokens between the root and a row's node, its own included; -1 for none
+    positions: Tensor  # int64 [rows], position of the token to choose from each row
+    paths: Tensor  # int32 [rows, width], tokens from the root (exclusive) to a row's node (inclusive); -1 for none
     biases: Tensor  # float32 [slots, vocab], added to the logits; -inf excludes a token
     counts: Tensor  # int32 [slots, vocab], occurrences in the output up to the root, plus `IN_PROMPT` if in the prompt
 
 
 def logit_transforms_ref(logits: Tensor, inputs: TransformInputs) -> Tensor:
-    """Compute the scores (reference: eager torch, one row after another, by the functions of the host's sampler).
+    """Compute the scores (reference: eager torch, one row after another, with the functions of the host's sampler).
 
     Args:
         logits: [rows, vocab], float32, bfloat16 or float16; rows are a multiple of the requests.
@@ -45,7 +45,7 @@ def logit_transforms_ref(logits: Tensor, inputs: TransformInputs) -> Tensor:
     Returns:
         float32 [rows, vocab]: log-probabilities up to a constant, -inf for excluded tokens. NaN stays.
     """
-    nodes = len(logits) // len(inputs.numbers)  # rows of a request
+    nodes = len(logits) // len(inputs.numbers)  # rows per request
     scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     for row, values in enumerate(logits.float()):
         request, path = row // nodes, inputs.paths[row]
@@ -82,7 +82,7 @@ def penalised_row(
         values = values.index_fill(0, ends, -torch.inf)
     if state is None or (repetition, frequency, presence) == (1, 0, 0):
         return values
-    seen = torch.cat((state[1].nonzero()[:, 0], path)).unique()  # few of the vocabulary
+    seen = torch.cat((state[1].nonzero()[:, 0], path)).unique()  # small part of the vocabulary
     written = (state[1][seen] & (IN_PROMPT - 1)) + (seen[:, None] == path).sum(1)
     old = values[seen]
     new = torch.where(old > 0, _quotient(old, repetition), old * repetition)
@@ -91,7 +91,7 @@ def penalised_row(
 
 
 def _quotient(values: Tensor, divisor: float) -> Tensor:
-    """Divide exactly rounded. On a GPU, torch divides by a number by multiplying with its reciprocal."""
+    """Divide with correct rounding. On a GPU, torch divides by a number by multiplying with its reciprocal."""
     return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
 
 
@@ -144,7 +144,7 @@ def nucleus_size(scores: Tensor, top_p: float) -> int:
 
     Probabilities are float32, and their sums float64.
     """
-    shares = torch.softmax(scores, 0)  # torch.exp of a long row would run on the threads of MKL
+    shares = torch.softmax(scores, 0)  # torch.exp of a long row would run on MKL's threads
     wanted, count = top_p * float(shares.sum(dtype=torch.float64)), 64
     while True:  # sorting all 131,072 tokens takes 9 ms; a few hundred usually suffice
         best = topk_rows(shares[None], count)[0][0].double().cumsum(0)
@@ -157,7 +157,7 @@ def nucleus_size(scores: Tensor, top_p: float) -> int:
 
 
 def logit_transforms_triton(logits: Tensor, inputs: TransformInputs, truncates: bool = True) -> Tensor:
-    """Compute `logit_transforms_ref` on a GPU, in two launches and without a host sync.
+    """Compute `logit_transforms_ref` on a GPU, in two launches without a host sync.
 
     Args:
         logits, inputs: as in `logit_transforms_ref`.

@@ -8,12 +8,12 @@ rows. There are no atomics.
 import triton
 import triton.language as tl
 
-_NO_KEY = tl.constexpr(-(2**31))  # at most the key of every number
+_NO_KEY = tl.constexpr(-(2**31))  # less than or equal to the key of every number
 
 
 @triton.jit
 def _keys(values):
-    """Return int32 whose order is that of the float32 `values`; NaN as +inf."""
+    """Return int32 keys in the order of the float32 `values`; NaN as +inf."""
     values = tl.where(values == values, values, float("inf"))
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0 equals +0
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -25,7 +25,7 @@ def transform_scores(
     numbers,  # [requests, 6] fp32: temperature, top_p, log(min_p), repetition, frequency and presence penalty
     integers,  # [requests, 3] int32: slot or -1, top_k, first position at which the request may end
     end_tokens,  # [requests, NUM_ENDS] int32
-    positions,  # [rows] int64, of the tokens to choose
+    positions,  # [rows] int64, positions of the tokens to choose
     paths,  # [rows, WIDTH] int32, tokens of a node's path below the root, -1 for none
     biases,  # [slots, VOCAB] fp32, -inf for excluded tokens
     counts,  # [slots, VOCAB] int32, occurrences in the output, plus IN_PROMPT
@@ -38,7 +38,7 @@ def transform_scores(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program owns one block of the vocabulary of one row."""
+    """One program handles one block of the vocabulary of one row."""
     row = tl.program_id(0).to(tl.int64)
     request = row // NODES
     o_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -72,7 +72,7 @@ def transform_scores(
 
 @triton.jit
 def _sums_above(p_scores, size, top, pivot_0, pivot_1, pivot_2, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the number of the scores with keys above each pivot, or with MASS the sum of their exp(score - top)."""
+    """Return the number of scores with keys above each pivot, or, with MASS, the sum of their exp(score - top)."""
     zero = tl.zeros([BLOCK], dtype=tl.float32 if MASS else tl.int32)
     sum_0, sum_1, sum_2 = zero, zero, zero
     for start in range(0, size, BLOCK):
@@ -91,9 +91,9 @@ def _sums_above(p_scores, size, top, pivot_0, pivot_1, pivot_2, MASS: tl.constex
 
 @triton.jit
 def _least_key(p_scores, size, top, low, high, limit, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the least key in low..high (int64) above which the scores' number or mass is less than `limit`.
+    """Return the least key in low..high (int64) such that the scores above it have less than `limit` number or mass.
 
-    Above `high` it must be less. The key is that of a score: the last one inside the limit.
+    This must hold for `high`. The result is the key of a score: the last one inside the limit.
     """
     while low < high:
         step = (high - low) // 4
@@ -112,7 +112,7 @@ def _least_key(p_scores, size, top, low, high, limit, MASS: tl.constexpr, BLOCK:
 
 @triton.jit
 def _around_key(p_scores, size, top, key, BLOCK: tl.constexpr):
-    """Return the number of scores with keys above `key`, that of equal ones, and the mass of each."""
+    """Return the numbers of scores with keys above `key` and equal to it, and the mass of each group."""
     number_above, number_equal = tl.zeros([BLOCK], dtype=tl.int32), tl.zeros([BLOCK], dtype=tl.int32)
     mass_above, mass_equal = tl.zeros([BLOCK], dtype=tl.float32), tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, size, BLOCK):
@@ -135,7 +135,7 @@ def _around_key(p_scores, size, top, key, BLOCK: tl.constexpr):
 
 @triton.jit
 def truncate_scores(
-    numbers,  # as in `transform_scores`
+    numbers,  # see `transform_scores`
     integers,
     scores,  # [rows, VOCAB] fp32, modified in place
     candidates,  # [rows, BLOCK] fp32
@@ -144,10 +144,10 @@ def truncate_scores(
     BLOCK: tl.constexpr,
     MARGIN: tl.constexpr,
 ):
-    """One program owns one row. It searches the least key that is kept, and how many of the tokens with this key.
+    """One program handles one row. It searches the least key to keep, and the number of tokens with this key to keep.
 
-    The search reads the row again and again, so it first copies the scores within MARGIN of the best one. It searches
-    the whole row only if they are more than BLOCK, fewer than top-k, or have less mass than top-p.
+    The search reads the row repeatedly, so it first copies the scores within MARGIN of the best one. It searches the
+    whole row only if there are more than BLOCK or fewer than top-k of them, or if they have less mass than top-p.
     """
     row = tl.program_id(0).to(tl.int64)
     request = row // NODES
@@ -178,7 +178,7 @@ def truncate_scores(
             num_near += tl.sum(is_near.to(tl.int32), axis=0)
             b_mass += mass
             b_near += tl.where(is_near, mass, 0.0)
-        tl.debug_barrier()  # other threads than those that stored the candidates load them
+        tl.debug_barrier()  # the candidates are loaded by other threads than those that stored them
         total, near = tl.sum(b_mass, axis=0), tl.sum(b_near, axis=0)
         p_from, size = p_row, tl.full([], VOCAB, dtype=tl.int32)
         least = tl.full([], _NO_KEY, dtype=tl.int64)
@@ -193,7 +193,7 @@ def truncate_scores(
             first_equal = top_k - above
             total = mass_above + mass_equal * (first_equal.to(tl.float32) / equal.to(tl.float32))
         if top_p < 1.0:
-            wanted = top_p * total  # of the mass that top-k keeps
+            wanted = top_p * total  # share of the mass that top-k keeps
             key = _least_key(p_from, size, top, least, highest, wanted, True, BLOCK)
             _, equal, mass_above, mass_equal = _around_key(p_from, size, top, key, BLOCK)
             needed = tl.ceil((wanted - mass_above) / (mass_equal / equal.to(tl.float32)))
@@ -201,7 +201,7 @@ def truncate_scores(
             first_equal = tl.where(key == least, tl.minimum(first_equal, needed), needed)
             least = key
         lowest = tl.where(has_min_p, top + log_min_p, float("-inf"))
-        passed = tl.full([], 0, dtype=tl.int32)  # tokens with the least key in earlier blocks
+        passed = tl.full([], 0, dtype=tl.int32)  # number of tokens with the least key in earlier blocks
         for start in range(0, VOCAB, BLOCK):
             o_v = start + tl.arange(0, BLOCK)
             m_v = o_v < VOCAB

@@ -24,7 +24,7 @@ from treespec_kernels.sampling.coupled_choice import RowNoise, coupled_values_re
 MAX_K = 16
 BLOCK = 128  # tokens per block; a vocabulary of 128 k has 1,002 blocks, of which at most 2,048 tokens are compared
 SPAN = 1024  # tokens per program of the summary: one Philox block of 8 per thread
-_BLOCKS = [1 << bit for bit in range(4, SPAN.bit_length())]  # sizes that a summary may have
+_BLOCKS = [1 << bit for bit in range(4, SPAN.bit_length())]  # possible block sizes of a summary
 SUMMARY_WARPS = 4
 SELECT_WARPS = 8  # with noise, 16 blocks spill in 4 warps
 
@@ -58,20 +58,20 @@ def row_topk_ref(logits: Tensor, k: int, noise: RowNoise | None = None) -> RowTo
 def row_topk_triton(
     logits: Tensor, k: int, noise: RowNoise | None = None, *, stats: BlockStats | None = None
 ) -> RowTopk:
-    """Compute `row_topk_ref` on a GPU, in two launches, or one with `stats`, and without a host sync.
+    """Compute `row_topk_ref` on a GPU, in two launches (or one with `stats`), without a host sync.
 
     Args:
-        stats: summary of these logits, as from `lm_head_triton`; only without noise.
+        stats: summary of these logits from `lm_head_triton`; only without noise.
     """
     check_arguments(logits=(logits, "rows vocab+", FLOAT_TYPES), **(noise.arguments if noise is not None else {}))
     assert 1 <= k <= min(MAX_K, logits.shape[1]), f"k is {k}, the vocabulary's size {logits.shape[1]}"
-    assert stats is None or noise is None, "stats are of the logits without noise"
+    assert stats is None or noise is None, "stats must not be combined with noise"
     rows, vocab = logits.shape
     block, num_blocks = BLOCK, -(-vocab // BLOCK)
-    if stats is not None:  # whose number of blocks determines their size, a power of two
+    if stats is not None:  # the number of blocks determines their size, a power of two
         num_blocks = stats.values.shape[1]
         block = next(size for size in _BLOCKS if -(-vocab // size) == num_blocks)
-        assert len(stats.values) == rows, "the summary of other logits"
+        assert len(stats.values) == rows, "stats of other logits"
     device, num_read = logits.device, min(k, num_blocks)
     top = RowTopk(
         torch.empty(rows, k, dtype=torch.int32, device=device),

@@ -11,12 +11,12 @@ import triton.language as tl
 from treespec_kernels.linear.lm_head_kernels import summary
 from treespec_kernels.sampling.coupled_values import coupled_values
 
-_TAKEN = tl.constexpr(-(2**63))  # below the key of every number, -inf included
+_TAKEN = tl.constexpr(-(2**63))  # less than the key of every number, including -inf
 
 
 @triton.jit
 def _keys(values, index):
-    """Return int64 sort keys whose descending order is by descending value, then ascending index.
+    """Return int64 sort keys; in descending order, they sort by descending value, then ascending index.
 
     The high half has the float32 bits, with negative numbers flipped so that they compare as integers; the low half has
     the complement of the index.
@@ -52,10 +52,10 @@ def _values(logits, row, o_v, o_philox, m_v, temperatures, seeds, samples, posit
 def summarise_blocks(
     logits,  # [rows, VOCAB]
     temperatures,  # [rows] fp32; this and the next three may be None
-    seeds,  # [rows] int64, as samples and positions
+    seeds,  # [rows] int64; also samples and positions
     samples,
     positions,
-    best_values,  # [rows, cdiv(VOCAB, BLOCK)] fp32, as sums
+    best_values,  # [rows, cdiv(VOCAB, BLOCK)] fp32; also sums
     best_tokens,  # int32
     sums,
     stride_logits,
@@ -63,7 +63,7 @@ def summarise_blocks(
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """One program owns SPAN / BLOCK blocks of one row."""
+    """One program handles SPAN / BLOCK blocks of one row."""
     row = tl.program_id(0).to(tl.int64)
     i_span = tl.program_id(1)
     num_blocks: tl.constexpr = (VOCAB + BLOCK - 1) // BLOCK
@@ -85,10 +85,10 @@ def summarise_blocks(
 def select_of_blocks(
     logits,  # [rows, VOCAB]
     temperatures,  # [rows] fp32; this and the next three may be None
-    seeds,  # [rows] int64, as samples and positions
+    seeds,  # [rows] int64; also samples and positions
     samples,
     positions,
-    best_values,  # [rows, NUM_BLOCKS] fp32, as sums
+    best_values,  # [rows, NUM_BLOCKS] fp32; also sums
     best_tokens,  # int32
     sums,
     tokens,  # [rows, K] int32
@@ -101,11 +101,11 @@ def select_of_blocks(
     NUM_BLOCKS: tl.constexpr,
     NUM_READ: tl.constexpr,  # min(K, NUM_BLOCKS)
     K: tl.constexpr,
-    BLOCK_B: tl.constexpr,  # with the next two: NUM_BLOCKS, NUM_READ and K rounded up to powers of two
+    BLOCK_B: tl.constexpr,  # this and the next two: NUM_BLOCKS, NUM_READ and K rounded up to powers of two
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program owns one row."""
+    """One program handles one row."""
     row = tl.program_id(0).to(tl.int64)
     o_b = tl.arange(0, BLOCK_B)
     m_b = o_b < NUM_BLOCKS

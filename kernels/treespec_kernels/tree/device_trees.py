@@ -22,32 +22,32 @@ from treespec_kernels.launch.arguments import Argument, check_arguments
 from treespec_kernels.tree.growth_limits import SEEDS
 
 SEED_BIT = MAX_SSMS = 30  # an int32 mask has one bit per SSM, one for the seeds, and the sign
-MAX_CANDIDATES = 4096  # of a request, over all levels; one program keeps them in registers, and 8,192 spill
+MAX_CANDIDATES = 4096  # maximum of a request over all levels; one program keeps them in registers, and 8,192 spill
 
 
 class ProposedTrees(NamedTuple):
-    """Trees proposed for a batch by sources without a draft model. Their nodes, without the root, are the seeds."""
+    """Trees proposed for a batch by model-free sources. Their nodes, without the root, are the seeds."""
 
     tokens: Tensor  # [B, S] int32, -1 for no seed. Siblings have different tokens
     parents: Tensor  # [B, S] int32, index of an earlier seed, or -1 for the root
     probs: Tensor  # [B, S] float32, probability of the token after its parent
-    # [B, S] float32, positive and finite: evidence ratio, the factor on the odds of the token because it is a seed
+    # [B, S] float32, positive and finite: evidence ratios, factors on the odds of seeds
     ratios: Tensor
 
     @property
     def arguments(self) -> dict[str, Argument]:
-        """The tensors as `check_arguments` reads them."""
+        """The tensors as arguments of `check_arguments`."""
         forms = zip(self._asdict().items(), (torch.int32, torch.int32, torch.float32, torch.float32), strict=True)
         return {f"proposed.{name}": (tensor, "[B S]", dtype) for (name, tensor), dtype in forms}
 
 
 class DeviceState:
-    """Base of dataclasses of contiguous tensors on a device, which are checked when they are created.
+    """Base class of dataclasses of contiguous device tensors; checks them on creation.
 
-    Their order is that of the kernels' arguments. Tensors named "values" are float32, and the others int32.
+    Their order matches the kernels' arguments. Tensors named "values" are float32, and the others int32.
 
     Attributes:
-        FORMS: by name, a tensor's shape as in `check_arguments`, and the value of all its entries at first.
+        FORMS: by name, a tensor's shape (as in `check_arguments`) and initial value.
     """
 
     FORMS: ClassVar[dict[str, tuple[str, float]]]
@@ -83,7 +83,7 @@ class DeviceForest(DeviceState):
     """
 
     cand_tokens: Annotated[Tensor, "B+ D+ P+", -1]  # -1 if empty
-    cand_parents: Annotated[Tensor, "B D P", -1]  # flat index of the parent; -1 for the root, and if empty
+    cand_parents: Annotated[Tensor, "B D P", -1]  # flat index of the parent; -1 for the root and if empty
     cand_values: Annotated[Tensor, "B D P", -torch.inf]  # product of probabilities along the path; -inf if empty
     cand_masks: Annotated[Tensor, "B D P", 0]  # bit g: proposed by SSM g; bit `SEED_BIT`: a seed; 0 if empty
     # Flat index of each frontier node, best value first; D * P for the root; -1 if empty.
@@ -94,11 +94,11 @@ class DeviceForest(DeviceState):
     # Scratch slots: 0 for the root, 1 + (level - 1) * F + i for node i of a later level; 0 if empty.
     frontier_slots: Annotated[Tensor, "B F", 0]
     frontier_seeds: Annotated[Tensor, "B F", -2]  # index of the node among the seeds; -1 for the root, -2 for no seed
-    # Scratch slots of a node's ancestors by depth, its own last and then repeated; W is D + 1. 0 if empty.
+    # Scratch slots of a node's ancestors by depth, ending with its own, which is repeated; W is D + 1. 0 if empty.
     frontier_ancestors: Annotated[Tensor, "B F W", 0]
-    seed_cands: Annotated[Tensor, "B S", -1]  # flat index of each seed's candidate; -1 if growth did not reach the seed
+    seed_cands: Annotated[Tensor, "B S", -1]  # flat index of each seed's candidate; -1 for unreached seeds
     # Number of levels grown, equal for all requests. Each request has its own copy, because a program must not read a
-    # number that another request's program of the same launch increments.
+    # number that another program of the same launch increments.
     levels: Annotated[Tensor, "B", 0]
 
     @classmethod
@@ -113,7 +113,7 @@ class DeviceForest(DeviceState):
         seeds: int = SEEDS,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """Allocate an idle forest from the sizes B, F, G, C, D and S, in this order."""
+        """Allocate an idle forest; sizes in the order B, F, G, C, D, S."""
         candidates = frontier * (num_ssms + 1) * proposals
         assert num_ssms <= MAX_SSMS and max_depth * candidates + seeds <= MAX_CANDIDATES
         sizes = {"B": num_requests, "D": max_depth, "P": candidates, "F": frontier, "W": max_depth + 1, "S": seeds}
@@ -151,7 +151,7 @@ class DeviceForest(DeviceState):
 
 @dataclass(frozen=True)
 class DeviceTrees(DeviceState):
-    """Trees of a batch that the target scores. Node 0 is the root; parents precede their children.
+    """Trees of a batch to be scored by the target. Node 0 is the root; parents precede their children.
 
     Nodes from `num_nodes[b]` on are padding, with depth -1.
     """
@@ -159,15 +159,15 @@ class DeviceTrees(DeviceState):
     tokens: Annotated[Tensor, "B N", 0]  # 0, a valid token, for padding
     parents: Annotated[Tensor, "B N", -1]  # -1 for the root and for padding
     depths: Annotated[Tensor, "B N", -1]  # -1 for padding
-    # Node indices by depth, its own last and then repeated; W is D + 1. Padding has its own.
+    # Node indices by depth, ending with its own, which is repeated; W is D + 1. Padding has its own.
     ancestors: Annotated[Tensor, "B+ N+ W+", 0]
     num_nodes: Annotated[Tensor, "B", 0]  # 0 for an idle request
     masks: Annotated[Tensor, "B N", 0]  # bit g: proposed by SSM g; bit `SEED_BIT`: a seed; 0 for the root and padding
-    values: Annotated[Tensor, "B N", 0]  # estimated probability of the node's acceptance: 1 for the root, 0 for padding
+    values: Annotated[Tensor, "B N", 0]  # estimated acceptance probability of the node: 1 for the root, 0 for padding
 
     @classmethod
     def allocate(cls, num_requests: int, *, nodes: int, max_depth: int, device: torch.device | str = "cpu") -> Self:
-        """Allocate trees without nodes from the sizes B, N and D, in this order."""
+        """Allocate trees without nodes; sizes in the order B, N, D."""
         trees = cls._allocate(device, B=num_requests, N=nodes, W=max_depth + 1)
         trees.ancestors.copy_(torch.arange(nodes, dtype=torch.int32, device=device)[None, :, None])
         return trees

@@ -1,29 +1,29 @@
-"""Tree merge: turns the proposals of SSMs and seeds for one level of every tree into candidates and the next frontier.
+"""Tree merge: turns proposals of SSMs and seeds for one level of every tree into candidates and the next frontier.
 
-This is the reference for growing trees. Growth in numpy (forest.py of the drafters) merges with the same function, and
+This is the reference for growing trees. Growth in numpy (the drafters' forest.py) merges with the same function, and
 growth_cpu is bit-identical to it.
 
-Proposals of the same token below one frontier node are merged: the first one, in the order of (source, proposal), is
+Proposals of the same token at one frontier node are merged: the first one, in the order of (source, proposal), becomes
 the candidate, and the others are dropped. The seeds are the last source. If a frontier node is the root or a seed (its
 path is a path of the proposed tree), its first C children among the seeds are proposed.
 
 A proposal of an SSM is valid if its token is not negative, its frontier node exists, and its share, weight *
-probability, is finite and at least 0. So NaN and infinity of a draft that overflowed are ignored, and token -1 means no
-proposal. If an SSM proposes a token twice below one node, its larger share counts.
+probability, is finite and at least 0. Hence NaN and infinity of a draft that overflowed are ignored, and token -1 means
+no proposal. If an SSM proposes a token twice at one node, the larger share counts.
 
 The following is in float32, with each operation rounded once and in this order:
 
 - the mixture m is the sum of the shares of the SSMs that propose the token, from SSM 0 on, clamped to at most 1;
-- a candidate that is no seed has probability m. For a seed (any child of the node's seed, not only the first C), the
+- a candidate that is not a seed has probability m. For a seed (any child of the node's seed, not only the first C), the
   odds of the mixture are multiplied by the seed's evidence ratio: p = scaled / (scaled + (1 - prior)), with prior = m
   clamped to [`MIN_MIXTURE`, `MAX_MIXTURE`] and scaled = ratio * prior. If no SSM has a valid proposal at the node, the
   seed has its own probability;
 - the candidate's value is the frontier node's value times its probability. The product never exceeds its first factor,
   so values never increase along a path.
 
-The next frontier has the best candidates of this level that are no end tokens and have a value above 0, by (value
-descending, flat index ascending). Their number is at most `frontier_width` of their depth, and at most F. If all D
-levels are grown already, nothing changes.
+The next frontier has the best candidates of this level that are not end tokens and have a value above 0, by (value
+descending, flat index ascending): at most `frontier_width` of their depth, and at most F. If all D levels are grown
+already, nothing changes.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _ZERO, _ONE, _MIN_PRIOR, _MAX_PRIOR = map(np.float32, (0, 1, MIN_MIXTURE, MAX_MI
 
 
 def merge_children(
-    shares: Sequence[Mapping[int, np.float32]],  # by SSM, the shares of the tokens that it proposes, in order
+    shares: Sequence[Mapping[int, np.float32]],  # by SSM, the shares of its proposed tokens, in order
     seeds: Mapping[int, int],  # indices of the node's seeds by token, in order
-    most_seeds: int,  # number of them that are proposed
+    most_seeds: int,  # number of these seeds to propose
     seed_probs: np.ndarray,  # float32, probabilities of all seeds
     seed_ratios: np.ndarray,  # float32, their evidence ratios
 ) -> dict[int, tuple[np.float32, int]]:
-    """Merge what SSMs and seeds propose below one node.
+    """Merge the proposals of SSMs and seeds at one node.
 
     Returns:
-        By token, in the order of first proposals, its probability and the index of its seed, -1 for none.
+        By token, in the order of first proposals, its probability and seed index, -1 for none.
     """
     merged: dict[int, tuple[np.float32, int]] = {}
     has_mixture = any(shares)
@@ -85,7 +85,7 @@ def tree_merge_ref(
         probs: [G, B, F, C] float32, the SSM's probability of each proposal.
         weights: [B, G] float32, mixture weights; they sum to 1 if every SSM drafts.
         end_tokens: [B, E] int32, tokens that are not expanded; padded with -1.
-        proposed: trees of sources without a draft model; the same in every level of a round.
+        proposed: trees of model-free sources; the same in every level of a round.
     """
     state = {name: tensor.cpu().numpy() for name, tensor in forest.tensors.items()}
     ssm_tokens, ssm_probs, weight = tokens.cpu().numpy(), probs.cpu().numpy(), weights.cpu().numpy()
@@ -94,7 +94,7 @@ def tree_merge_ref(
         if state["levels"][request] < forest.max_depth:
             request_state = {name: array[request : request + 1] for name, array in state.items()}
             trees = ProposedTrees(*(array[request] for array in seeds))
-            with np.errstate(all="ignore"):  # invalid shares are dropped, and sums above 1 clamped
+            with np.errstate(all="ignore"):  # invalid shares are dropped, and sums above 1 are clamped
                 _merge_one(request_state, ssm_tokens[:, request], ssm_probs[:, request], weight[request], ends, trees)
     for name, array in state.items():
         getattr(forest, name).copy_(torch.from_numpy(array))
@@ -114,7 +114,7 @@ def _merge_one(
     valid = (ssm_tokens >= 0) & (shares >= 0) & (shares < np.inf) & (frontier >= 0)[:, None]
     seed_of = np.full(candidates, -2)
     for f, seed_parent in enumerate(state["frontier_seeds"][0].tolist()):
-        first: dict[int, int] = {}  # number of a token's first proposal
+        first: dict[int, int] = {}  # index of each token's first proposal
         shares_of: list[dict[int, np.float32]] = [{} for _ in range(num_ssms)]
         for ssm, of_ssm in enumerate(shares_of):
             for c in np.flatnonzero(valid[ssm, f]).tolist():
@@ -158,7 +158,7 @@ def _merge_one(
 def tree_merge_triton(
     forest: DeviceForest, tokens: Tensor, probs: Tensor, weights: Tensor, end_tokens: Tensor, proposed: ProposedTrees
 ) -> None:
-    """Compute `tree_merge_ref` on a GPU, in one launch and without a host sync."""
+    """Compute `tree_merge_ref` on a GPU, in one launch without a host sync."""
     sizes = check_arguments(
         {"F": forest.frontier_width, "S": forest.num_seeds},
         levels=(forest.levels, "B", torch.int32),

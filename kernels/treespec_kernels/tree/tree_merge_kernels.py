@@ -23,18 +23,18 @@ def shares_of(tokens, probs, weight, mask):
 @triton.jit
 def merge_level(
     tokens,  # [SSMS, B, FRONTIER, PROPOSALS]
-    probs,  # as tokens, fp32
+    probs,  # [SSMS, B, FRONTIER, PROPOSALS] fp32
     weights,  # [B, SSMS] fp32
     end_tokens,  # [B, ENDS]
-    seed_tokens,  # [B, SEEDS], as the next three
+    seed_tokens,  # [B, SEEDS]; also the next three
     seed_parents,
     seed_probs,
     seed_ratios,
-    cand_tokens,  # [B, MAX_DEPTH, FRONTIER * (SSMS + 1) * PROPOSALS], as the next three
+    cand_tokens,  # [B, MAX_DEPTH, FRONTIER * (SSMS + 1) * PROPOSALS]; also the next three
     cand_parents,
     cand_values,
     cand_masks,
-    frontier,  # [B, FRONTIER], as the next five
+    frontier,  # [B, FRONTIER]; also the next five
     frontier_tokens,
     frontier_values,
     frontier_depths,
@@ -64,7 +64,7 @@ def merge_level(
     BLOCK_S: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One program owns one request.
+    """One program handles one request.
 
     Every proposal is compared with the proposals at its node, one SSM after another, so that sums have a fixed order.
     """
@@ -74,7 +74,7 @@ def merge_level(
     if level >= MAX_DEPTH:
         return
 
-    # Load the proposals: of the SSMs, then of the seeds.
+    # Load the proposals of the SSMs, then of the seeds.
     o_p = tl.arange(0, BLOCK_P)
     m_p = o_p < CANDIDATES
     f = o_p // ((SSMS + 1) * PROPOSALS)
@@ -100,7 +100,7 @@ def merge_level(
     seed_parent = tl.load(seed_parents + p_s, mask=m_s, other=-3)
     is_seed = seed_token >= 0
     is_older = is_seed[None, :] & (seed_parent[None, :] == seed_parent[:, None]) & (o_s[None, :] < o_s[:, None])
-    place = tl.sum(is_older.to(tl.int32), axis=1)  # among its siblings
+    place = tl.sum(is_older.to(tl.int32), axis=1)  # index among its siblings
     is_child = is_seed[None, :] & (seed_parent[None, :] == node_seed[:, None]) & m_node[:, None]
     is_own = is_child & (place[None, :] == c[:, None]) & (m_p & (ssm == SSMS))[:, None]
     own_seed = tl.max(tl.where(is_own, seed_token[None, :], -1), axis=1)
@@ -142,8 +142,8 @@ def merge_level(
     proposed_by = tl.where(seeded, proposed_by | SEED_MASK, proposed_by)
     parent = tl.where(node == MAX_DEPTH * CANDIDATES, -1, node)
 
-    # Select the best F, one after another. Keys are unique: the bits of the value, which compare like the value because
-    # it is not negative, then the complement of the index.
+    # Select the best F, one after another. Keys are unique: the value's bits, which compare like the value because it
+    # is not negative, then the complement of the index.
     o_e = tl.arange(0, BLOCK_E)
     ends = tl.load(end_tokens + request * stride_ends + o_e, mask=o_e < ENDS, other=-1)
     is_end = tl.max((token[:, None] == ends[None, :]).to(tl.int32), axis=1) > 0
@@ -159,7 +159,7 @@ def merge_level(
         winners = tl.where(o_f == i, best, winners)
         worse = tl.where(worse == best, -1, worse)
 
-    # Compute the next frontier from its candidates and the frontier that it replaces.
+    # Compute the next frontier from its candidates and the previous frontier.
     m_f = o_f < FRONTIER
     m_next = m_f & (winners >= 0)
     number = tl.where(m_next, BLOCK_P - 1 - (winners & (BLOCK_P - 1)).to(tl.int32), 0)

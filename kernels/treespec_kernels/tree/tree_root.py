@@ -1,4 +1,4 @@
-"""Tree root: starts a round by resetting every tree to its root, which is the first frontier.
+"""Tree root: starts a round by resetting every tree to its root, the first frontier.
 
 The root of request b has token `root_tokens[b]`, value 1, depth 0 and scratch slot 0. A negative token marks an idle
 request, whose frontier is empty. The candidates of the previous round are cleared.
@@ -33,7 +33,7 @@ def tree_root_ref(forest: DeviceForest, root_tokens: Tensor) -> None:
 
 
 def tree_root_triton(forest: DeviceForest, root_tokens: Tensor) -> None:
-    """Compute `tree_root_ref` on a GPU, in one launch and without a host sync."""
+    """Compute `tree_root_ref` on a GPU, in one launch without a host sync."""
     check_arguments(levels=(forest.levels, "B", torch.int32), root_tokens=(root_tokens, "B", torch.int32))
     kernels = load_kernels("tree.tree_root", root_tokens)
     candidates = forest.max_depth * forest.candidates

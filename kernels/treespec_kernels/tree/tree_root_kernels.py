@@ -7,11 +7,11 @@ import triton.language as tl
 @triton.jit
 def start_round(
     root_tokens,  # [B]
-    cand_tokens,  # [B, CANDIDATES], as the next three
+    cand_tokens,  # [B, CANDIDATES]; also the next three
     cand_parents,
     cand_values,
     cand_masks,
-    frontier,  # [B, FRONTIER], as the next five
+    frontier,  # [B, FRONTIER]; also the next five
     frontier_tokens,
     frontier_values,
     frontier_depths,

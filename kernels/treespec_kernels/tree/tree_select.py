@@ -1,7 +1,7 @@
 """Tree select: builds the target's tree from the root and the N - 1 best candidates.
 
-Seeds that growth has not reached are candidates as well, after all others: their value is their parent's times their
-own probability, in float32, and their depth is one more than their parent's.
+Seeds that growth has not reached are candidates as well, after all others: their value is their parent's value times
+their own probability, in float32, and their depth is one more than their parent's.
 
 Candidates are ordered by (value descending, flat index ascending). Only candidates of the levels grown so far, and
 seeds, are eligible, if their depth is at most `max_depths[b]` and their value at least `least_values[b]`. Nodes are
@@ -26,13 +26,13 @@ from treespec_kernels.tree.device_trees import SEED_BIT, DeviceForest, DeviceTre
 
 
 def tree_select_ref(
-    forest: DeviceForest,  # not changed
+    forest: DeviceForest,  # not modified
     proposed: ProposedTrees,  # as passed to `tree_merge`
     root_tokens: Tensor,  # [B] int32, as passed to `tree_root`; the tree of a negative token has no nodes
-    # Tree budget, the maximum number of nodes of a tree, root included, from 1 to the size of `out`; or an int32 tensor
-    # [B] with the number per request, clamped to that range, so that a captured graph can vary it
+    # Tree budget, the maximum number of nodes of a tree including the root, from 1 to the size of `out`; or an int32
+    # tensor [B] with the number per request, clamped to that range, so that a captured graph can vary it
     nodes: int | Tensor,
-    least_values: Tensor,  # [B] float32, minimum value of a node below the root; NaN selects none
+    least_values: Tensor,  # [B] float32, minimum value of nodes below the root; NaN selects none
     max_depths: Tensor,  # [B] int32, 0 for only the root
     *,
     # Written in place and returned; None allocates trees of `nodes` nodes, which must then be an int
@@ -92,7 +92,7 @@ class _TreeCandidate(NamedTuple):
 def _unreached(
     reached: np.ndarray, proposed: Sequence[np.ndarray], candidates: dict[int, _TreeCandidate], forest: DeviceForest
 ) -> dict[int, _TreeCandidate]:
-    """Return the seeds that growth has not reached, by flat index; `proposed` are one request's `ProposedTrees`."""
+    """Return the seeds that growth has not reached, by flat index; `proposed`: one request's `ProposedTrees`."""
     tokens, parents, probs, _ = proposed
     first = forest.max_depth * forest.candidates
     unreached: dict[int, _TreeCandidate] = {}
@@ -115,7 +115,7 @@ def tree_select_triton(
     *,
     out: DeviceTrees | None = None,
 ) -> DeviceTrees:
-    """Compute `tree_select_ref` on a GPU, in one launch and without a host sync."""
+    """Compute `tree_select_ref` on a GPU, in one launch without a host sync."""
     out = _new_trees(forest, nodes) if out is None else out
     wanted = torch.full_like(out.num_nodes, nodes) if isinstance(nodes, int) else nodes
     check_arguments(
@@ -157,6 +157,6 @@ def tree_select_triton(
 
 
 def _new_trees(forest: DeviceForest, nodes: int | Tensor) -> DeviceTrees:
-    assert isinstance(nodes, int), "the host does not read a tensor to allocate trees"
+    assert isinstance(nodes, int), "allocation would read a tensor on the host"
     device = forest.levels.device
     return DeviceTrees.allocate(forest.num_requests, nodes=nodes, max_depth=forest.max_depth, device=device)

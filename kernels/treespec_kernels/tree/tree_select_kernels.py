@@ -10,20 +10,20 @@ SEED_MASK = tl.constexpr(1 << device_trees.SEED_BIT)
 
 @triton.jit
 def select_nodes(
-    cand_tokens,  # [B, MAX_DEPTH * CANDIDATES], as the next three
+    cand_tokens,  # [B, MAX_DEPTH * CANDIDATES]; also the next three
     cand_parents,
     cand_values,
     cand_masks,
-    seed_cands,  # [B, SEEDS], as the next three
+    seed_cands,  # [B, SEEDS]; also the next three
     seed_tokens,
     seed_parents,
     seed_probs,
-    levels,  # [B], as the next four
+    levels,  # [B]; also the next four
     root_tokens,
     least_values,
     max_depths,
     wanted,
-    tree_tokens,  # [B, MAX_NODES], as parents, depths, masks and values
+    tree_tokens,  # [B, MAX_NODES]; also parents, depths, masks and values
     tree_parents,
     tree_depths,
     tree_ancestors,  # [B, MAX_NODES, MAX_DEPTH + 1]
@@ -40,7 +40,7 @@ def select_nodes(
     BLOCK_S: tl.constexpr,
     LOG_BLOCK_Q: tl.constexpr,
 ):
-    """One program owns one request. It finds the smallest selected value by radix selection instead of sorting."""
+    """One program handles one request. It finds the smallest selected value by radix selection instead of sorting."""
     request = tl.program_id(0).to(tl.int64)
     token = tl.load(root_tokens + request)
     level = tl.load(levels + request)
@@ -54,7 +54,7 @@ def select_nodes(
     value = tl.load(cand_values + first + o_q, mask=m_q, other=-1.0)
 
     # Seeds that growth has not reached: compute value and depth from their parents', one iteration per depth. Deeper
-    # ones get a depth of MAX_DEPTH + 1, and are excluded.
+    # seeds get a depth of MAX_DEPTH + 1, and are excluded.
     LAST: tl.constexpr = MAX_DEPTH * CANDIDATES
     o_s = tl.arange(0, BLOCK_S)
     m_s = o_s < SEEDS

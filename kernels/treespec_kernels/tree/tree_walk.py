@@ -1,8 +1,8 @@
-"""Tree walk: verifies every tree of a batch by following the target's choices from the root.
+"""Tree walk: verifies the trees of a batch by following the target's choices from the root.
 
 At each node the walk continues with the child whose token is the target's choice, and ends if there is none. The
 emitted tokens are the target's choices along the path: the accepted tokens, then the bonus token. A path of
-`path_lens[b]` nodes, root included, emits as many tokens.
+`path_lens[b]` nodes, including the root, emits the same number of tokens.
 
 A request emits nothing (length 0) if it is idle, or if the logits of any of its nodes are not finite, because then none
 of its results can be trusted.
@@ -24,12 +24,12 @@ class Walk(DeviceState):
     """Accepted paths of one target pass."""
 
     paths: Annotated[Tensor, "B+ W+", 0]  # accepted node indices, root first; padded with 0
-    path_lens: Annotated[Tensor, "B", 0]  # number of nodes of the path, root included, and so of emitted tokens
+    path_lens: Annotated[Tensor, "B", 0]  # number of nodes of the path, including the root; also of emitted tokens
     tokens: Annotated[Tensor, "B W", -1]  # accepted tokens, then the bonus token; padded with -1
 
     @classmethod
     def allocate(cls, num_requests: int, *, max_depth: int, device: torch.device | str = "cpu") -> Self:
-        """Allocate paths of length 0 from the sizes B and D; W is D + 1."""
+        """Allocate paths of length 0; sizes in the order B, D; W is D + 1."""
         return cls._allocate(device, B=num_requests, W=max_depth + 1)
 
 
@@ -62,7 +62,7 @@ def tree_walk_ref(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: W
 
 
 def tree_walk_triton(trees: DeviceTrees, choices: Tensor, finite: Tensor, *, out: Walk | None = None) -> Walk:
-    """Compute `tree_walk_ref` on a GPU, in one launch and without a host sync."""
+    """Compute `tree_walk_ref` on a GPU, in one launch without a host sync."""
     out = _new_walk(trees) if out is None else out
     check_arguments(
         ancestors=(trees.ancestors, "B N W", torch.int32),

@@ -6,13 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def walk_down(
-    tree_tokens,  # [B, MAX_NODES], as depths
+    tree_tokens,  # [B, MAX_NODES]; also depths
     tree_depths,
     tree_ancestors,  # [B, MAX_NODES, MAX_DEPTH + 1]
     tree_sizes,  # [B]
     choices,  # [B, MAX_NODES] int32 or int64
     finite,  # [B, MAX_NODES] bool
-    paths,  # [B, MAX_DEPTH + 1], as tokens
+    paths,  # [B, MAX_DEPTH + 1]; also tokens
     path_lens,  # [B]
     tokens,
     stride_choices,
@@ -22,7 +22,7 @@ def walk_down(
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One program owns one request.
+    """One program handles one request.
 
     All nodes check all edges above them at once instead of walking step by step: a node is on the path if the choice at
     the upper end of each edge is the token at its lower end. Siblings have different tokens, so at most one node per

@@ -1,4 +1,4 @@
-"""Times calls and measures copy bandwidth on an otherwise idle device."""
+"""Timing of calls, and measurement of the copy bandwidth, on an otherwise idle device."""
 
 import math
 import time
@@ -16,7 +16,7 @@ BANDWIDTH_BYTES = 2 << 30
 
 
 class Clock:
-    """Timer of calls in a captured graph, without launch overhead, as in an engine that replays graphs.
+    """Timer for calls in a captured graph, without launch overhead, like in an engine that replays graphs.
 
     `device` must be the current GPU, or the CPU for dry runs in Triton's interpreter, whose times are meaningless.
     """
@@ -43,16 +43,16 @@ class Clock:
         return do_bench_cudagraph(run, rep=SAMPLE_MS, return_mode="median") / 1e3 / len(calls)
 
     def copies(self, num_bytes: int) -> int:
-        """Return the number of copies of inputs of `num_bytes` to run in turn so that no copy stays in a cache."""
+        """Return the number of input copies of `num_bytes` to rotate through so that none stays in a cache."""
         if num_bytes >= 4 * self._cache:  # a single copy does not stay in the cache
             return 1
         return max(2, min(1 + math.ceil(2 * self._cache / num_bytes), MAX_COPIES, 1 + COPIED_BYTES // num_bytes))
 
     def copy_bandwidth(self) -> float:
-        """Return the bytes read and written per second by a copy, the limit of memory-bound kernels."""
+        """Return the bytes read and written per second by a copy, the upper limit for memory-bound kernels."""
         is_gpu = self.device.type == "cuda"
         size = min(BANDWIDTH_BYTES, torch.cuda.mem_get_info(self.device)[0] // 4) if is_gpu else 1 << 22
         source = torch.empty(size // 4, dtype=torch.float32, device=self.device).normal_()
         target = torch.empty_like(source)
-        # By a kernel: in a captured graph, `copy_` becomes a memory node, which reaches 63 % of its rate on an H200.
+        # Uses a kernel: in a captured graph, `copy_` becomes a memory node, which reaches 63 % of the rate on an H200.
         return 2 * source.nbytes / self.seconds([lambda: torch.neg(source, out=target)])

@@ -1,4 +1,4 @@
-"""Inputs of tests and autotuning, whose unused cache slots are poisoned with NaN."""
+"""Inputs for tests and autotuning; unused cache slots are poisoned with NaN."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def tree_parents(kind: str, num_nodes: int, generator: torch.Generator) -> list[
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
-    """Return the nodes from the root to `node`, both included."""
+    """Return the nodes from the root to `node`, both inclusive."""
     path = [node]
     while parents[path[0]] >= 0:
         path.insert(0, parents[path[0]])
@@ -34,7 +34,7 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 def scattered_page_table(num_requests: int, max_pages: int, generator: torch.Generator) -> torch.Tensor:
     """Return a page table of random distinct pages, [num_requests, max_pages] int32.
 
-    The pages are from num_requests * max_pages + 1 pages, so that one is unused.
+    The pages are drawn from num_requests * max_pages + 1 pages, so one is unused.
     """
     pages = torch.randperm(num_requests * max_pages + 1, generator=generator, device="cpu")[: num_requests * max_pages]
     return pages.view(num_requests, max_pages).int()
@@ -61,14 +61,14 @@ def tree_attention_inputs(
     page_size: int = 64,  # slots per page
     seed: int = 0,
 ) -> TreeAttentionInputs:
-    """Create random queries, keys and values of one tree per request. Slots that no row attends to contain NaN."""
+    """Create random queries, keys and values for one tree per request. Slots that no row attends to contain NaN."""
     num_heads, num_kv_heads, head_dim, dtype, _ = shape
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     nodes = [range(len(parents)) for parents in trees] if nodes is None else nodes
     max_nodes = max(map(len, trees))
     page_table = scattered_page_table(len(trees), -(-(max(context_lens) + max_nodes + 1) // page_size), generator)
-    # Interleaved as [page, K or V, head, slot]: the stride over pages is not that of a dense [pages, heads, ...].
+    # Interleaved as [page, K or V, head, slot]: the page stride differs from that of a dense [pages, heads, ...].
     size = page_table.numel() + 1, 2, num_kv_heads, page_size, head_dim
     kv_cache = torch.full(size, torch.nan, dtype=dtype, device="cpu")
     for request, (length, parents) in enumerate(zip(context_lens, trees, strict=True)):
@@ -101,7 +101,7 @@ def tree_attention_inputs(
 
 @dataclass(frozen=True)
 class KvCommitInputs:
-    """Arguments of one commit. The value of every element of the cache is its index, so that every move is visible."""
+    """Arguments of one commit. Every element of the cache equals its index, so that every move is visible."""
 
     kv_cache: torch.Tensor
     page_table: torch.Tensor
@@ -124,7 +124,7 @@ def kv_commit_inputs(
 ) -> KvCommitInputs:
     """Create inputs with a cache just large enough for `paths`.
 
-    `paths` has the accepted nodes of each request, root first, or none.
+    `paths`: accepted nodes of each request, root first, possibly none.
     """
     generator = torch.Generator().manual_seed(seed)
     max_path = max(1, *map(len, paths)) + int(torch.randint(3, (1,), generator=generator, device="cpu"))

@@ -1,7 +1,7 @@
 """Tuned kernel configurations: one file per device model, written by `treespec autotune` and read at startup.
 
 Files are named by the device rather than its architecture, which an H100 and an H200 share. Each entry records the
-versions that it was measured with, and stale entries are skipped. The version of torch is informational.
+versions that it was measured with; stale entries are skipped. The version of torch is informational.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ logger = logging.getLogger("treespec")
 
 ROOT = Path(__file__).parents[1]
 FORMAT = "treespec tuned kernels 1"
-DECIDING = ("gpu", "triton", "source")  # an entry is stale if one of these differs
+DECIDING = ("gpu", "triton", "source")  # an entry is stale if any of these differ
 
 ConfigT = TypeVar("ConfigT")
 Key = Mapping[str, "int | str | bool | torch.dtype"]
@@ -37,7 +37,7 @@ class TunedEntry:
     op: str  # the op and its problem, such as "row_linear" and dtype, out_features, ...
     key: dict[str, Any]
     config: dict[str, Any]  # fields of the op's configuration
-    microseconds: float  # weighted mean over `loads`, of the best and the default configuration
+    microseconds: float  # weighted mean over `loads` for the best and the default configuration
     default_microseconds: float
     # microseconds, default_microseconds, share_of_copy and weight of each timed case, by its load
     loads: dict[str, dict[str, float]]
@@ -49,12 +49,12 @@ class TunedEntry:
         return label_of(self.op, self.key)
 
     def has_same_times(self, other: Self) -> bool:
-        """Return whether both entries have the same times and versions, that is, the same measurements."""
+        """Return whether both entries have equal times and versions, that is, the same measurements."""
         names = "microseconds", "default_microseconds", "versions"
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def stale(self, versions: Mapping[str, str]) -> list[str]:
-        """Return the versions that differ now, as "triton 3.8, now 3.9"; empty for a valid entry."""
+        """Return the outdated versions, such as "triton 3.8, now 3.9"; empty for a valid entry."""
         pairs = [(name, self.versions.get(name), versions[name]) for name in DECIDING]
         return [f"{name} {before}, now {now}" for name, before, now in pairs if before != now]
 
@@ -95,7 +95,7 @@ class KernelConfigs:
         return cls(valid, path if valid else None, stale)
 
     def get(self, op: str, key: Key, default: ConfigT) -> ConfigT:
-        """Return the tuned configuration of an op for a key, or else record a fallback and return `default`."""
+        """Return the tuned configuration of an op for a key; otherwise record a fallback and return `default`."""
         label, config = label_of(op, key), default
         if entry := self._entries.get(label):
             try:
@@ -130,7 +130,7 @@ def config_of(values: Mapping[str, Any], like: ConfigT) -> ConfigT:
 
 
 def versions_of(device_name: str, op: str) -> dict[str, str]:
-    """Return the versions that measurements of an op depend on, of Triton the major and minor one."""
+    """Return the versions that measurements of an op depend on (major and minor for Triton)."""
     triton = "none"
     for package in ("pytorch-triton-rocm", "pytorch-triton", "triton"):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -142,7 +142,7 @@ def versions_of(device_name: str, op: str) -> dict[str, str]:
 def kernel_files() -> dict[str, tuple[Path, ...]]:
     """Return the files with the kernels of every op that has Triton kernels, by op name.
 
-    Those of "programmatic_launch" are the files whose kernels wait for their predecessors.
+    The files of "programmatic_launch" are those with kernels that wait for their predecessors.
     """
     files = {file.stem.removesuffix("_kernels"): (file,) for file in sorted(ROOT.glob("*/*_kernels.py"))}
     waiting = [file for (file,) in files.values() if "wait_for_predecessors(PDL)" in file.read_text(encoding="utf-8")]
@@ -152,7 +152,7 @@ def kernel_files() -> dict[str, tuple[Path, ...]]:
 def source_hash(op: str) -> str:
     """Return a hash of the files with the op's kernels and the package's modules that they import."""
     files, digest = list(kernel_files().get(op, ())), hashlib.sha256()
-    for file in files:  # which grow
+    for file in files:  # the list grows
         text = file.read_text(encoding="utf-8")
         digest.update(text.encode())
         for module, member in re.findall(r"^from treespec_kernels\.([\w.]+) import \(?(\w*)", text, flags=re.MULTILINE):
@@ -178,7 +178,7 @@ def tuned_file(device_name: str, folder: Path | None = None) -> Path:
 
 
 def read_entries(path: Path, device_name: str | None = None) -> list[TunedEntry]:
-    """Return the entries of a file; none, with a warning, if it is not a tuned file, or one of another device."""
+    """Return the entries of a file; none, with a warning, if it is not a tuned file of this device."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["format"] != FORMAT or document["device"] != (device_name or document["device"]):
@@ -192,7 +192,7 @@ def read_entries(path: Path, device_name: str | None = None) -> list[TunedEntry]
 
 
 def save_entries(path: Path, device_name: str, entries: Iterable[TunedEntry]) -> None:
-    """Merge entries into a file atomically, replacing existing entries of the same op and key, and other files."""
+    """Merge entries into a file atomically, replacing existing entries of the same op and key, or a foreign file."""
     merged = {entry.label: dataclasses.asdict(entry) for entry in (*read_entries(path, device_name), *entries)}
     document = {"format": FORMAT, "device": device_name, "entries": [merged[label] for label in sorted(merged)]}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Drafts with another tokenizer than the target's."""
+"""Drafts whose tokenizer differs from the target's."""

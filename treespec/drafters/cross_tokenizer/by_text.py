@@ -1,7 +1,7 @@
 """Drafts by text: a cross-tokenizer draft generates text greedily, which is encoded with the target's tokenizer.
 
-For drafts that share too few tokens with the target. The proposal is one deterministic chain, so every verification
-rule is lossless with it. The last token of the encoding is dropped, because it may change once the text continues.
+For drafts that share too few tokens with the target. The proposal is one deterministic chain, so any verification
+rule stays lossless. The last token of the encoding is dropped, because it may change once the text continues.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ class _Generation:
 
     def __init__(self, state: CrossTokenizerState, request: Request, depth: int):
         self.state, self.request, self.depth = state, request, depth
-        self.tokens: list[int] = []  # generated draft tokens that are text
+        self.tokens: list[int] = []  # generated draft tokens, excluding an end token
         self.probs: list[float] = []  # the draft's probability of each generated token, including an end token
-        self.data = b""  # of the text
+        self.data = b""  # UTF-8 bytes of the generated text
         self.ended = False  # whether generation is complete
         self.end: int | None = None  # the target's end token if the draft ended the text, or None
         self.encoded: list[int] = []  # the text in the target's tokens
@@ -37,7 +37,7 @@ class _Generation:
 
     @property
     def position(self) -> int:
-        """Of the last generated token."""
+        """Draft position of the last generated token."""
         return len(self.state.context.tokens) + len(self.tokens) - 1
 
 
@@ -103,7 +103,7 @@ class TextDrafter(CrossTokenizerDrafter):
         return next((end for end in request.eos_token_ids if end < self.translation.target_size), None)
 
     def _encode_text(self, data: bytes) -> list[int]:
-        """Encode a text with the target's tokenizer, without an incomplete last character."""
+        """Encode text with the target's tokenizer, dropping an incomplete last character."""
         try:
             data.decode()
         except UnicodeDecodeError as error:
@@ -113,7 +113,7 @@ class TextDrafter(CrossTokenizerDrafter):
         return [id for id in ids if id < self.translation.target_size]
 
     def _chain(self, generation: _Generation) -> TokenTree:
-        """Build the chain of a generated text, up to an end token."""
+        """Build the chain of target tokens from the generated text, up to an end token."""
         root, ends = generation.request.tokens[-1], generation.request.end_tokens
         tokens = generation.encoded if generation.end is not None else generation.encoded[:-1]
         tokens = tokens[: generation.depth]

@@ -1,6 +1,6 @@
-"""Base class of cross-tokenizer drafts: drafts with another tokenizer than the target's.
+"""Base class of cross-tokenizer drafts: drafts whose tokenizer differs from the target's.
 
-It has its own KV cache, keeps each request's text in its own tokens, and decides whether its passes pay.
+A drafter has its own KV cache, keeps each request's text in its own tokens, and runs a pass only if it pays off.
 """
 
 import time
@@ -23,34 +23,34 @@ from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
 
 CHUNK = 256  # maximum tokens of a request per prefill pass
-MAX_TIMED_TOKENS = 16  # passes that also prefill more tokens of a request are not timed as draft passes
-CAPACITY_FACTOR = 1.5  # draft tokens per target token for which pages are reserved; longer texts are not drafted for
-_CALIBRATION_RATE = 0.1  # of the running mean of the calibration
-_SECONDS_RATE = 0.1  # of the running mean of a pass's seconds
-_RECOVERY_RATE = 0.002  # of the calibration towards 1 per round without a draft, so that drafting is retried
+MAX_TIMED_TOKENS = 16  # passes that also prefill more tokens of a request are excluded from pass timing
+CAPACITY_FACTOR = 1.5  # draft tokens reserved per target token; requests with longer draft texts are skipped
+_CALIBRATION_RATE = 0.1  # weight of a new observation in the calibration
+_SECONDS_RATE = 0.1  # weight of a new measurement in the mean pass time
+_RECOVERY_RATE = 0.002  # step of the calibration towards 1 per round without a draft, so that drafting is retried
 
 
 @dataclass
 class CrossTokenizerState:
     """A request's state between rounds."""
 
-    context: Context  # the text in the draft's tokens
-    pages: np.ndarray  # int64, in the draft's own cache
+    context: Context  # request text in draft tokens
+    pages: np.ndarray  # page ids in the draft's KV cache, int64
     max_len: int  # maximum number of draft tokens of the request
     valid: int = 0  # number of leading context tokens with K/V
-    ahead: list[int] = field(default_factory=list)  # accepted or generated tokens with K/V after the context
+    ahead: list[int] = field(default_factory=list)  # accepted or generated tokens that follow the context and have K/V
     poisoned: bool = False  # whether its K/V may contain NaN
-    masks: np.ndarray = field(default_factory=lambda: np.ones((1, 1), dtype=bool))  # of ancestors, [slots, slots]
+    masks: np.ndarray = field(default_factory=lambda: np.ones((1, 1), dtype=bool))  # ancestor mask, bool [slots, slots]
     proposed: TokenTree | None = None  # this round's tree, or None
-    accepted_alone: int = 0  # number of accepted tokens so far that no other source proposed
+    accepted_alone: int = 0  # number of accepted tokens that no other source proposed
 
     @property
     def is_timed(self) -> bool:
-        """Whether few enough tokens are left to prefill for the next pass to be timed."""
+        """Whether the next pass prefills few enough tokens to be timed."""
         return len(self.context.tokens) - self.valid <= MAX_TIMED_TOKENS
 
     def update(self, tokens: Sequence[int]) -> None:
-        """Append the target's new tokens, and invalidate the K/V of re-encoded positions."""
+        """Append new target tokens, and invalidate the K/V of re-encoded positions."""
         context, before = self.context, len(self.context.tokens)
         same = context.extend(tokens[context.num_encoded :])
         if same < before or self.valid < before:
@@ -64,10 +64,10 @@ class CrossTokenizerState:
 
 
 class PassValue:
-    """Decides whether a draft pass pays for adaptive trees.
+    """Decides whether a draft pass pays off for adaptive trees.
 
-    A pass pays if its calibrated expected tokens exceed the tokens that the engine generates in the time of the pass.
-    The calibration is a running estimate of accepted per expected tokens.
+    A pass pays off if its calibrated number of expected tokens exceeds the number of tokens that the engine would
+    otherwise generate in the same time. The calibration is a running ratio of accepted to expected tokens.
     """
 
     def __init__(self, prices: Planner):
@@ -75,14 +75,14 @@ class PassValue:
         self._calibration, self._seconds, self._passes = 1.0, 0.0, 0
 
     def pays(self, expected: float) -> bool:
-        """Return whether a pass with this many expected tokens, before calibration, pays."""
+        """Return whether a pass with this uncalibrated number of expected tokens pays off."""
         return self._calibration * expected > self._prices.rate * self._seconds
 
     @contextmanager
     def timed(self, counts: bool = True) -> Iterator[None]:
-        """Update the running mean of a pass's seconds, if it `counts`, clipping outliers to twice the mean.
+        """Time a pass and, if it `counts`, update the mean pass time, clipping outliers to twice the mean.
 
-        The first pass is skipped, because it also computes RoPE tables and other one-time state.
+        The first pass is skipped, because it also computes RoPE tables and other state once.
         """
         began = time.perf_counter()
         yield
@@ -113,13 +113,13 @@ class CrossTokenizerDrafter(DraftSource):
 
     def __init__(
         self,
-        name: str,  # for attribution
+        name: str,  # draft name for `SpecConfig.sources` and attribution
         model: Decoder,
-        cache: KVCache,  # its own, with one pool and pages for all concurrent requests
-        translation: Translation,  # between the tokenizers
-        capacity: int,  # maximum tokens of a request, in the draft's tokens; longer ones are not drafted for
-        scratch: int,  # slots after them, for trees
-        prices: Planner,  # what pays
+        cache: KVCache,  # the draft's own cache: one pool, with pages for all concurrent requests
+        translation: Translation,  # mapping between the two tokenizers
+        capacity: int,  # maximum draft tokens of a request; longer requests are skipped
+        scratch: int,  # tree slots after the `capacity` positions
+        prices: Planner,  # planner whose costs decide whether a pass pays off
     ):
         self.name, self.model, self.cache, self.translation = name, model, cache, translation
         self.capacity, self.scratch, self.prices = capacity, scratch, prices
@@ -146,13 +146,13 @@ class CrossTokenizerDrafter(DraftSource):
         self.evict(request)
 
     def evict(self, request: Request) -> None:
-        """Release a preempted request's pages. Its next draft computes the context again."""
+        """Release a preempted request's pages. The next draft prefills its context again."""
         state = self._states.pop(request.request_id, None)
         if state is not None:
             self.cache.release(request.request_id, scrub=state.poisoned)
 
     def _update_contexts(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[int]:
-        """Update the contexts of the requests that this draft serves; return indices of those to draft for."""
+        """Update the contexts of this draft's requests; return the indices of the requests to draft for."""
         indices = []
         for i, (request, depth) in enumerate(zip(requests, max_depths, strict=True)):
             if depth <= 0 or not self.may_draft(request):
@@ -172,7 +172,7 @@ class CrossTokenizerDrafter(DraftSource):
         return indices
 
     def _begins(self, requests: Sequence[Request], expected: float) -> bool:
-        """Return whether to draft: if the first pass pays, with `expected` tokens per request, or if one is fixed."""
+        """Return whether to draft: a tree is static, or the first pass pays off at `expected` tokens per request."""
         adaptive = all(request.spec.is_adaptive for request in requests)
         begins = not adaptive or self.pass_value.pays(expected * len(requests))
         if not begins:
@@ -180,7 +180,7 @@ class CrossTokenizerDrafter(DraftSource):
         return begins
 
     def _observe(self, request: Request, state: CrossTokenizerState) -> None:
-        """Update the pass value from a verified tree. Call it after the request counted its accepted tokens."""
+        """Update the pass value from a verified tree. Call it after updating the request's counters."""
         assert state.proposed is not None
         alone = request.accepted_only_by_source.get(self.name, 0)
         self.pass_value.observe(state.proposed, alone - state.accepted_alone)
@@ -221,5 +221,5 @@ class CrossTokenizerDrafter(DraftSource):
 
 
 def roots(requests: Sequence[Request]) -> list[TokenTree]:
-    """Return one-node trees, which propose nothing."""
+    """Return one-node trees, that is, no proposals."""
     return [TokenTree.root(request.tokens[-1]) for request in requests]

@@ -1,4 +1,4 @@
-"""Incremental re-encoding of a request's text in the tokens of a cross-tokenizer draft.
+"""Incremental re-encoding of a request's text for a cross-tokenizer draft.
 
 The target's tokens are grouped into words: a token that starts with white space starts a word, unless the previous
 token ends with white space. If the draft has all tokens of a word, they are mapped one to one. Otherwise the whole word
@@ -18,7 +18,7 @@ import numpy as np
 from treespec_weights.codec import Codec
 from treespec_weights.vocabularies import intersection
 
-MAX_WORD = 16  # tokens; a longer word is split at the next character boundary, as some scripts have no spaces
+MAX_WORD = 16  # maximum tokens per word; longer words are split at a character boundary (some scripts have no spaces)
 _SPACES = b" \t\r\n\x0b\x0c"
 
 
@@ -28,13 +28,13 @@ class Translation:
 
     target: Codec
     draft: Codec
-    target_size: int  # rows of the embeddings, as the next one
+    target_size: int  # target vocabulary size: embedding rows; the draft's is next
     draft_size: int
     ends: tuple[Sequence[int], Sequence[int]] = ((), ())  # end tokens of target and draft, treated as equivalent
 
     @cached_property
     def to_draft(self) -> np.ndarray:
-        """int64 [target_size]: the draft's id of each target token, -1 if it has none."""
+        """int64 [target_size]: the draft's id of each target token, or -1."""
         to_draft = intersection(self.target, self.draft, self.target_size, self.draft_size)
         target_ends, other = self.ends
         for id in target_ends:
@@ -44,23 +44,23 @@ class Translation:
 
     @cached_property
     def texts(self) -> tuple[bytes | None, ...]:
-        """By target id, the bytes that the token adds to the text; None for control tokens and padding."""
+        """Bytes of each target token, by id; None for control tokens and padding."""
         texts = self.target.tokens[: self.target_size]
         return (*texts, *[None] * (self.target_size - len(texts)))
 
     @cached_property
     def starts_word(self) -> np.ndarray:
-        """bool [target_size]: tokens that start with white space, control tokens and padding."""
+        """Mask of tokens that start with white space, control tokens and padding, bool [target_size]."""
         return np.array([data is None or data[:1] in _SPACES for data in self.texts], dtype=bool)
 
     @cached_property
     def ends_in_space(self) -> np.ndarray:
-        """bool [target_size]: tokens that end with white space."""
+        """Mask of tokens that end with white space, bool [target_size]."""
         return np.array([data is not None and data[-1:] in _SPACES for data in self.texts], dtype=bool)
 
     @cached_property
     def is_control(self) -> np.ndarray:
-        """bool [target_size]: control tokens and padding."""
+        """Mask of control tokens and padding, bool [target_size]."""
         return np.array([data is None for data in self.texts], dtype=bool)
 
     def encode(self, tokens: Sequence[int]) -> list[int]:
@@ -89,14 +89,14 @@ class Context:
 
     def __init__(self, translation: Translation, fallback: int = 0):
         self.translation = translation
-        self.tokens: list[int] = list(translation.draft.start)  # the draft's
-        self.num_encoded = 0  # number of target tokens that they encode
-        self._fallback = fallback  # draft token that stands for a text with an empty encoding
-        self._word: list[int] = []  # the target's tokens of the open word
+        self.tokens: list[int] = list(translation.draft.start)  # draft tokens of the text
+        self.num_encoded = 0  # number of target tokens encoded in `tokens`
+        self._fallback = fallback  # draft token to use if the text has an empty encoding
+        self._word: list[int] = []  # target tokens of the open word
         self._num_closed = len(self.tokens)  # number of `tokens` before the open word
 
     def extend(self, new: Sequence[int]) -> int:
-        """Append the text's next target tokens; return the number of unchanged leading draft tokens."""
+        """Append target tokens; return the number of unchanged leading draft tokens."""
         before, first = self.tokens[self._num_closed :], self._num_closed
         translation = self.translation
         started, self.num_encoded = self.num_encoded > 0, self.num_encoded + len(new)
@@ -106,7 +106,7 @@ class Context:
             self._extend_vectorized(np.array([*self._word, *new], dtype=np.int64))
         else:
             for token in new:
-                if self._starts_word(token):  # close the open one
+                if self._starts_word(token):  # closes the open word
                     self.tokens[self._num_closed :] = translation.encode(self._word)
                     self._num_closed, self._word = len(self.tokens), []
                 self._word.append(token)
@@ -132,7 +132,7 @@ class Context:
         return len(self._word) >= MAX_WORD and _starts_character(translation.texts[token])
 
     def _extend_vectorized(self, tokens: np.ndarray) -> None:
-        """Append many tokens: words that map one to one in runs, and runs of the other words re-encoded as one text."""
+        """Append many tokens: map runs of words one to one, and re-encode each run of other words as one text."""
         translation = self.translation
         control = translation.is_control[tokens]
         starts = translation.starts_word[tokens] | control
@@ -142,7 +142,7 @@ class Context:
         firsts = np.flatnonzero(starts)
         mapped = np.logical_and.reduceat(translation.to_draft[tokens] >= 0, firsts)
         last = int(firsts[-1])
-        if len(tokens) - last > MAX_WORD:  # the last word is too long: keep its end open, from a character boundary
+        if len(tokens) - last > MAX_WORD:  # keep the last part of an overlong word open, from a character boundary
             candidates = range(len(tokens) - MAX_WORD, len(tokens))
             last = next((i for i in candidates if _starts_character(translation.texts[tokens[i]])), len(tokens))
         del self.tokens[self._num_closed :]
@@ -154,7 +154,7 @@ class Context:
         self._num_closed, self._word = len(self.tokens), tokens[last:].tolist()
 
     def _start(self, new: Sequence[int]) -> Sequence[int]:
-        """Translate the tokenizers' prefixes (control tokens, a space); return the tokens that remain to be added."""
+        """Translate the tokenizers' prefixes (control tokens, a space); return the remaining tokens."""
         translation = self.translation
         prefix = len(translation.target.start)
         if translation.draft.start and tuple(new[:prefix]) == translation.target.start:

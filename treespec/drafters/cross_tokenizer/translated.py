@@ -1,9 +1,9 @@
-"""Token-level intersection (TLI, arXiv 2502.05202): a cross-tokenizer draft proposes the tokens shared with the target.
+"""Token-level intersection (TLI, arXiv 2502.05202): a cross-tokenizer draft proposes shared tokens.
 
-The draft reads the text in its own tokens. Its logits are restricted to the intersection of the vocabularies *before*
-tokens are selected or drawn, which gives a distribution over the target's ids; noise, draws and verification are those
-of any other source. Each proposal is one token in both vocabularies, so trees grow in the draft's own cache like those
-of an SSM.
+The draft encodes the text with its own tokenizer. Its logits are restricted to the intersection of the vocabularies
+*before* tokens are selected or drawn, which gives a distribution over target ids, with the same noise, draws and
+verification as any other source. Each proposed token exists in both vocabularies, so trees grow in the draft's own KV
+cache like those of an SSM.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,15 +27,15 @@ _ONE = np.ones(1)
 class TranslatedDrafter(CrossTokenizerDrafter):
     """Grows trees of tokens that target and draft share.
 
-    Children are the top tokens, proposed deterministically. For requests whose verification rule uses random draws,
-    they are drawn from the draft's distribution if `draws_for` returns True.
+    Children are the top tokens, proposed deterministically. If `draws_for` returns True for a request, they are drawn
+    from the draft's distribution instead, for verification rules that use random draws.
     """
 
     def __init__(
         self,
-        *arguments: Any,  # as of `CrossTokenizerDrafter`
-        # Whether this source draws at random for a request. At most one source may, because random draws cannot be cut
-        # to a node budget. The result must depend on the request only, not on drawn tokens
+        *arguments: Any,  # arguments of `CrossTokenizerDrafter`
+        # Whether this source samples its tokens for a request. At most one source may, because random draws cannot be
+        # pruned to a node budget. The result must depend only on the request, not on drawn tokens
         draws_for: Callable[[Request], bool],
     ):
         super().__init__(*arguments)
@@ -76,7 +76,7 @@ class TranslatedDrafter(CrossTokenizerDrafter):
         self.cache.commit(0, pages, lengths, moved)
 
     def _forest(self, requests: Sequence[Request], depths: Sequence[int], random: bool) -> Forest | DrawnForest:
-        """Create the trees with their roots only."""
+        """Create trees that contain only their roots."""
         limits = [
             TreeLimits(depth, request.spec.max_nodes, request.spec.branching, request.end_tokens)
             for request, depth in zip(requests, depths, strict=True)
@@ -110,7 +110,7 @@ class TranslatedDrafter(CrossTokenizerDrafter):
     def _stop_unprofitable(
         self, forest: Forest | DrawnForest, adaptive: np.ndarray, last_open_mass: np.ndarray
     ) -> np.ndarray:
-        """Stop all trees if they are adaptive and another level does not pay; return the current open mass."""
+        """Stop all trees if they are adaptive and another level does not pay off; return the current open mass."""
         current = forest.open_mass()
         growing = np.unique(forest.frontier.tree_ids)
         if not adaptive[growing].all():
@@ -124,7 +124,7 @@ class TranslatedDrafter(CrossTokenizerDrafter):
         return current
 
     def _score(self, states: Sequence[CrossTokenizerState], forest: Forest | DrawnForest) -> Tensor:
-        """Return the logits after the frontier's nodes: float32 [num_rows, draft vocab]."""
+        """Return the next-token logits of the frontier's nodes, float32 [num_rows, draft vocab]."""
         frontier, rows = forest.frontier, []
         for tree_id, part in frontier.slices().items():
             state = states[tree_id]
@@ -133,7 +133,7 @@ class TranslatedDrafter(CrossTokenizerDrafter):
         return self._forward(rows, self.translation.to_draft[frontier.tokens].tolist())
 
     def _probs(self, logits: Tensor, requests: Sequence[Request], forest: Forest | DrawnForest) -> Tensor:
-        """Return probabilities over the shared tokens, as each request samples: float32 [num_rows, target vocab]."""
+        """Return each request's sampling probabilities over the shared tokens, float32 [num_rows, target vocab]."""
         logits = logits.index_select(1, self._columns).masked_fill_(self._masked, -torch.inf)
         paths = forest.paths() if any(request.restriction for request in requests) else []
         for tree_id, part in forest.frontier.slices().items():

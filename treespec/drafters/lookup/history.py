@@ -30,9 +30,9 @@ class History:
         return min(self._count, self._capacity)
 
     def add(self, owner: int, last: int, tokens: np.ndarray) -> int:
-        """Append int64 tokens to the text of `owner`, whose last token is number `last`; return the new last number.
+        """Append int64 tokens to a text of `owner` after token number `last`; return the number of the last one.
 
-        `last` = 0 starts a new text. An evicted token counts as 0.
+        `last` = 0 starts a new text. If token `last` was evicted, a new text starts, too.
         """
         for token in tokens.tolist():
             self._count += 1
@@ -47,19 +47,19 @@ class History:
                 if len(end) >= order:
                     latest, key = self._latest[order], tuple(end[:order])
                     self._older[order][index] = latest.pop(key, 0)
-                    latest[key] = last  # popped above: keeps the dict ordered by number, so the oldest is evicted first
+                    latest[key] = last  # popped above: the dict stays ordered by number for eviction
         for latest in self._latest.values():
             while latest and not self._holds(next(iter(latest.values()))):
                 del latest[next(iter(latest))]
         return last
 
     def find(self, text: Sequence[int], owner: int) -> list[tuple[int, int]]:
-        """Find occurrences of the suffix, of at most MAX_MATCH tokens, of a text in the texts of other owners.
+        """Find the suffix of a text, at most MAX_MATCH tokens long, in the texts of other owners.
 
         Checks the latest STEPS occurrences of the last six tokens, and of the last three if there is no match. An
         occurrence without a following token is not a match.
 
-        Returns (number of the match's last token, length) of at most PAST_MATCHES matches, longest first, then latest.
+        Returns (number of the last token, length) for up to PAST_MATCHES matches, longest first, then most recent.
         """
         suffix = text[-MAX_MATCH:][::-1]
         for order in sorted(ORDERS, reverse=True):
@@ -68,7 +68,7 @@ class History:
             while self._holds(number) and steps < STEPS:
                 same = takewhile(lambda pair: pair[0] == pair[1], zip(suffix, self._backwards(number), strict=False))
                 length = sum(1 for _ in same)
-                if length >= order:  # otherwise a part of the n-gram was evicted
+                if length >= order:  # otherwise part of the n-gram was evicted
                     steps += 1
                     if self._owners[number % self._capacity] != owner and self._next(number):
                         matches.append((number, length))
@@ -78,7 +78,7 @@ class History:
         return []
 
     def following(self, number: int) -> Iterator[int]:
-        """Yield the tokens after a token, to the end of its text."""
+        """Yield the tokens that follow a token in its text."""
         while number := self._next(number):
             yield int(self._tokens[number % self._capacity])
 
@@ -86,7 +86,7 @@ class History:
         return number > max(self._count - self._capacity, 0)
 
     def _next(self, number: int) -> int:
-        return int(self._after[number % self._capacity])  # newer than a kept token, so itself kept
+        return int(self._after[number % self._capacity])  # newer than a stored token, so also stored
 
     def _backwards(self, number: int) -> Iterator[int]:
         """Yield a token and its predecessors, newest first, up to the first evicted one."""

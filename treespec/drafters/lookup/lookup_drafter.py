@@ -4,9 +4,9 @@
 *Suffix* searches the outputs of other requests (`history.py`) for matches of at least three tokens.
 
 The continuations of the best matches (longest first, then most recent) are merged into one tree. A node's probability
-is its class's acceptance rate, counted over all requests and per request. A class is the length of the match, combined
-with the node's rank among its siblings (lookup) or with the share of matches that continue with it (suffix). If both
-sources propose a token, the larger probability counts.
+is the acceptance rate of its class, counted over all requests and per request. A class combines the match length with
+the node's rank among its siblings (lookup) or with the share of matches that continue with the node (suffix). If both
+sources propose a token, the larger probability is used.
 """
 
 import ctypes
@@ -37,22 +37,22 @@ from treespec_kernels.cpu.lookup_cpu import (
 )
 
 NAMES = ("lookup", "suffix")
-PROMPT_TAIL = 64  # prompt tokens kept in the history, so that the beginning of the output can be matched
-SEARCH_WINDOW = 8192  # number of last tokens of a text that prompt lookup searches
-PRIOR_TRIALS = 12.0  # pseudo-count of the prior against the counts of all requests
-GLOBAL_TRIALS = 6.0  # pseudo-count of all requests' acceptance rates against the request's own counts
-DECAY = 0.94  # of all counts every DECAY_ROUNDS, so that classes with a low acceptance rate are eventually retried
+PROMPT_TAIL = 64  # prompt tokens kept in the history, to match the first output tokens
+SEARCH_WINDOW = 8192  # number of most recent tokens that prompt lookup searches
+PRIOR_TRIALS = 12.0  # weight of the prior against the counts of all requests, in trials
+GLOBAL_TRIALS = 6.0  # weight of all requests' acceptance rates against the request's own counts, in trials
+DECAY = 0.94  # factor of all counts every DECAY_ROUNDS; lets classes with a low acceptance rate be retried
 DECAY_ROUNDS = 32
-BACKOFF_MISSES = 16  # searches without an accepted token after which only every second one runs
-MIN_PROB = 0.02  # nothing is proposed if the best first token is less probable
+BACKOFF_MISSES = 16  # searches without an accepted token after which every second search is skipped
+MIN_PROB = 0.02  # minimum probability of the best first token for a proposal
 
 
 def _prior() -> np.ndarray:
     """Return the prior acceptance probability of each class: float64 [CLASSES, MAX_MATCH + 1].
 
     The values for the history approximate acceptance rates measured over edited prompts and other seeds, with fixed
-    trees of 24 nodes. A match of three tokens is weaker evidence in another text than in the request's own, and
-    matches that disagree are weak evidence at any length.
+    trees of 24 nodes. A three-token match predicts less in another text than in the request's own, and
+    disagreeing matches predict little at any length.
     """
     lengths = np.arange(MAX_MATCH + 1)
     first = 0.9 - 0.75 * 0.7**lengths
@@ -64,7 +64,7 @@ def _prior() -> np.ndarray:
 
 
 class Counts:
-    """Proposed and accepted tokens by class: `cells`, float64 [2, CLASSES, MAX_MATCH + 1], are `trials` and `hits`."""
+    """Counts of proposed (`trials`) and accepted tokens (`hits`) by class, float64 [2, CLASSES, MAX_MATCH + 1]."""
 
     def __init__(self) -> None:
         self.cells = np.zeros((2, CLASSES, MAX_MATCH + 1))
@@ -80,16 +80,16 @@ _owners = itertools.count(1)
 
 
 class _Text:
-    """A request's tokens in a growing array: converting a list of 1,000 tokens takes 40 us.
+    """A request's tokens in a growing array, since converting a list of 1,000 tokens takes 40 us.
 
-    `begin` is the index of the first token that is added to the history.
+    `begin` is the index of the first token to add to the history.
     """
 
     def __init__(self, begin: int) -> None:
         self._buffer, self._length = np.empty(1024, dtype=np.int64), 0
         self._address = address_of(self._buffer)
-        self.misses = 0  # number of searches since a proposed token was last accepted
-        self.owner = next(_owners)  # id of the text in the history
+        self.misses = 0  # searches since the last accepted proposal
+        self.owner = next(_owners)  # owner id in the history
         self._num_remembered, self._last = begin, 0
 
     def should_search(self) -> bool:
@@ -100,7 +100,7 @@ class _Text:
         return self.misses % (2 if self.misses <= 4 * BACKOFF_MISSES else 4) == 0
 
     def update(self, tokens: list[int]) -> None:
-        """Append the new tokens of `tokens`, which only ever grows."""
+        """Append the tokens that were added to `tokens` since the last call."""
         if len(tokens) > len(self._buffer):
             self._buffer = np.concatenate([self._buffer, np.empty(len(tokens), dtype=np.int64)])
             self._address = address_of(self._buffer)
@@ -113,7 +113,7 @@ class _Text:
 
     @property
     def window(self) -> np.ndarray:
-        """The last SEARCH_WINDOW tokens: int64, a view."""
+        """View of the last SEARCH_WINDOW tokens, int64."""
         return self._buffer[max(self._length - SEARCH_WINDOW, 0) : self._length]
 
     @property
@@ -123,14 +123,14 @@ class _Text:
 
 
 class LookupDrafter(DraftSource):
-    """Drafter for prompt lookup and suffix decoding. Runs no model."""
+    """Model-free drafter for prompt lookup and suffix decoding."""
 
     name = "lookup"
 
     def __init__(
         self,
-        library: ctypes.CDLL | None = None,  # from `lookup_library`, with equal results; None searches in numpy
-        history_tokens: int = 0,  # capacity of the history, rounded up to a power of two; 0 disables it
+        library: ctypes.CDLL | None = None,  # from `lookup_library`; None for the equivalent search in numpy
+        history_tokens: int = 0,  # history capacity, rounded up to a power of two; 0 disables the history
     ) -> None:
         self._library, self._capacity = library, 1 << (history_tokens - 1).bit_length() if history_tokens else 0
         self._prior, self._counts, self._rounds = _prior(), Counts(), 0
@@ -139,7 +139,7 @@ class LookupDrafter(DraftSource):
         self.forget()
 
     def forget(self, running: Sequence[Request] = ()) -> None:
-        """Clear history and texts, but not the acceptance counts. Future tokens of running requests enter it."""
+        """Clear history and texts, but not the acceptance counts. Running requests add their future tokens to it."""
         self._texts = {request.request_id: _Text(len(request.tokens)) for request in running}
         self._history: History | CompiledHistory | None = None
         self._compiled: LookupSearch | None = None
@@ -162,7 +162,7 @@ class LookupDrafter(DraftSource):
         if self._rounds % DECAY_ROUNDS == 0:
             for counts in (self._counts, *self._own.values()):
                 counts.cells *= DECAY
-        for request in requests:  # before the searches, so that requests of a batch find each other's latest tokens
+        for request in requests:  # all texts first, so that requests of a batch match each other's latest tokens
             self._remember(request)
         found: dict[str, tuple[TokenTree, Matches]] = {}  # by request id, with the matches of the nodes
         for request, depth in zip(requests, max_depths, strict=True):
@@ -176,7 +176,7 @@ class LookupDrafter(DraftSource):
         return text
 
     def _remember(self, request: Request) -> None:
-        """Add a request's new tokens to the history, if its spec uses suffix decoding."""
+        """Add a request's new tokens to the history if its `sources` include suffix decoding."""
         if self._history is not None and request.spec.allows("suffix", "suffix"):
             text = self._text(request)
             text.update(request.tokens)
@@ -226,7 +226,7 @@ class LookupDrafter(DraftSource):
 
 
 def _tree(columns: Sequence[np.ndarray], matches: Matches) -> TokenTree:
-    """Build a token tree with the sources "lookup" and "suffix" from what `LookupSearch.search` returns."""
+    """Build a token tree with the sources "lookup" and "suffix" from the results of `LookupSearch.search`."""
     names: tuple[str, ...]
     tokens, parents, depths, probs, values = columns
     in_text, in_history = matches.classes[:, 1:] >= 0
@@ -255,9 +255,9 @@ def _count(tree: TokenTree, matches: Matches, path: np.ndarray) -> np.ndarray:
 
 
 def find_matches(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find earlier occurrences of the suffix, of at most MAX_MATCH tokens, of `tokens`.
+    """Find earlier occurrences of the suffix of `tokens`, at most MAX_MATCH tokens long.
 
-    Returns last position and length, int64, of the best MATCHES matches, longest first, then most recent first.
+    Returns the last positions and lengths (int64) of the best MATCHES matches, longest first, then most recent.
     """
     last = len(tokens) - 1
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])[::-1]
@@ -271,7 +271,7 @@ def find_matches(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class _Candidate:
-    """A node of a tree under construction; classes and lengths are as in `Matches`, in the text and in the history."""
+    """A node of a tree under construction; classes and lengths, in the text and in the history, as in `Matches`."""
 
     token: int
     parent: int
@@ -289,18 +289,18 @@ def search(
     rates: np.ndarray,  # float64 [CLASSES, MAX_MATCH + 1], acceptance probability of each class
     min_prob: float,  # minimum probability of the best first token
     looks_up: bool = True,  # whether to search `tokens` themselves
-    history: History | None = None,  # searched in addition, or None
-    owner: int = 0,  # whose texts in the history are skipped
+    history: History | None = None,  # history to search in addition to `tokens`
+    owner: int = 0,  # owner id; texts of this owner in the history are skipped
 ) -> tuple[TokenTree, Matches] | None:
-    """Return the tree of the best matches' continuations, with its nodes' matches: reference of `LookupSearch.search`.
+    """Return the tree of the best continuations and its nodes' matches: the reference of `LookupSearch.search`.
 
     None without a match, or if no first token has the probability `min_prob`.
     """
     text, table = tokens.tolist(), rates.tolist()
-    continuations: list[tuple[list[int], int, bool]] = []  # tokens, length of the match, whether from the history
+    continuations: list[tuple[list[int], int, bool]] = []  # (tokens, match length, whether from the history)
     if looks_up:
         for end, length in zip(*(columns.tolist() for columns in find_matches(tokens)), strict=True):
-            period = len(text) - 1 - end  # a continuation beyond the end of the text repeats periodically
+            period = len(text) - 1 - end  # continuations past the end of the text repeat periodically
             continuations.append(([text[end + 1 + step % period] for step in range(depth)], length, False))
     if history is not None:
         for number, length in history.find(text, owner):
@@ -347,7 +347,7 @@ def search(
 
 
 def _estimate_probs(candidates: list[_Candidate], first: int, rates: list[list[float]]) -> None:
-    """Set class, probability (the larger one of both sources) and value of the candidates from index `first` on."""
+    """Set class, probability (the larger one of the two sources) and value of the candidates from `first` on."""
     by_parent: dict[int, list[_Candidate]] = {}
     for candidate in candidates[first:]:
         if candidate.votes:

@@ -1,4 +1,4 @@
-"""The SSM group in captured rounds, which grow trees and read emitted tokens on the device."""
+"""The SSM group in captured rounds, where trees grow and emitted tokens are prefilled on the device."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,13 +11,13 @@ from treespec.tree import TokenTree
 
 
 class CapturedSsms:
-    """The host's part of drafting in captured rounds: what the SSMs have read, and their mixture weights."""
+    """The host state of drafting in captured rounds: the SSMs' K/V lengths and mixture weights."""
 
     def __init__(self, ssms: SsmDrafter):
         self.ssms = ssms
 
     def catch_up(self, requests: Sequence[Request], width: int) -> bool:
-        """Read the tokens that the SSMs missed, before a round that reads the last `width` tokens itself.
+        """Compute the SSMs' missing K/V before a round that itself reads the last `width` tokens.
 
         With a draft head, the round does not read the first token, at whose position a head has no row. Return whether
         any SSM missed more tokens.
@@ -50,14 +50,14 @@ class CapturedSsms:
         return missed
 
     def first_unread(self, request: Request) -> int:
-        """Return the first position that an active SSM has not read, at most the root's."""
+        """Return the first position without K/V in an active SSM's pool, at most the root's."""
         state = self.ssms.state(request)
         if state.read_to is None:
             state.read_to = int(state.valid[state.active].min())
         return min(state.read_to, request.context_len)
 
     def weights(self, request: Request) -> np.ndarray:
-        """Return the mixture weights for a round: float64 [num_ssms], NaN for SSMs that do not draft."""
+        """Return the mixture weights of a round, float64 [num_ssms]; NaN for SSMs that do not draft."""
         state = self.ssms.state(request)
         if state.captured_weights is None:
             state.captured_weights = self._weigh(request)
@@ -67,7 +67,7 @@ class CapturedSsms:
         """Update a request's state after a round over a seed tree, in which the SSMs read all of `request.tokens`.
 
         `probs`, float32 [num_ssms, n], are each SSM's probabilities of the last n tokens; NaN where it computed NaN.
-        Returns what scores the SSMs on these tokens, and weighs them for the next round.
+        Returns a callback that scores the SSMs on these tokens and updates their weights for the next round.
         """
         state, end = self.ssms.state(request), len(request.tokens)
         state.valid[state.active] = state.read_to = end
@@ -82,7 +82,7 @@ class CapturedSsms:
         state.captured_weights = self._weigh(request) if state.active else None
 
     def _weigh(self, request: Request) -> np.ndarray:
-        """Return the mixture weights of at most `max_ssms` active SSMs."""
+        """Return the mixture weights of the active SSMs, at most `max_ssms` of them; NaN for the others."""
         state, most = self.ssms.state(request), request.spec.max_ssms
         shares = state.mixture.weights(state.active)
         if most is not None:

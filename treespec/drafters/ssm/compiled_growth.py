@@ -1,7 +1,7 @@
-"""Growth of a batch's trees by all levels in one C++ call, equal to that of `Forest`.
+"""Growth of all levels of a batch's trees in one C++ call, with the same result as `Forest`.
 
-Python's overhead dominates a call (the address of an array alone takes 1 us), so the inputs are packed into one array
-of integers, and the outputs are columns with a capacity, which are written in place.
+Python overhead dominates a call (taking the address of an array alone takes 1 us), so all inputs are packed into one
+integer array, and outputs are written in place into preallocated columns.
 """
 
 import ctypes
@@ -24,9 +24,9 @@ from treespec_kernels.tree.growth_limits import CHILDREN, DEEPEST, FRONTIER, fro
 from treespec_kernels.tree.level_rule import LevelRule
 
 _Narrow = ctypes.CFUNCTYPE(None, *3 * [ctypes.c_int64], ctypes.POINTER(ctypes.c_int64))  # `Trees.narrow`
-MAX_SCORES = 1 << 27  # maximum probabilities of one SSM that a call has room for
-KEPT_SCORES = 1 << 24  # maximum probabilities whose memory is kept for the next call
-# Inputs that are lists of integers, in the order in which they are packed
+MAX_SCORES = 1 << 27  # maximum number of probabilities per SSM in a call
+KEPT_SCORES = 1 << 24  # maximum number of probabilities whose buffer is kept for the next call
+# Inputs that are integer lists, in packing order
 _LISTS = (
     *("max_depths", "nodes", "context", "first_seeds", "first_page", "first_token", "end_starts", "tokens"),
     *("end_tokens", "active", "valid", "first_rotations"),
@@ -34,61 +34,61 @@ _LISTS = (
 
 
 class DraftReads(NamedTuple):
-    """What one draft reads and scores in a call, by tree."""
+    """Per-tree inputs of one draft in a call."""
 
-    active: Sequence[bool]  # whether it drafts for the tree
+    active: Sequence[bool]  # whether the draft is active for the tree
     valid: Sequence[int]  # number of leading positions with K/V, at most the root's
-    first_rotations: Sequence[int]  # row of its rotations for position 0
+    first_rotations: Sequence[int]  # row of the rotations for position 0
     inputs: DraftInputs
 
 
 class ScoredRows(NamedTuple):
-    """What the drafts scored in a call."""
+    """The drafts' scores in a call."""
 
-    tree_ids: np.ndarray  # int64 [num_rows], the trees of the expanded nodes, by level
-    broken: list[int]  # the trees of which a draft's probabilities are not finite
-    # By draft, float32 [num_rows, width], overwritten by the next call: probabilities without temperature and noise,
-    # after the committed tokens that it read, if there are several SSMs, and then after the nodes that it scored
+    tree_ids: np.ndarray  # int64 [num_rows], tree of each expanded node, level by level
+    broken: list[int]  # trees with non-finite draft probabilities
+    # Per draft, float32 [num_rows, width], valid until the next call: probabilities without temperature and noise;
+    # first after the committed tokens that it read (if there are several SSMs), then after the nodes that it scored
     scores: list[np.ndarray]
 
 
 class CompiledGrowth:
-    """Grows the trees of one batch after the other."""
+    """Compiled growth, with buffers that are reused for all batches."""
 
     def __init__(
         self,
-        names: Sequence[str],  # of all SSMs
+        names: Sequence[str],  # names of all SSMs
         evidence: SeedEvidence,
-        max_children: int = CHILDREN,  # this and `max_frontier`: as of `Forest`
+        max_children: int = CHILDREN,  # like `max_frontier`, as in `Forest`
         max_frontier: int = FRONTIER,
     ):
         self.names, self.evidence = tuple(names), evidence
-        self.num_levels = 0  # of the last batch
+        self.num_levels = 0  # number of levels of the last batch
         self._max_children, self._max_frontier = max_children, max_frontier
         widths = [frontier_width(depth, max_frontier) for depth in range(1, DEEPEST + 2)]
         self._widths, (address,) = packed(widths)
         self._trees = STRUCTS["Trees"](
             num_ssms=len(names), page_size=PAGE_SIZE, max_children=max_children, num_widths=len(widths), widths=address
         )
-        self._scores: dict[int, np.ndarray] = {}  # by SSM
-        self._capacity = [0, 0, 0]  # numbers of trees, nodes and expanded nodes
+        self._scores: dict[int, np.ndarray] = {}  # score buffers by SSM
+        self._capacity = [0, 0, 0]  # allocated numbers of trees, nodes and expanded nodes
 
     def has_room(self, models: DraftModels, limits: Sequence[TreeLimits]) -> bool:
-        """Return whether a call's scores take a tolerable amount of memory."""
+        """Return whether a call's scores fit into the memory limits."""
         return self._room(limits)[1] * max(draft.width for draft in models.drafts) <= MAX_SCORES
 
     def grow(
         self,
-        models: DraftModels,  # those that draft for any tree
+        models: DraftModels,  # models that draft for at least one tree
         requests: Sequence[Request],
-        seed_trees: Sequence[TokenTree],  # by request, proposed by other sources
+        seed_trees: Sequence[TokenTree],  # proposals of other sources, by request
         limits: Sequence[TreeLimits],  # by request
         reads: Sequence[DraftReads],  # by model
-        weights: Sequence[np.ndarray],  # by request, the SSMs' mixture weights, float [num_ssms]; sum 1
-        rule: LevelRule,  # ends the growth of adaptive trees
+        weights: Sequence[np.ndarray],  # mixture weights by request, float [num_ssms]; sum 1
+        rule: LevelRule,  # rule that ends the growth of adaptive trees
         adaptive: Sequence[bool],  # by request
     ) -> tuple[list[TokenTree], ScoredRows]:
-        """Return the trees and what was scored."""
+        """Return the trees and the scores."""
         t, count, drafts = self._trees, len(requests), models.drafts
         seeds = Seeds.join(seed_trees, limits, self.evidence) if any(len(tree) > 1 for tree in seed_trees) else None
         t.num_trees, t.num_drafts, t.reads = count, len(drafts), t.num_ssms > 1
@@ -133,7 +133,7 @@ class CompiledGrowth:
         count: int,
         nodes: Sequence[int],
     ) -> None:
-        """Mask a draft's scores after some nodes by the requests' restrictions."""
+        """Apply the requests' restrictions to a draft's scores at some nodes."""
         new_tokens, parents, tree_ids = self._ints[:3]
         for probs, node in zip(scores[draft][row : row + count], nodes[:count], strict=True):
             request = requests[tree_ids[node]]
@@ -145,7 +145,7 @@ class CompiledGrowth:
                 request.restriction.narrow_probs(probs, models.vocabularies[draft], request.tokens, path[::-1])
 
     def _scores_of(self, draft: Any, rows: int) -> np.ndarray:
-        """Return memory for a draft's probabilities, float32 [at least rows, width]."""
+        """Return a buffer for a draft's probabilities, float32 [at least rows, width]."""
         probs = self._scores.get(draft.ssm)
         if probs is None or len(probs) < rows:
             probs = np.empty((rows, draft.width), dtype=np.float32)
@@ -159,11 +159,11 @@ class CompiledGrowth:
         seeds: Seeds | None,
         limits: Sequence[TreeLimits],
         reads: Sequence[DraftReads],
-        tokens: Sequence[Sequence[int]],  # by request, its last committed tokens, the root last
+        tokens: Sequence[Sequence[int]],  # last committed tokens by request, the root last
         rule: LevelRule,
         adaptive: Sequence[bool],
     ) -> Any:
-        """Pass the call its lists, and return what holds them."""
+        """Set the call's list arguments; return the array that owns their memory."""
         t, count = self._trees, len(requests)
         pages, ends = [request.pages for request in requests], [limit.end_tokens for limit in limits]
         depths, is_fixed = [limit.max_depth for limit in limits], any(limit.branching for limit in limits)
@@ -198,7 +198,7 @@ class CompiledGrowth:
         return numbers, all_pages, seeds, token_weights, of_call
 
     def _room(self, limits: Sequence[TreeLimits]) -> tuple[int, int]:
-        """Return the maximum numbers of nodes that trees grow from their roots, and of nodes that they expand."""
+        """Return upper bounds of the numbers of grown nodes and of expanded nodes."""
         widest = max([self._max_children, *(max(limit.branching) for limit in limits if limit.branching)])
         nodes = expanded = 0
         for limit in limits:
@@ -208,7 +208,7 @@ class CompiledGrowth:
         return nodes, expanded
 
     def _reserve(self, *needed: int) -> None:
-        """Allocate the outputs for numbers of trees, nodes and expanded nodes, unless they have room for them."""
+        """Grow the output buffers to the needed numbers of trees, nodes and expanded nodes."""
         if all(map(int.__le__, needed, self._capacity)):
             return
         t = self._trees
@@ -246,12 +246,12 @@ class CompiledGrowth:
 
 @functools.cache
 def _expanded_nodes(depth: int, branching: Sequence[int] | None, widest: int) -> int:
-    """Return the maximum number of nodes of a tree to expand; arguments as of `level_widths`."""
+    """Return the maximum number of expanded nodes of a tree; arguments as in `level_widths`."""
     return sum(level_widths(depth, branching, widest))
 
 
 def _pack_sampling(trees: Any, requests: Sequence[Request]) -> Any:
-    """Pass the call how the requests' targets choose, and return what holds it."""
+    """Set the call's sampling arguments; return the objects that own their memory."""
     trees.sampling = None
     if not any(request.is_sampled for request in requests):
         return None

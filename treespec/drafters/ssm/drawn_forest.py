@@ -1,7 +1,7 @@
 """Trees of random draws from the SSMs' distributions, for verification by rejection or traversal.
 
-These rules are lossless only if every draw stays in the tree, in draw order and with its distribution, so nothing is
-pruned after it was drawn. Whether to draw again may depend on earlier draws: a node gets further draws while the
+These rules are lossless only if every draw stays in the tree, in draw order and with its distribution, so no draw is
+ever pruned. Whether to draw again may depend on earlier draws: a node gets further draws while the
 probability that they are needed exceeds a minimum value (DySpec, arXiv 2410.11744: a draw y from the residual R has the
 value v * R[y], and its next sibling v * (1 - R[y]), where v is the parent's value).
 """
@@ -16,7 +16,7 @@ from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
 from treespec_kernels.tree.growth_limits import FRONTIER, MAX_EXPANDED
 
-_MIN_MASS = 1e-6  # nothing is drawn from a distribution whose tokens not yet drawn have less mass
+_MIN_MASS = 1e-6  # minimum mass of the undrawn tokens for another draw
 # Consecutive repeated draws after which a node gets no further draws. With replacement, a nearly certain token would
 # otherwise be drawn a million times before another one.
 _MAX_REPEATS = 16
@@ -26,11 +26,11 @@ class _Node:
     """A scored node, whose children can be drawn."""
 
     def __init__(self, index: int, weights: np.ndarray, distributions: dict[int, np.ndarray]):
-        self.index, self.distributions = index, distributions  # in its tree; by SSM, float32 [vocab]
+        self.index, self.distributions = index, distributions  # node index in its tree; float32 [vocab] by SSM
         self.weights = weights / max(sum(weights[ssm] for ssm in distributions), 1e-9)  # sum 1 over these SSMs
         self.remaining = 1.0  # mass of the mixture on tokens not yet drawn
         self.drawn: list[tuple[int, int]] = []  # (SSM, token) in draw order
-        self.rows: dict[int, int] = {}  # by SSM, index of its distribution among the tree's
+        self.rows: dict[int, int] = {}  # index of each SSM's distribution among the tree's
         self.repeats = 0  # number of consecutive draws of tokens already drawn
 
 
@@ -41,16 +41,16 @@ class _Tree:
         self,
         seed_tree: TokenTree,  # nodes proposed by other sources, the seeds
         limit: TreeLimits,
-        oracle: RandomOracle,  # of the draws
-        mode: str,  # as `SpecConfig.draws`
-        min_value: float,  # of a draw
-        fills: bool,  # whether to add draws in the end until the tree has its full number of nodes
+        oracle: RandomOracle,  # source of the random draws
+        mode: str,  # `SpecConfig.draws`
+        min_value: float,  # minimum value of a draw
+        fills: bool,  # whether to add draws at the end until the tree has its full number of nodes
     ):
         self.limit, self.oracle, self.mode, self.min_value, self.fills = limit, oracle, mode, min_value, fills
         self.tokens, self.parents, self.depths = [int(seed_tree.tokens[0])], [-1], [0]
         self.probs, self.values = [1.0], [1.0]
         self.child: dict[tuple[int, int], int] = {}
-        self.draws: list[tuple[int, int, float, int, tuple[int, ...]]] = []  # by column of `TokenTree`
+        self.draws: list[tuple[int, int, float, int, tuple[int, ...]]] = []  # columns of `TokenTree`
         self.distributions: list[np.ndarray] = []
         self.scored: list[_Node] = []
         self.slot_of_node: dict[int, int] = {}
@@ -66,7 +66,7 @@ class _Tree:
         counts = dict.fromkeys(node.distributions, 0)
         for ssm, _ in node.drawn:
             counts[ssm] += 1
-        # Round-robin by descending weight: a first draw of another SSM adds more mass than a second one of the same.
+        # Round-robin by descending weight: one SSM's first draw adds more mass than another's second.
         for ssm in sorted(node.distributions, key=lambda ssm: (counts[ssm], -node.weights[ssm])):
             distribution, excluded = node.distributions[ssm], self._excluded(node, ssm)
             if excluded:
@@ -90,7 +90,7 @@ class _Tree:
         return None
 
     def _excluded(self, node: _Node, ssm: int) -> tuple[int, ...]:
-        """Return the tokens that an SSM's next draw at a node excludes."""
+        """Return the tokens excluded from an SSM's next draw at a node."""
         if self.mode == "with-replacement":
             return ()
         return tuple(token for other, token in node.drawn if self.mode == "cross-source" or other == ssm)
@@ -107,7 +107,7 @@ class _Tree:
         return self.child[key]
 
     def grow(self, node: _Node) -> None:
-        """Draw the children of a newly scored node: a static number, or while the next draw has the minimum value."""
+        """Draw children of a newly scored node: a static number, or until the next draw is worth too little."""
         if self.limit.branching:
             for _ in range(self.limit.children_at(self.depths[node.index])):
                 self.draw(node)
@@ -124,7 +124,7 @@ class _Tree:
         return tokens[::-1]
 
     def fill(self) -> None:
-        """Draw further children, at the node with the most valuable next draw, until the tree is full."""
+        """Draw further children until the tree is full, always at the node with the most valuable next draw."""
         open_nodes = list(self.scored)
         while open_nodes and len(self.tokens) < self.room:
             node = max(open_nodes, key=lambda node: node.remaining * self.values[node.index])
@@ -171,15 +171,15 @@ class DrawnForest:
 
     def __init__(
         self,
-        requests: Sequence[Request],  # whose trees to grow, with `SpecConfig.draws`
-        seed_trees: Sequence[TokenTree],  # proposed by other sources, independently of the draws
+        requests: Sequence[Request],  # requests to grow trees for, with `SpecConfig.draws`
+        seed_trees: Sequence[TokenTree],  # proposals of other sources, independent of the draws
         limits: Sequence[TreeLimits],  # by request
-        # By request, whether only draws that pay are made; otherwise, draws are added in the end until the tree has its
-        # full number of nodes
+        # Per request, whether to make only draws that pay off; otherwise draws are added at the end until the tree has
+        # its full number of nodes
         adaptive: Sequence[bool],
-        least_value: float,  # minimum value of a draw that pays
+        least_value: float,  # minimum value of a draw that pays off
     ):
-        # With a fixed number of nodes n, about n draws have a value above 1 / n.
+        # About n draws have a value above 1 / n, for a tree of n nodes.
         min_values = [least_value if pays else 1 / s.nodes for s, pays in zip(limits, adaptive, strict=True)]
         modes, fills = [request.spec.draws for request in requests], [not pays for pays in adaptive]
         oracles = [sampler.draft_oracle for request in requests if (sampler := request.sampler) is not None]
@@ -196,12 +196,12 @@ class DrawnForest:
         return Frontier(index, tokens, tree_ids, seeds, above, np.array([t.values[n] for t, _, n in rows]))
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
-        """Draw the children of the frontier, and select the next frontier; otherwise as `Forest.extend`."""
+        """Draw the children of the frontier, and select the next frontier; arguments as in `Forest.extend`."""
         scored = self.frontier
         by_row: list[dict[int, np.ndarray]] = [{} for _ in scored.nodes]
         broken = np.zeros(len(scored.nodes), dtype=bool)
         for ssm, rows, probs, vocabulary in ssm_probs:
-            assert vocabulary is None, "draws are from distributions over the whole vocabulary"
+            assert vocabulary is None, "draws need distributions over the whole vocabulary"
             finite = np.isfinite(probs).all(1)
             broken[rows[~finite]] = True
             for row, distribution in zip(rows[finite].tolist(), probs[finite], strict=True):
@@ -212,7 +212,7 @@ class DrawnForest:
             row: _Node(int(scored.nodes[row]), weights[scored.tree_ids[row]], by_row[row])
             for row in range(len(scored.nodes))
         }
-        for row, node in nodes.items():  # slots are assigned in the order of the pass's rows
+        for row, node in nodes.items():  # slots in the order of the pass's rows
             tree = self._trees[scored.tree_ids[row]]
             tree.slot_of_node[node.index] = len(tree.slot_of_node)
             tree.scored.append(node)
@@ -232,7 +232,7 @@ class DrawnForest:
         return broken
 
     def paths(self) -> list[list[int]]:
-        """Return the path of each frontier row: the tokens from the root (exclusive) to the node."""
+        """Return the path of each frontier row, as the tokens from the root (exclusive) to the node."""
         rows = zip(self.frontier.tree_ids.tolist(), self.frontier.nodes.tolist(), strict=True)
         return [self._trees[tree_id].path(node) for tree_id, node in rows]
 
@@ -252,15 +252,15 @@ class DrawnForest:
         self.frontier = self.frontier.select(remaining)
 
     def open_mass(self) -> np.ndarray:
-        """Return the probability that each tree's frontier is reached: float64 [num_trees]."""
+        """Return the probability of reaching each tree's frontier, float64 [num_trees]."""
         return np.bincount(self.frontier.tree_ids, self.frontier.values, minlength=len(self._trees))
 
     def level_mass(self, least: float) -> np.ndarray:
-        """Return the probability that each tree's newest level is reached: float64 [num_trees]. Ignores `least`."""
+        """Return the probability of reaching each tree's newest level, float64 [num_trees]. Ignores `least`."""
         return self._level_mass
 
     def finish(self, names: Sequence[str]) -> list[TokenTree]:
-        """Fill up the trees and build them; `names` are the SSMs'."""
+        """Fill up and build the trees; `names` are the SSMs'."""
         for tree in self._trees:
             if tree.fills and not tree.limit.branching:
                 tree.fill()

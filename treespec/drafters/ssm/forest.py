@@ -1,7 +1,7 @@
-"""Deterministic growth of a batch's token trees in numpy: the reference of compiled growth, and of use without it.
+"""Deterministic tree growth in numpy: the reference of compiled growth, and the fallback without it.
 
-The specification is treespec_kernels/tree/tree_merge.py, whose `merge_children` merges the proposals. Growth on the
-host adds static branching, and removes nodes early that cannot be among a tree's best, which changes no selected tree.
+The specification is `merge_children` in treespec_kernels/tree/tree_merge.py, which merges proposals. Growth on the host
+adds static branching, and prunes nodes early that cannot be among a tree's best; this changes no tree.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Level(NamedTuple):
     """Nodes of one depth, ordered by tree and parent."""
 
     tokens: np.ndarray  # int64 [size]
-    parents: np.ndarray  # int64 [size], as `Frontier.nodes`; tree_ids and seeds likewise
+    parents: np.ndarray  # int64 [size], indices as in `Frontier.nodes`; also tree_ids and seeds
     tree_ids: np.ndarray
     seeds: np.ndarray
     probs: np.ndarray  # float32 [size], probability after the parent
@@ -51,7 +51,7 @@ class Frontier(NamedTuple):
         return Frontier(*(column[rows] for column in self))
 
     def slices(self) -> dict[int, slice]:
-        """Return the slice of rows of each tree that has any, by tree index."""
+        """Return each tree's slice of rows by tree index, without trees that have none."""
         if len(self.tree_ids) and self.tree_ids[0] == self.tree_ids[-1]:
             return {int(self.tree_ids[0]): slice(0, len(self.tree_ids))}
         starts = [0, *(np.flatnonzero(self.tree_ids[1:] != self.tree_ids[:-1]) + 1).tolist()]
@@ -65,7 +65,7 @@ class SsmProbs(NamedTuple):
     ssm: int
     rows: np.ndarray  # int64, frontier rows, ascending
     probs: np.ndarray  # float32 [len(rows), width]
-    tokens: np.ndarray | None = None  # int64 [width], ascending, of the columns; None = the whole vocabulary
+    tokens: np.ndarray | None = None  # int64 [width], ascending token ids of the columns; None for the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class TreeLimits:
     """Limits of one tree."""
 
     max_depth: int  # 0 = no growth
-    nodes: int  # number of nodes that the tree will be cut to
+    nodes: int  # number of nodes after pruning
     branching: Sequence[int] | None  # static number of children per node by depth; None = chosen by value
-    end_tokens: tuple[int, ...]  # tokens below which nothing is drafted
+    end_tokens: tuple[int, ...]  # tokens that nothing is drafted after
 
     def children_at(self, depth: int) -> int:
         """Return the static number of children of a node of this depth; 0 = chosen by value."""
@@ -83,20 +83,20 @@ class TreeLimits:
 
 
 class Seeds(NamedTuple):
-    """The nodes that other sources proposed for a batch, tree by tree."""
+    """Nodes proposed by other sources for a batch, tree by tree."""
 
     trees: list[TokenTree]
-    first: list[int]  # by tree, the number of its root
+    first: list[int]  # index of each tree's root
     tokens: np.ndarray  # int64 [num_seeds]
     probs: np.ndarray  # float32 [num_seeds]
     ratios: np.ndarray  # float32 [num_seeds], evidence ratios
-    # int64 [num_seeds + 1, width], the numbers of each seed's children, padded with -1. The last row is empty, so that
-    # number -1 (no seed) has none.
+    # int64 [num_seeds + 1, width], indices of each seed's children, padded with -1. The last row is empty, so that
+    # index -1 (no seed) has no children.
     children: np.ndarray
 
     @classmethod
     def join(cls, trees: Sequence[TokenTree], limits: Sequence[TreeLimits], evidence: SeedEvidence) -> "Seeds":
-        """Concatenate the columns of the seed trees; trees that grow use their best `SEEDS`."""
+        """Concatenate the columns of the seed trees; growing trees use their best `SEEDS` seeds."""
         trees = [tree.best(1 + SEEDS) if limit.max_depth else tree for tree, limit in zip(trees, limits, strict=True)]
         sizes = [len(tree) for tree in trees]
         first = [*accumulate(sizes, initial=0)][:-1]
@@ -104,7 +104,7 @@ class Seeds(NamedTuple):
         probs = np.concatenate([tree.probs for tree in trees]).astype(np.float32)
         parents = np.concatenate([tree.parents for tree in trees])
         below = np.flatnonzero(parents >= 0)
-        parents = parents + np.repeat(first, sizes)  # invalid for roots
+        parents = parents + np.repeat(first, sizes)  # invalid for roots, which are not read
         order = below[np.argsort(parents[below], kind="stable")]
         above = parents[order]
         rank = np.arange(len(order)) - np.searchsorted(above, above)
@@ -114,12 +114,12 @@ class Seeds(NamedTuple):
 
 
 def grown_tree(
-    nodes: Level,  # of one tree; `seeds` are those of its own seed tree
+    nodes: Level,  # nodes of one tree; `seeds` index its own seed tree
     depths: np.ndarray,
     slots: np.ndarray,
-    names: tuple[str, ...],  # of the SSMs
+    names: tuple[str, ...],  # names of the SSMs
     seed_tree: TokenTree | None,
-    complete: bool,  # whether to add the seeds that growth did not reach
+    complete: bool,  # whether to add seeds that growth did not reach
 ) -> TokenTree:
     """Build a tree from the columns of its nodes, joined with its seed tree."""
     drawn, sources = np.nonzero(nodes.proposed)
@@ -130,15 +130,15 @@ def grown_tree(
 
 
 class Forest:
-    """One growing tree per request, which merges the SSMs' proposals with those of other sources (the seeds)."""
+    """One growing tree per request, merged from the proposals of SSMs and of other sources (the seeds)."""
 
     def __init__(
         self,
-        seed_trees: Sequence[TokenTree],  # proposed by other sources; growing trees use the best `SEEDS`
+        seed_trees: Sequence[TokenTree],  # proposals of other sources; growing trees use the best `SEEDS`
         limits: Sequence[TreeLimits],  # by request
         num_ssms: int,
         evidence: SeedEvidence,
-        max_children: int = CHILDREN,  # maximum number of proposals of one source at one node
+        max_children: int = CHILDREN,  # maximum number of proposals per source and node
         max_frontier: int = FRONTIER,  # maximum number of expanded nodes per tree and depth; see `frontier_width`
     ):
         count = len(seed_trees)
@@ -151,7 +151,7 @@ class Forest:
         draft_probs = np.zeros((count, num_ssms), dtype=np.float32)
         self._levels = [Level(tokens, np.full(count, -1), trees, roots, one, one, proposed, draft_probs)]
         self._size, self._level_nodes = count, [count]
-        self.slots: list[list[np.ndarray]] = [[] for _ in seed_trees]  # by level, expanded nodes in slot order
+        self.slots: list[list[np.ndarray]] = [[] for _ in seed_trees]  # expanded nodes in slot order, by level
         self.frontier = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
         self.stop(np.array([not limit.max_depth for limit in limits]))
 
@@ -160,10 +160,10 @@ class Forest:
         return len(self._level_nodes) - 1
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
-        """Add the children that SSMs and seeds propose for the frontier, and select the next frontier.
+        """Add the children proposed for the frontier by SSMs and seeds, and select the next frontier.
 
-        `weights` are by tree the SSMs' mixture weights, float [num_ssms]; sum 1, 0 for an SSM that did not score.
-        Returns bool [frontier rows]: True, and ignored, where an SSM's top probabilities are not finite.
+        `weights` are the SSMs' mixture weights by tree, float [num_ssms]; sum 1, 0 for SSMs without scores. Returns
+        bool [frontier rows]: True for rows, otherwise ignored, where an SSM's top probabilities are not finite.
         """
         frontier, levels, frontiers = self.frontier, list[Level](), list[Frontier]()
         proposals, broken = self._proposals(ssm_probs)
@@ -173,7 +173,7 @@ class Forest:
             least = self._least_value(tree_id, level)
             kept = self._kept(tree_id, rows, level, least)
             rows, level = rows[kept], level.select(kept)
-            slots = sum(map(len, self.slots[tree_id])) + rows - part.start  # the rows take the next slots of their tree
+            slots = sum(map(len, self.slots[tree_id])) + rows - part.start  # the rows take their tree's next slots
             self.slots[tree_id].append(frontier.nodes[part])
             best = self._expanded(tree_id, level, least)
             columns = level.tokens, level.tree_ids, level.seeds, slots, level.values
@@ -186,7 +186,7 @@ class Forest:
         return broken
 
     def _proposals(self, ssm_probs: Sequence[SsmProbs]) -> tuple[list[dict[int, dict[int, np.float32]]], np.ndarray]:
-        """Return the probabilities that SSMs propose, by frontier row, SSM and token, and the broken rows."""
+        """Return proposed probabilities by frontier row, SSM and token, and a mask of rows with non-finite ones."""
         frontier = self.frontier
         widest = max(self.children_at(tree_id) for tree_id in frontier.tree_ids.tolist())
         proposals: list[dict[int, dict[int, np.float32]]] = [{} for _ in frontier.nodes]
@@ -203,7 +203,7 @@ class Forest:
     def _children(
         self, tree_id: int, part: slice, proposals: Sequence[dict[int, dict[int, np.float32]]], weights: np.ndarray
     ) -> tuple[np.ndarray, Level]:
-        """Merge the proposals of SSMs and seeds below one tree's part of the frontier; return rows and nodes."""
+        """Merge the proposals of SSMs and seeds at one tree's part of the frontier; return rows and nodes."""
         frontier, nodes, draft_probs = self.frontier, list[Any](), list[list[np.float32]]()
         for row in range(part.start, part.stop):
             probs_of = proposals[row]
@@ -222,26 +222,26 @@ class Forest:
         return rows, Level(tokens, parents, tree_ids, seed_nodes, probs, values, proposed, by_ssm)
 
     def _least_value(self, tree_id: int, level: Level) -> np.float32:
-        """Return the least value of one tree's best `nodes` nodes, its newest level included; 0 if it has fewer."""
+        """Return the smallest value among one tree's best `nodes` nodes, newest level included; 0 if it has fewer."""
         values = np.concatenate([*(nodes.values[nodes.tree_ids == tree_id] for nodes in self._levels), level.values])
         most = self.limits[tree_id].nodes
         return np.partition(values, -most)[-most] if len(values) > most else _ZERO
 
     def _kept(self, tree_id: int, rows: np.ndarray, level: Level, least: np.float32) -> np.ndarray:
-        """Return which new nodes of one tree are kept, bool [num_nodes]; `rows` are the frontier rows of their parents.
+        """Return a mask of one tree's new nodes to keep, bool [num_nodes]; `rows` are their parents' frontier rows.
 
-        Static branching keeps a fixed number of children per node, otherwise nodes that may be among the tree's best.
+        Static branching keeps a fixed number of children per node; other trees keep nodes that may be among the best.
         """
         limit, values = self.limits[tree_id], level.values
         if limit.branching:
             ranks = np.empty(len(rows), dtype=np.int64)
             ranks[np.lexsort((-values, rows))] = np.arange(len(rows)) - np.searchsorted(rows, rows)
             return ranks < self.children_at(tree_id)
-        # Seeds are always kept: `finish` adds missing seeds with their own probability, a different value.
+        # Seeds are always kept: `finish` would add missing ones with their own probability, which is a different value.
         return (values >= least) | (level.seeds >= 0)
 
     def _expanded(self, tree_id: int, level: Level, least: np.float32) -> np.ndarray:
-        """Select the nodes to expand next among one tree's newest nodes; indices, best first without branching."""
+        """Return indices of one tree's newest nodes to expand next; without static branching, best first."""
         limit, depth, values = self.limits[tree_id], self.depth + 1, level.values
         if depth >= limit.max_depth:
             return np.empty(0, dtype=np.int64)
@@ -253,7 +253,7 @@ class Forest:
         return order[growable[order]][: frontier_width(depth, self.max_frontier)]
 
     def paths(self) -> list[list[int]]:
-        """Return the path of each frontier row: the tokens from the root (exclusive) to the node."""
+        """Return the path of each frontier row, as the tokens from the root (exclusive) to the node."""
         tokens = np.concatenate([level.tokens for level in self._levels])
         parents = np.concatenate([level.parents for level in self._levels])
         nodes, reversed_path = self.frontier.nodes, []
@@ -273,18 +273,15 @@ class Forest:
             self.frontier = self.frontier.select(remaining)
 
     def open_mass(self) -> np.ndarray:
-        """Return the open mass of each tree: float64 [num_trees].
-
-        This is the probability that its frontier is reached and that the next token is not among the seeds.
-        """
+        """Return each tree's open mass, float64 [num_trees]: P(frontier reached, next token not a seed)."""
         frontier = self.frontier
         below = self.seeds.children[frontier.seeds]
-        covered = np.cumsum(self.seeds.probs[below] * (below >= 0), axis=1)[:, -1]  # unlike `sum`, in order
+        covered = np.cumsum(self.seeds.probs[below] * (below >= 0), axis=1)[:, -1]  # sums in order, unlike `sum`
         values = frontier.values * np.maximum(1 - covered, 0.0)
         return np.bincount(frontier.tree_ids, values, minlength=len(self.limits))
 
     def level_mass(self, least: float) -> np.ndarray:
-        """Return the probability that each tree's newest level is reached: float64 [num_trees].
+        """Return the probability of reaching each tree's newest level, float64 [num_trees].
 
         Counts nodes that are not seeds and have at least the value `least`.
         """
@@ -293,13 +290,13 @@ class Forest:
         return np.bincount(level.tree_ids[counted], level.values[counted], minlength=len(self.limits))
 
     def finish(self, names: Sequence[str]) -> list[TokenTree]:
-        """Build the trees, including seeds that were not reached; `names` are the SSMs'."""
+        """Build the trees, including seeds that growth did not reach; `names` are the SSMs'."""
         joined = Level(*(np.concatenate(columns) for columns in zip(*self._levels, strict=True)))
         depths = np.repeat(np.arange(len(self._level_nodes)), self._level_nodes)
         return [self._finish(tree_id, joined, depths, names) for tree_id in range(len(self.limits))]
 
     def _finish(self, tree_id: int, nodes: Level, depths: np.ndarray, names: Sequence[str]) -> TokenTree:
-        """Build one tree from all levels of all trees."""
+        """Build one tree from the nodes of all trees."""
         expanded = np.concatenate(self.slots[tree_id]) if self.slots[tree_id] else np.empty(0, dtype=np.int64)
         of_tree = np.flatnonzero(nodes.tree_ids == tree_id)
         nodes, depths, expanded = nodes.select(of_tree), depths[of_tree], np.searchsorted(of_tree, expanded)
@@ -312,7 +309,7 @@ class Forest:
 
 
 def top_tokens(probs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the largest probabilities of each row and their tokens, descending, lower tokens first among equals."""
+    """Return each row's largest probabilities and their tokens, descending; equal ones by ascending token."""
     values, tokens = (part.numpy() for part in topk_rows(torch.from_numpy(probs), count))
     smallest = values[:, -1:]
     # Where a tie crosses the cut, top-k returns an arbitrary subset of the tied tokens.

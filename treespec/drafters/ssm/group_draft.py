@@ -1,6 +1,6 @@
-"""Drafts of the SSM group: what each of them reads, and how it scores roots and levels.
+"""Drafts of the SSM group: reading committed tokens, scoring roots and scoring levels.
 
-A `StepDraft` scores the nodes of every level in a pass; a `OnePassDraft` predicts all depths in one pass at the root.
+A `StepDraft` scores each level in a pass; a `OnePassDraft` predicts all depths in one pass at the root.
 """
 
 from abc import ABC, abstractmethod
@@ -45,25 +45,25 @@ class GrowingTrees:
 
     requests: Sequence[Request]
     states: Sequence[SsmState]
-    forest: Forest | DrawnForest  # the trees, roots only
+    forest: Forest | DrawnForest  # trees that contain only their roots
     adaptive: Sequence[bool]  # by tree, whether `rule` chooses its depth
-    rule: LevelRule  # decides whether another level pays
-    drafted: Drafted  # work of the round; updated
+    rule: LevelRule  # decides whether another level pays off
+    drafted: Drafted  # work counters of the round; updated
     levels: PlannedLevels = field(init=False)  # slots and layouts of the newest level
-    layouts: dict[object, Pass] = field(default_factory=dict)  # over the roots, for all with equal plan keys
-    weights: list[np.ndarray] = field(init=False)  # by tree, of the drafts that score the frontier; sum 1 or 0
+    layouts: dict[object, Pass] = field(default_factory=dict)  # layouts over the roots by plan key
+    weights: list[np.ndarray] = field(init=False)  # by tree, weights of the drafts that score the frontier; sum 1 or 0
 
     def __post_init__(self) -> None:
         self.weights = [state.weights for state in self.states]
 
     def unread(self, ssm: int, tree: int) -> Chain:
-        """Return the positions that an SSM has not read, the root's last."""
+        """Return the positions without K/V in an SSM's pool, the root's last."""
         request = self.requests[tree]
-        # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
+        # The bonus token may be an expanded node with valid K/V, but the root is always recomputed.
         return request, min(int(self.states[tree].valid[ssm]), request.context_len), request.context_len + 1
 
     def end_drafts(self, drafts: Sequence["GroupDraft"]) -> None:
-        """Leave the drafts that predict no deeper than the frontier out of the weights."""
+        """Exclude drafts that predict nothing below the frontier's depth from the weights."""
         depth = self.forest.depth
         if depth and any(draft.max_depth == depth for draft in drafts):
             scores = np.array([draft.scores_at(depth) for draft in drafts])
@@ -71,7 +71,7 @@ class GrowingTrees:
             self.weights = [weights / max(float(weights.sum()), 1e-9) for weights in remaining]
 
     def score(self, drafts: Sequence["GroupDraft"]) -> list[SsmProbs]:
-        """Score the frontier with each active draft; a root, in the same pass as the tokens that it missed."""
+        """Score the frontier with each active draft; at roots, the same pass reads the tokens that a draft missed."""
         frontier, depth, results = self.forest.frontier, self.forest.depth, list[SsmProbs]()
         slices_of_trees = frontier.slices()
         if depth:
@@ -91,16 +91,16 @@ class GroupDraft(ABC):
 
     def __init__(
         self,
-        ssm: int,  # index in the group
+        ssm: int,  # index of the draft in the group
         model: GroupModel,
-        cache: KVCache,  # the engine's; pool `ssm` + 1 belongs to the draft
-        is_compared: bool,  # whether it is scored on the tokens that it reads, because the group has other drafts
+        cache: KVCache,  # the engine's cache; pool `ssm` + 1 is the draft's
+        is_compared: bool,  # whether to score the draft on the tokens that it reads, because the group has other drafts
     ):
         self.ssm, self.cache, self.pool = ssm, cache, cache.pools[1 + ssm]
         self.model, self.is_compared, self.max_depth = model, is_compared, model.max_depth
 
     def scores_at(self, depth: int) -> bool:
-        """Return whether the draft predicts the tokens below nodes of this depth."""
+        """Return whether the draft predicts children of nodes at this depth."""
         return self.max_depth is None or depth < self.max_depth
 
     @abstractmethod
@@ -109,19 +109,19 @@ class GroupDraft(ABC):
 
     @abstractmethod
     def score_roots(self, trees: GrowingTrees, rows: Sequence[int]) -> SsmProbs:
-        """Score the roots in these rows of the frontier, in a pass that also reads the tokens before them."""
+        """Score the roots in these frontier rows, in a pass that also reads the tokens before them."""
 
     @abstractmethod
     def score_level(self, trees: GrowingTrees, slices: dict[int, slice], paths: Sequence[Sequence[int]]) -> SsmProbs:
-        """Score the frontier's nodes in these slices of trees; `paths` are by row, if there is a restriction."""
+        """Score these trees' slices of the frontier; `paths`, by row, are needed for restrictions only."""
 
     @abstractmethod
     def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
-        """Return what the compiled call needs of this draft for `trees`; chains end before their roots' positions."""
+        """Return this draft's inputs of the compiled call for `trees`; chains end before their roots' positions."""
 
 
 class StepDraft(GroupDraft):
-    """An SSM or a draft head, which scores the nodes of every level in a pass."""
+    """An SSM or a draft head, which runs one pass per level."""
 
     model: StepModel
 
@@ -183,7 +183,7 @@ class StepDraft(GroupDraft):
     def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
         if not self.model.columns:
             return DraftInputs()
-        # First the features before the committed tokens, tree by tree, then those before the roots.
+        # Features before the committed tokens, tree by tree, then features before the roots.
         spans = [(request, start - 1, root - 1) for request, start, root in chains]
         spans += [(request, root - 1, root) for request, _, root in chains]
         states = [self.cache.read_features(request.pages, start, stop) for request, start, stop in spans]
@@ -191,7 +191,7 @@ class StepDraft(GroupDraft):
 
 
 class OnePassDraft(GroupDraft):
-    """A block draft, whose pass at the root predicts the tokens of several depths."""
+    """A block draft, which predicts the tokens of several depths in one pass at the root."""
 
     model: BlockDraft
 
@@ -234,7 +234,7 @@ class OnePassDraft(GroupDraft):
 
 
 def group_draft(ssm: int, model: GroupModel, cache: KVCache, is_compared: bool) -> GroupDraft:
-    """Return a model as a draft of the group; arguments as of `GroupDraft`."""
+    """Wrap a model as a draft of the group; arguments as in `GroupDraft`."""
     if isinstance(model, BlockDraft):
         return OnePassDraft(ssm, model, cache, is_compared)
     return StepDraft(ssm, model, cache, is_compared)

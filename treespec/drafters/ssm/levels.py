@@ -1,4 +1,4 @@
-"""Levels of growing trees: KV slots and attention layouts in the SSMs' pools, and when trees stop growing.
+"""Levels of growing trees: KV slots, attention layouts in the SSMs' pools, and the stopping rule.
 
 Expanded nodes take consecutive slots of their tree; the root has slot 0.
 """
@@ -18,15 +18,15 @@ from treespec_kernels.tree.level_rule import LevelRule
 
 
 class PlannedLevels:
-    """Levels for any decoder. Equal plan keys share a plan, because planning takes a tenth of a pass."""
+    """Levels for any decoder. Models with equal plan keys share a plan, since planning takes a tenth of a pass."""
 
     def __init__(self, models: Sequence[GroupModel], cache: KVCache, requests: Sequence[Request]):
         self._models, self._cache, self._requests = models, cache, requests
-        self._masks = [np.ones((1, 1), dtype=bool) for _ in requests]  # by tree: ancestor mask, bool [slots, slots]
+        self._masks = [np.ones((1, 1), dtype=bool) for _ in requests]  # ancestor masks by tree, bool [slots, slots]
         self._offsets = {model.offset for model in models}
 
     def extend(self, frontier: Frontier, depth: int) -> None:
-        """Add a level: assign slots to the nodes of the frontier, which have this depth."""
+        """Add the level of this depth: assign slots to the frontier's nodes."""
         self._rows, self._plans = {}, dict[object, Pass]()
         for tree_id, part in frontier.slices().items():
             request, count = self._requests[tree_id], part.stop - part.start
@@ -37,7 +37,7 @@ class PlannedLevels:
         self._row_trees = frontier.tree_ids
 
     def plan(self, ssm: int, rows: np.ndarray) -> Pass:
-        """Lay out an SSM's pass over some rows of the newest level: int64, ascending; all or none of a tree's rows."""
+        """Lay out an SSM's pass over the newest level's `rows`: int64, ascending, all or none of each tree's."""
         tree_ids = np.unique(self._row_trees[rows]).tolist()
         key = self._models[ssm].plan_key, tuple(tree_ids)
         if key not in self._plans:
@@ -49,7 +49,7 @@ class PlannedLevels:
 def stop_unprofitable(
     forest: Forest | DrawnForest, adaptive: np.ndarray, rule: LevelRule, last_open_mass: np.ndarray
 ) -> np.ndarray:
-    """Stop adaptive trees whose next level does not pay; return the current open mass of all, float64 [num_trees].
+    """Stop adaptive trees whose next level does not pay off; return all trees' open mass, float64 [num_trees].
 
     `last_open_mass` is the open mass before the newest level.
     """

@@ -1,4 +1,4 @@
-"""Next-token probabilities used for drafting: of rows that an SSM scores in a pass, and of block drafts."""
+"""Next-token probabilities used for drafting: rows scored by an SSM pass, and block drafts' predictions."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -20,20 +20,20 @@ NO_FEATURES = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Rows(NamedTuple):
-    """Scores of some rows."""
+    """Scores of the rows of a pass."""
 
-    # float32 [num_rows, width], probabilities used for drafting, with each request's temperature, noise and
+    # float32 [num_rows, width], probabilities used for drafting, after each request's temperature, noise and
     # restrictions
     probs: np.ndarray
-    # float32 [num_rows, vocab_size], with restrictions, but without temperature and noise; None if `probs` are without
-    # them, too
+    # float32 [num_rows, vocab_size], with restrictions, without temperature and noise; None if `probs` also have
+    # neither
     logits: np.ndarray | None = None
-    head: HeadVocabulary | None = None  # the vocabulary of the columns; None if they are the whole vocabulary
-    outputs: Tensor | None = None  # [num_rows, hidden_size], what a draft head passes on to the children of these rows
+    head: HeadVocabulary | None = None  # vocabulary of the columns; None for the whole vocabulary
+    outputs: Tensor | None = None  # [num_rows, hidden_size], a draft head's inputs for the rows' children
 
     @property
     def tokens(self) -> np.ndarray | None:
-        """The tokens of the columns, as in `SsmProbs`."""
+        """Token ids of the columns, as in `SsmProbs`."""
         return None if self.head is None else self.head.tokens
 
     def select(self, rows: np.ndarray | slice) -> "Rows":
@@ -41,14 +41,14 @@ class Rows(NamedTuple):
         return Rows(self.probs[rows], logits, self.head, None if self.outputs is None else self.outputs[rows])
 
     def expanded(self) -> "Rows":
-        """Return rows without a sampling request over the whole vocabulary."""
+        """Expand rows without a sampling request to the whole vocabulary."""
         if self.head is None:
             return self
         probs = self.head.expand(torch.from_numpy(np.array(self.probs)), 0.0).numpy()
         return Rows(probs, outputs=self.outputs)
 
     def probs_of(self, rows: Sequence[int] | np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-        """Return the probability of one token in each of some rows, [len(rows)]."""
+        """Return the probability of `tokens[i]` in row `rows[i]`, [len(rows)]."""
         if self.head is not None:
             return self.head.probs_of(self.probs[rows], np.array(tokens, dtype=np.int64))
         probs: np.ndarray = self.probs[rows, tokens]
@@ -66,8 +66,8 @@ class ScoredSlice(NamedTuple):
 
     request: Request  # determines temperature, noise and restrictions
     rows: slice  # the request's slice of the scored rows
-    position: int  # of the predicted token
-    paths: Sequence[Sequence[int]]  # by row, the tokens of its tree path; empty without a restriction
+    position: int  # position of the predicted token
+    paths: Sequence[Sequence[int]]  # by row, the tokens of its tree path; empty without restrictions
 
     @property
     def is_changed(self) -> bool:
@@ -79,16 +79,16 @@ def _softmax_at(logits: np.ndarray, token: int) -> float:
     return float(np.exp(logits[token] - logits.max()) / np.exp(logits - logits.max()).sum())
 
 
-Chain = tuple[Request, int, int]  # a request, and the first and last (exclusive) of some of its positions
+Chain = tuple[Request, int, int]  # a request, its first position and its last position (exclusive)
 
 
 def rows_of(model: StepModel, chains: Sequence[Chain]) -> list[RequestRows]:
-    """Return the rows of a pass over committed tokens, and roots, of some requests."""
+    """Return the rows of a pass over committed tokens and roots."""
     return [RequestRows.chain(start - model.offset, stop - start, r.pages, r.max_len) for r, start, stop in chains]
 
 
 def inputs_of(model: StepModel, cache: KVCache, chains: Sequence[Chain]) -> tuple[np.ndarray, Tensor]:
-    """Return the tokens of a pass over `rows_of` the same arguments, int64, and the features that a head reads."""
+    """Return the tokens (int64) of a pass over `rows_of(model, chains)`, and the features that a head reads."""
     tokens = np.array([token for request, start, stop in chains for token in request.tokens[start:stop]])
     if not model.columns:
         return tokens, NO_FEATURES
@@ -99,11 +99,11 @@ def inputs_of(model: StepModel, cache: KVCache, chains: Sequence[Chain]) -> tupl
 def score_rows(
     model: StepModel,
     pool: Tensor,
-    layout: Pass,  # pass layout of the rows, from `model`
+    layout: Pass,  # layout of the pass, from `model`
     tokens: np.ndarray,  # int64 [num_rows]
-    features: Tensor,  # [num_rows, hidden_size], of the rows' parents, for a draft head; `NO_FEATURES` for an SSM
+    features: Tensor,  # [num_rows, hidden_size], the parents' features for a draft head; `NO_FEATURES` for an SSM
     scored: np.ndarray,  # int64, indices of the rows to score
-    slices: Sequence[ScoredSlice] = (),  # scored rows by request; rows without one are scored without modification
+    slices: Sequence[ScoredSlice] = (),  # rows by request; rows without a slice are scored without modification
 ) -> Rows:
     """Run one SSM pass over some rows and score a subset of them."""
     ids = torch.from_numpy(tokens).to(model.device)
@@ -139,8 +139,8 @@ def draft_probs(
         assert request.sampler is not None
         request.sampler.temper(tempered[part], position, request.spec.verification)
     result = torch.softmax(tempered, -1)
-    # Rows of unmodified requests keep the bits that they have in a pass without modified ones. Compiled probabilities
-    # differ from the softmax of logits, which are rounded to the model's dtype.
+    # Rows of unmodified requests keep the bits of a pass without modified rows: compiled probabilities differ from the
+    # softmax of logits, which are rounded to the model's dtype.
     if others.any():
         probs_of_others = model.probs(hidden[torch.from_numpy(others)])
         result[torch.from_numpy(others)] = probs_of_others if head is None else head.expand(probs_of_others, 0.0)
@@ -149,15 +149,15 @@ def draft_probs(
 
 
 class Block(NamedTuple):
-    """Predictions of a block draft below one root; row d is of the tokens at depth d + 1."""
+    """Predictions of a block draft below one root; row d predicts the tokens at depth d + 1."""
 
-    hidden: Tensor  # [block, hidden_size], hidden states for `BlockDraft.logits`
-    rows: Rows | None  # scores, without a request's restriction; None if they depend on the nodes' tokens
+    hidden: Tensor  # [block, hidden_size], inputs of `BlockDraft.logits`
+    rows: Rows | None  # scores without a request's restriction; None if they depend on the nodes' tokens
 
     def at(
         self, model: BlockDraft, request: Request, depth: int, tokens: np.ndarray, paths: Sequence[Sequence[int]]
     ) -> Rows:
-        """Return the scores of the nodes of one depth: int64 `tokens`, with their paths for a restriction."""
+        """Return the scores of the nodes of one depth: int64 `tokens`, and their paths for a restriction."""
         count = len(tokens)
         if self.rows is None or request.restriction is not None:
             hidden = self.hidden[depth].expand(count, -1)
@@ -168,7 +168,7 @@ class Block(NamedTuple):
 
 
 def unread_of(model: BlockDraft, cache: KVCache, chains: Sequence[Chain]) -> list[Unread]:
-    """Return the unread tokens of some requests: the last position of a chain is the root's."""
+    """Return the chains' tokens that a block draft has not read; each chain ends with the root's position."""
     unread = []
     for request, start, stop in chains:
         states = None
@@ -183,7 +183,7 @@ def score_blocks(
 ) -> list[Block]:
     """Run a block draft's pass at the roots of some requests, after reading the tokens before them.
 
-    Each chain ends with the root's position. `plain` scores are without the requests' temperature and noise.
+    Each chain ends with the root's position. `plain` omits the requests' temperature and noise.
     """
     block, slices = model.block, []
     hidden = model.forward_block(unread_of(model, cache, chains), pool)
@@ -200,9 +200,9 @@ def score_blocks(
 
 
 def level_probs(ssm: int, scored: Mapping[int, tuple[np.ndarray, Rows]], differ: bool, most: int | None) -> SsmProbs:
-    """Return a block draft's probabilities of a level, from each tree's rows of the frontier and their scores.
+    """Return a block draft's probabilities for a level, from each tree's frontier rows and their scores.
 
-    `differ` says whether the rows of a tree may differ; `most` of each row's most likely tokens matter, None for all.
+    `differ`: whether a tree's rows may differ. `most`: how many of a row's most likely tokens matter; None for all.
     """
     rows, scores = [of_tree for of_tree, _ in scored.values()], [part for _, part in scored.values()]
     if any(part.head is None for part in scores):  # restricted rows cover the vocabulary, others a reduced one
@@ -210,7 +210,7 @@ def level_probs(ssm: int, scored: Mapping[int, tuple[np.ndarray, Rows]], differ:
     tokens = scores[0].tokens
     if differ or most is None:
         return SsmProbs(ssm, np.concatenate(rows), np.concatenate([part.probs for part in scores]), tokens)
-    # Rows of a tree are equal: only the columns of their best tokens are repeated, not the vocabulary.
+    # A tree's rows are equal: repeat only the columns of their best tokens, not the whole vocabulary.
     columns = np.unique(np.concatenate([top_tokens(part.probs[:1].copy(), most)[1][0] for part in scores]))
     probs = [np.repeat(part.probs[:1, columns], len(of_tree), 0) for of_tree, part in zip(rows, scores, strict=True)]
     return SsmProbs(ssm, np.concatenate(rows), np.concatenate(probs), columns if tokens is None else tokens[columns])

@@ -1,11 +1,11 @@
 """The SSM group: small speculative models that grow one token tree in lockstep.
 
-At each depth all active SSMs score the whole frontier and propose their top tokens at each node. The union of these
-and of the other sources' proposals forms the next level. A child's probability is the mixture of the SSMs'
-probabilities, weighted by how well each SSM predicted the request's text so far.
+At each depth all active SSMs score the whole frontier and propose their top tokens at each node. The next level is the
+union of these and the other sources' proposals. A child's probability is the mixture of the SSMs' probabilities,
+weighted by how well each SSM predicted the request's text so far.
 
-The SSMs therefore share one tree topology and one slot table, and each has the K/V of every expanded node, so that
-after a commit only one or two tokens have to be caught up. Inactive SSMs read the tokens that they missed more rarely.
+The SSMs share one tree topology and one slot table, and each has the K/V of every expanded node, so only one or two
+tokens are left to read after a commit. Inactive SSMs read the tokens that they missed less often.
 """
 
 import math
@@ -33,7 +33,7 @@ from treespec.tree import TokenTree
 from treespec_kernels.cpu.growth_cpu import DraftModels
 from treespec_kernels.tree.level_rule import LevelRule
 
-MIN_READ = 32  # tokens, as each pass reads all weights
+MIN_READ = 32  # minimum tokens per read, as each pass reads all weights
 NULL_PAGE = np.zeros(1, dtype=np.int64)
 
 
@@ -47,23 +47,23 @@ class SsmDrafter:
 
     def __init__(self, models: Sequence[GroupModel], names: Sequence[str], cache: KVCache):
         self.models, self.names, self.cache = list(models), tuple(names), cache
-        self.evidence = SeedEvidence()  # of the other sources' proposals
+        self.evidence = SeedEvidence()  # evidence ratios of the other sources' proposals
         self.additions = Additions(len(models))
-        self.drafted = Drafted()  # in the last round
+        self.drafted = Drafted()  # work counters of the last round
         self._states: dict[str, SsmState] = {}
-        self._evicted: dict[str, MixtureWeights] = {}  # of preempted requests
+        self._evicted: dict[str, MixtureWeights] = {}  # mixture weights of preempted requests by id
         self._catch_up_policy = CatchUpPolicy(len(models))
         self._by_sources: dict[Sequence[str] | None, list[int]] = {}
-        self._compiled_models: dict[tuple[int, ...], DraftModels] = {}  # kept between rounds
+        self._compiled_models: dict[tuple[int, ...], DraftModels] = {}  # cached between rounds
         self._growth = CompiledGrowth(names, self.evidence)
         self.drafts = [group_draft(ssm, model, cache, len(models) > 1) for ssm, model in enumerate(models)]
 
     def propose(
         self,
         requests: Sequence[Request],
-        plans: Sequence[DraftPlan],  # by request; with 0 levels, the result is the seed tree
-        rule: LevelRule,  # decides before each level whether the adaptive trees grow
-        seed_trees: Sequence[TokenTree] | None = None,  # by request, proposals of other sources; None = none
+        plans: Sequence[DraftPlan],  # plans by request; a plan with 0 levels returns the seed tree
+        rule: LevelRule,  # decides before each level whether adaptive trees grow
+        seed_trees: Sequence[TokenTree] | None = None,  # proposals of other sources by request; None for none
     ) -> list[TokenTree]:
         """Return one tree per request, rooted at its last token and merged with its seeds."""
         if seed_trees is None:
@@ -111,7 +111,7 @@ class SsmDrafter:
         return trees
 
     def _prepare(self, requests: Sequence[Request], states: Sequence[SsmState], limits: Sequence[TreeLimits]) -> None:
-        """Prefill what is too long for the first pass of growing trees, and drop the scores of their last round."""
+        """Prefill tokens beyond the limit of a growing tree's first pass, and drop the last round's scores."""
         growing = [(r, state) for r, state, limit in zip(requests, states, limits, strict=True) if limit.max_depth]
         for draft in self.drafts:
             ssm = draft.ssm
@@ -141,7 +141,7 @@ class SsmDrafter:
 
     def _mark_broken(self, requests: Sequence[Request]) -> None:
         """Mark requests with nodes whose probabilities are not finite."""
-        for request in requests:  # NaN in K/V must not reach the next request that gets these slots
+        for request in requests:  # NaN in K/V must not reach the next owner of these slots
             request.poisoned = True
         if requests:  # padding rows of the pass may have written NaN to the null page
             self.cache.scrub(NULL_PAGE)
@@ -157,7 +157,7 @@ class SsmDrafter:
     ) -> list[TokenTree] | None:
         """Grow all levels in one compiled call; return the trees.
 
-        None, without any pass, for models without entry points and too much memory for scores.
+        Returns None, before any pass, if a model has no compiled pass or the scores take too much memory.
         """
         if self.models[0].growth is None:
             return None
@@ -182,9 +182,9 @@ class SsmDrafter:
     def _reads(
         self, ssm: int, requests: Sequence[Request], states: Sequence[SsmState], grows: Sequence[bool]
     ) -> DraftReads:
-        """Return what an SSM reads and scores in the first pass of a compiled call."""
+        """Return the inputs of an SSM's first pass in a compiled call."""
         active = [own and ssm in state.active for state, own in zip(states, grows, strict=True)]
-        # The bonus token may be an expanded node with valid K/V, but the root is always scored again.
+        # The bonus token may be an expanded node with valid K/V, but the root is always recomputed.
         valid = [min(int(state.valid[ssm]), r.context_len) for r, state in zip(requests, states, strict=True)]
         tree_ids = [i for i, drafts in enumerate(active) if drafts]
         chains = [(requests[i], valid[i], requests[i].context_len) for i in tree_ids]
@@ -203,7 +203,7 @@ class SsmDrafter:
         tree_ids: np.ndarray,
         probs: np.ndarray,
     ) -> None:
-        """Keep what an SSM scored in a compiled call; arguments as in `ScoredRows`."""
+        """Store an SSM's scores of a compiled call; arguments as in `ScoredRows`."""
         rows, first = Rows(probs, head=self.models[ssm].head_vocabulary), 0
         for request, state, start, drafts in zip(requests, states, read.valid, read.active, strict=True):
             if not drafts:
@@ -216,14 +216,14 @@ class SsmDrafter:
                 first = last
         if len(self.models) > 1:
             of_ssm = tree_ids[np.array(read.active)[tree_ids]]
-            of_ssm = of_ssm[: len(probs) - first]  # a block draft ends before the others
+            of_ssm = of_ssm[: len(probs) - first]  # a block draft has fewer levels than the others
             for i in np.flatnonzero(read.active).tolist():
                 states[i].scores[ssm].append(rows.select(first + np.flatnonzero(of_ssm == i)))
 
     def _models_for_call(self, ssms: tuple[int, ...], num_positions: int) -> DraftModels | None:
-        """Return these SSMs for passes at positions below `num_positions`; None if any lacks entry points."""
+        """Return these SSMs for passes at positions below `num_positions`; None if any has no compiled pass."""
         models = [self.models[ssm] for ssm in ssms]
-        num_positions += max(model.config.short_context for model in models)  # now in rows of the rotations
+        num_positions += max(model.config.short_context for model in models)  # now in rows of `rotations`
         if ssms not in self._compiled_models or self._compiled_models[ssms].num_positions < num_positions:
             decoders = [decoder for model in models if (decoder := model.compiled) is not None]
             entries = [entry for model in models if (entry := model.entries) is not None]
@@ -237,7 +237,7 @@ class SsmDrafter:
         return self._compiled_models[ssms]
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """Compute the SSMs' K/V of all committed positions, and score the SSMs on these tokens."""
+        """Compute the SSMs' K/V of all committed positions, and score the SSMs on the tokens there."""
         for draft in self.drafts:
             self.read(draft, [request for request in requests if draft.ssm in self.allowed(request)])
         for request in requests:
@@ -245,15 +245,15 @@ class SsmDrafter:
                 request.group.mixture = self.state(request).mixture.copy()
 
     def fork(self, requests: Sequence[Request]) -> None:
-        """Initialise samples whose pages already hold the prompt's K/V, with the group's mixture weights after it.
+        """Initialise samples that share the prompt's pages, with the group's mixture weights after the prompt.
 
-        The prompt counts as read, so no SSM writes to its shared pages again. A preempted sample keeps its own weights.
+        The prompt is marked as read, so no SSM writes to its shared pages. A preempted sample keeps its own weights.
         """
         for request in requests:
             assert request.group is not None
             if request.spec.is_plain or request.group.without_ssms:
                 continue
-            assert request.group.mixture is not None, "the group's prompt is not prefilled"
+            assert request.group.mixture is not None, "the group's prompt has not been prefilled"
             state = self.state(request)
             if not request.num_generated:
                 state.mixture = request.group.mixture.copy()
@@ -266,7 +266,7 @@ class SsmDrafter:
             state = self._states.get(request.request_id)
             if state is not None and state.slots is not None:
                 kept = state.slots[path]
-                kept = kept[np.logical_and.accumulate(kept >= 0)]  # up to the first node that was not expanded
+                kept = kept[np.logical_and.accumulate(kept >= 0)]  # stops at the first unexpanded node
                 state.slots, state.accepted = None, (request.context_len, kept)
                 moves.append((state, request, kept))
         for ssm, model in enumerate(self.models):
@@ -297,23 +297,23 @@ class SsmDrafter:
         self._evicted.pop(request.request_id, None)
 
     def evict(self, request: Request) -> None:
-        """Release what depends on a preempted request's pages."""
+        """Release a preempted request's state that depends on its pages."""
         if (state := self._states.pop(request.request_id, None)) is not None:
             self._evicted[request.request_id] = state.mixture
 
     def assume_context(self, request: Request) -> None:
-        """Mark the K/V of all committed positions as computed, for measurements that repeat an uncommitted round."""
+        """Mark the K/V of all committed positions as computed, for measurements that repeat a round."""
         self.state(request).valid[:] = request.context_len
 
     def unread(self, request: Request) -> int:
-        """Return the committed tokens that the leading SSM must read before drafting, beyond its lag."""
+        """Return how many committed tokens beyond its maximum lag the leading SSM must read to draft."""
         return self._catch_up_policy.unread(self.state(request), self.allowed(request), request.context_len)
 
     def may_draft(self, request: Request) -> bool:
         return bool(self.allowed(request))
 
     def state(self, request: Request) -> SsmState:
-        """Return a request's state, a new one at first."""
+        """Return a request's state; create it on the first call."""
         if request.request_id not in self._states:
             count, first = len(self.models), np.array([model.offset for model in self.models])
             valid = np.maximum(first, request.draft_lengths)
@@ -323,7 +323,7 @@ class SsmDrafter:
         return self._states[request.request_id]
 
     def allowed(self, request: Request) -> list[int]:
-        """Return the SSMs that may draft for a request, ascending. Heads need a token that the target has read."""
+        """Return the SSMs that may draft for a request, ascending. Heads need at least one token read by the target."""
         if request.group is not None and request.group.without_ssms:
             return []
         sources = request.spec.sources
@@ -333,13 +333,13 @@ class SsmDrafter:
         return ssms if request.context_len else [ssm for ssm in ssms if not self.models[ssm].offset]
 
     def _select(self, rows: Sequence[tuple[Request, SsmState, DraftPlan]]) -> None:
-        """Score SSMs on newly verified tokens; select each request's active ones among those that do not lag.
+        """Score SSMs on newly verified tokens; select each request's active SSMs among those within their maximum lag.
 
-        None becomes active if the plan does not let them read all that they lag; they continue in the next round.
+        No SSM is active if the plan's read limit keeps all of them lagging; they continue reading in the next round.
         """
         for request, state, _ in rows:
             self._score_accepted(request, state)
-        lagging: dict[int, dict[Request, float]] = {}  # by SSM, the tokens that it may read of each request
+        lagging: dict[int, dict[Request, float]] = {}  # by SSM, token limit of each request to read
         for request, state, plan in rows:
             allowed = self.allowed(request)
             for ssm in self._catch_up_policy.readers(state, allowed, request.context_len, plan.time_left):
@@ -352,7 +352,7 @@ class SsmDrafter:
             behind = (request.context_len - state.valid).tolist()
             candidates = [ssm for ssm in self.allowed(request) if behind[ssm] < state.max_lags[ssm]]
             state.weights = np.zeros(len(self.models))
-            if len(candidates) <= 1:  # as in most rounds; the rest would take 10 us
+            if len(candidates) <= 1:  # most rounds; the rest would take 10 us
                 state.active = candidates
                 state.max_lags[candidates] = MIN_LAG
                 state.weights[candidates] = 1.0
@@ -378,7 +378,7 @@ class SsmDrafter:
     def read(self, draft: GroupDraft, requests: Sequence[Request], limits: Sequence[float] | None = None) -> None:
         """Compute a draft's K/V of the committed positions of these requests, and score it on the tokens read.
 
-        `limits` bound the tokens to read of each request, from `MIN_READ` on; None reads all.
+        `limits` are the maximum tokens to read by request, raised to `MIN_READ`; None reads all.
         """
         began, ssm = time.perf_counter(), draft.ssm
         ends = {
@@ -389,7 +389,7 @@ class SsmDrafter:
             starts = [int(self.state(r).valid[ssm]) for r in behind]
             stops = [min(start + CATCH_UP_CHUNK, ends[r]) for start, r in zip(starts, behind, strict=True)]
             chains = list(zip(behind, starts, stops, strict=True))
-            # Only positions within the window of mixture weights, and none for a single draft, which needs no weights.
+            # Only positions within the window of mixture weights; none for a single draft, whose weight is 1.
             counts = [
                 max(stop - max(start, r.context_len - WINDOW), 0) if draft.is_compared else 0
                 for r, start, stop in chains

@@ -19,9 +19,9 @@ def open_mass(seed_tree: TokenTree) -> float:
 
 
 def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
-    """Return the ancestor mask of a tree's slots after a new level: bool [slots + new, slots + new].
+    """Extend the ancestor mask of a tree's slots by a new level: bool [slots + new, slots + new].
 
-    `masks` is the mask before it, and `above`, int64 [new], the slot of each new node's parent.
+    `masks` is the mask so far; `above`, int64 [new], is the slot of each new node's parent.
     """
     first, count = len(masks), len(above)
     grown = np.zeros((first + count, first + count), dtype=bool)
@@ -33,32 +33,32 @@ def grown_masks(masks: np.ndarray, above: np.ndarray) -> np.ndarray:
 
 
 def rows_of_level(masks: np.ndarray, count: int, root: int, pages: np.ndarray, max_len: int) -> RequestRows:
-    """Return the rows of a tree's newest level: `count` slots of `masks`, behind a root at a position."""
+    """Return the rows of a tree's newest level: the last `count` slots of `masks`, with the root at a position."""
     depths, first = masks.sum(1) - 1, len(masks) - count
     return RequestRows(root, np.arange(first, len(masks)), depths[first:], masks[first:], depths, pages, max_len)
 
 
 @dataclass
 class SsmState:
-    """A request's state between rounds. Slots are those of the tree's expanded nodes in the SSMs' pools."""
+    """A request's state between rounds. Slots refer to the tree's expanded nodes in the SSMs' pools."""
 
     mixture: MixtureWeights  # mixture weights of the SSMs
     valid: np.ndarray  # int64 [num_ssms], number of leading positions with K/V in each SSM's pool
-    max_lags: np.ndarray  # int64 [num_ssms], committed tokens that each SSM may miss before it catches up
-    weights: np.ndarray  # float64 [num_ssms], mixture weights in this round; 0 for inactive SSMs
+    max_lags: np.ndarray  # int64 [num_ssms], maximum lag: committed tokens that an SSM may miss before it catches up
+    weights: np.ndarray  # float64 [num_ssms], mixture weights of this round; 0 for inactive SSMs
     active: list[int] = field(default_factory=list)  # SSMs that draft in this round, ascending
-    scores: dict[int, list[Rows]] = field(default_factory=dict)  # by active SSM, of the slots in order, in parts
-    blocks: dict[int, Block] = field(default_factory=dict)  # by active block draft, its predictions below the root
-    slots: np.ndarray | None = None  # of the proposed tree's nodes, see `TokenTree`; None without a tree
+    scores: dict[int, list[Rows]] = field(default_factory=dict)  # scores of the slots in order, in parts, by active SSM
+    blocks: dict[int, Block] = field(default_factory=dict)  # predictions below the root by active block draft
+    slots: np.ndarray | None = None  # slots of the proposed tree's nodes, as in `TokenTree`; None without a tree
     seed_tree: TokenTree | None = None  # the seeds that the tree was grown over; None without a tree
-    accepted: tuple[int, np.ndarray] | None = None  # root's position and path's slots, until SSMs are scored on them
-    captured_weights: np.ndarray | None = None  # float64 [num_ssms], of the next captured round; None = not computed
-    read_to: int | None = None  # in captured rounds, leading positions with K/V of all active SSMs; None = not known
+    accepted: tuple[int, np.ndarray] | None = None  # root position and path slots, until SSMs are scored on the path
+    captured_weights: np.ndarray | None = None  # float64 [num_ssms], for the next captured round, or None
+    read_to: int | None = None  # in captured rounds, leading positions with K/V of all active SSMs; None if unknown
 
     def token_probs(self, ssm: int, slots: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-        """Return an active SSM's probability of one token after each of some slots, without temperature and noise.
+        """Return an active SSM's probability of `tokens[i]` after `slots[i]`, without temperature and noise.
 
-        The slots are int64, ascending. The result, [len(slots)], ends before the first slot that the SSM did not score.
+        `slots` is int64, ascending. The result, [len(slots)], ends before the first slot that the SSM did not score.
         """
         scores = self.scores[ssm]
         slots = slots[: np.searchsorted(slots, sum(len(part.probs) for part in scores))]
@@ -73,6 +73,6 @@ class SsmState:
 
 
 def outputs_of(scores: Sequence[Rows], slots: np.ndarray) -> Tensor:
-    """Return what a draft head passes on to the children of some slots, [len(slots), hidden_size]."""
+    """Return a draft head's outputs at some slots, its inputs for their children: [len(slots), hidden_size]."""
     outputs = torch.cat([part.outputs for part in scores if part.outputs is not None])
     return outputs[torch.from_numpy(slots).to(outputs.device)]

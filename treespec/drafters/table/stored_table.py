@@ -1,4 +1,4 @@
-"""Tables on disk: n-gram continuations with their probabilities, as `treespec train --table` writes them."""
+"""Tables on disk: n-gram continuations with probabilities, written by `treespec train --table`."""
 
 import json
 from dataclasses import dataclass
@@ -20,22 +20,22 @@ _PRIME = 0x9E3779B1
 class StoredTable:
     """Continuations of contexts of 1 to 3 tokens, and the frequencies of single tokens.
 
-    With the context's interpolated weight `d` of a token, the probability of the token is `d` plus the mass that all
-    weights of the context leave, times the token's probability after one context token less.
+    If a context's interpolated weight of a token is `d`, the token's probability is `d` plus the context's remaining
+    mass (1 minus all its weights) times the token's probability after the context shortened by one token.
     """
 
-    hashes: np.ndarray  # uint32 [contexts], ascending, as `hash_contexts`
+    hashes: np.ndarray  # uint32 [contexts], ascending, from `hash_contexts`
     sizes: np.ndarray  # uint8 [contexts], number of continuations
-    tokens: np.ndarray  # uint16 or uint32 [continuations], by context
+    tokens: np.ndarray  # uint16 or uint32 [continuations], grouped by context
     codes: np.ndarray  # uint8 [continuations], weights as indices into `PROBS`
-    frequencies: np.ndarray  # uint8 [vocab], as `codes`, of tokens without a context
+    frequencies: np.ndarray  # uint8 [vocab], codes of the tokens' probabilities without a context
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in vars(self).values())
 
     def save(self, folder: Path) -> None:
-        """Write the table into a folder, which is created."""
+        """Write the table into a folder, creating it."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file(vars(self), folder / FILE)
         (folder / CONFIG).write_text(json.dumps({"model_type": KIND, "vocab_size": len(self.frequencies)}) + "\n")
@@ -49,22 +49,22 @@ class StoredTable:
             raise ModelError(f"{folder}: {error}; write the table again with `treespec train --table`") from error
         if len(table.frequencies) != vocab_size:
             raise ModelError(
-                f"{folder} is the table of a target with {len(table.frequencies)} tokens, and this one has "
-                f"{vocab_size}; train one for this target"
+                f"{folder} is the table of a target with {len(table.frequencies)} tokens, but this target has "
+                f"{vocab_size}; train a table for this target"
             )
         ends = int(table.sizes.sum()) == len(table.tokens) == len(table.codes) and len(table.sizes)
         if ends != len(table.hashes) or (len(table.tokens) and int(table.tokens.max()) >= vocab_size):
-            raise ModelError(f"{folder} is damaged: its arrays contradict each other; write the table again")
+            raise ModelError(f"{folder} is damaged: its arrays are inconsistent; write the table again")
         return table
 
     @classmethod
     def empty(cls) -> "StoredTable":
-        """Return a table that knows nothing."""
+        """Return a table without contexts."""
         return cls(*(np.zeros(0, dtype=kind) for kind in (np.uint32, np.uint8, np.uint32, np.uint8, np.uint8)))
 
 
 def is_table(folder: Path) -> bool:
-    """Return whether a draft's folder is that of a table."""
+    """Return whether a folder contains a table."""
     try:
         return bool(json.loads((folder / CONFIG).read_text())["model_type"] == KIND)
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,8 +1,8 @@
-"""The table: an n-gram model with back-off, counted from lessons and while serving, as a draft source.
+"""The table: a draft source from an n-gram model with back-off, counted in training and while serving.
 
-The probability of a token is interpolated over the contexts of the last 0 to 3 tokens. For each context length, what
-`treespec train` stored comes first, then the counts of what the engine's requests emitted. Each node of the tree is the
-most valuable candidate that is left, so that a smaller tree is its beginning.
+The probability of a token is interpolated over the contexts of the last 0 to 3 tokens. For each context length, the
+probabilities stored by `treespec train` come first, then the counts of the tokens emitted by this engine. Nodes are
+added by descending value, so that a smaller tree is a prefix of a larger one.
 """
 
 import ctypes
@@ -19,11 +19,11 @@ from treespec_kernels.cpu.cpu_library import address_of
 from treespec_kernels.cpu.table_cpu import BYTES_PER_SLOT, CANDIDATES, CONTEXTS, PROBS, SLOT, STRUCTS
 
 NAME = "table"
-MIN_VALUE = 0.01  # of a node, where no larger one is asked for
-# Weight of a context's other probabilities against the tokens seen while serving: held-out lessons have a log loss of
-# 0.290, and 0.295 with 1 or 4.
+MIN_VALUE = 0.01  # default minimum value of a node
+# Weight of a context's stored probabilities against the tokens counted while serving. The log loss on held-out training
+# texts is 0.290; 0.295 with 1 or 4.
 PRIOR_COUNT = 2.0
-SLOTS_PER_TOKEN = 2  # contexts that a token adds to those that are kept, on average
+SLOTS_PER_TOKEN = 2  # average number of counted contexts per token
 _OUTPUTS = ("node_tokens", "parents", "depths", "node_probs", "values")
 
 
@@ -35,8 +35,8 @@ class TableDrafter(DraftSource):
     def __init__(
         self,
         stored: StoredTable,
-        library: ctypes.CDLL | None = None,  # from `table_library`, with equal results; None computes in Python
-        history_tokens: int = 0,  # number of emitted tokens to keep counts of, about; 0 keeps none
+        library: ctypes.CDLL | None = None,  # from `table_library`; None for the equivalent Python code
+        history_tokens: int = 0,  # approximate number of emitted tokens to keep counts for; 0 disables counting
     ) -> None:
         self._library = library
         self._hashes, self._tokens = stored.hashes, stored.tokens.astype(np.int32)
@@ -51,7 +51,7 @@ class TableDrafter(DraftSource):
         self.forget()
 
     def forget(self, running: Sequence[Request] = ()) -> None:
-        """Clear what was counted while serving. Future tokens of running requests are counted."""
+        """Clear the counts made while serving. Future tokens of running requests are counted."""
         self._counted = {request.request_id: len(request.tokens) for request in running}
         self._keys = np.zeros(self._num_slots, dtype=np.uint32)
         self._slot_tokens = np.zeros((self._num_slots, SLOT), dtype=np.int32)
@@ -78,14 +78,14 @@ class TableDrafter(DraftSource):
         self._counted.pop(request.request_id, None)
 
     def _new(self, request: Request) -> tuple[np.ndarray, int]:
-        """Return the end of a request's text, and how many of its tokens are counted already."""
+        """Return the end of a request's text, and how many of its tokens were counted before."""
         counted = self._counted.get(request.request_id, request.num_prompt)
         self._counted[request.request_id] = len(request.tokens)
         first = max(counted - CONTEXTS, 0) if self._num_slots else max(len(request.tokens) - CONTEXTS, 0)
         return np.array(request.tokens[first:], dtype=np.int64), counted - first
 
     def count(self, text: np.ndarray, seen: int) -> None:
-        """Count text[seen:], int64, each after the tokens before it."""
+        """Count each token of text[seen:], int64, after its contexts."""
         if self._library is not None and self._num_slots:
             self._library.treespec_table_count(*self._arguments(text, seen))
         elif self._num_slots:
@@ -95,17 +95,17 @@ class TableDrafter(DraftSource):
 
     def expand(
         self,
-        text: np.ndarray,  # int64 [length], the end of a text
-        seen: int,  # number of its tokens that were counted before; the rest is counted first
-        depth: int,  # of the tree, at least 1
-        nodes: int,  # maximum number, root included
+        text: np.ndarray,  # int64 [length], last tokens of a text
+        seen: int,  # number of tokens of `text` already counted; the rest is counted first
+        depth: int,  # maximum depth of the tree, at least 1
+        nodes: int,  # maximum number of nodes, including the root
         least: float,  # minimum value of a node
         temperature: float = 0.0,
     ) -> TokenTree:
         """Return the tree of the most valuable continuations.
 
-        Probabilities are those of greedy decoding. They are kept up to temperature 1, where they fit held-out lessons
-        better than their power 1 / temperature, and beyond it are taken to this power and renormalised.
+        Probabilities are for greedy decoding. Up to temperature 1 they are kept, which fits held-out lessons better
+        than their power 1 / temperature; above 1 they are raised to this power and renormalised.
         """
         power = 1 / max(temperature, 1.0)
         if self._library is not None:
@@ -134,7 +134,7 @@ class TableDrafter(DraftSource):
             setattr(self._expansion, name, address_of(row, row.dtype))
 
     def _count(self, key: int, token: int) -> None:
-        """Count a token after a context. Of two contexts in one slot, the later one replaces a rarely seen one."""
+        """Count a token after a context. If two contexts share a slot, the later one replaces a rarely seen one."""
         slot = key & (self._num_slots - 1)
         tokens, counts = self._slot_tokens[slot], self._slot_counts[slot]
         if self._keys[slot] != key:
@@ -147,10 +147,10 @@ class TableDrafter(DraftSource):
         tokens[place], counts[place] = token, counts[place] + 1 if len(known) else 1
 
     def _expanded(self, text: list[int], depth: int, nodes: int, least: float, power: float) -> list[np.ndarray]:
-        """Return tokens, parents, depths, probs and values of the tree: reference of the library's expansion."""
+        """Return the tree's tokens, parents, depths, probs and values: the reference of the library's expansion."""
         heap, number = [(-1.0, 0, text[-1], -1, 1.0)], 0
         rows: list[tuple[int, int, int, float, float]] = []
-        ends: list[list[int]] = []  # last tokens up to each node
+        ends: list[list[int]] = []  # last tokens of the path to each node
         while heap and len(rows) < nodes:
             minus, _, token, parent, prob = heapq.heappop(heap)
             rows.append((token, parent, rows[parent][2] + 1 if rows else 0, prob, -minus))
@@ -165,8 +165,8 @@ class TableDrafter(DraftSource):
         return [np.array(column, dtype=np.int64) for column in columns[:3]] + [np.array(c) for c in columns[3:]]
 
     def _children(self, text: list[int], power: float) -> list[tuple[int, float]]:
-        """Return the candidates after a text, with their probabilities."""
-        contexts: list[tuple[dict[int, float], dict[int, float]]] = []  # stored weights and counts, shortest first
+        """Return the candidate tokens after a text and their probabilities."""
+        contexts: list[tuple[dict[int, float], dict[int, float]]] = []  # stored weights, counts; shortest context first
         for key in _hashes(np.array(text[-CONTEXTS:])):
             place = int(np.searchsorted(self._hashes, np.uint32(key)))
             weights: dict[int, float] = {}
@@ -192,7 +192,7 @@ class TableDrafter(DraftSource):
             probs.append(prob)
         if power != 1.0:
             powers, left, total = [prob**power for prob in probs], 1.0, 0.0
-            for prob, raised in zip(probs, powers, strict=True):  # `sum` is more exact than C++'s
+            for prob, raised in zip(probs, powers, strict=True):  # same rounding as C++; `sum` is more exact
                 left, total = left - prob, total + raised
             total += max(left, 0.0) ** power
             probs = [raised / total for raised in powers]

@@ -262,6 +262,20 @@ FAULTS = (
         "cache/test_cache.py::test_a_page_that_is_allocated_again_holds_no_cached_prefix",
     ),
     Fault(
+        "prefixes: adapters share pages",
+        ENGINE + "engine/scheduler.py",
+        ' + (b"" if request.lora is None else request.lora.digest)',
+        "",
+        "models/test_lora.py::test_adapters_share_no_prefix_and_samples_share_theirs",
+    ),
+    Fault(
+        "adapters: rows between two requests of an adapter are updated too",
+        "kernels/treespec_kernels/attention/tree_batch.py",
+        " and first == last.first + last.num_rows:",
+        ":",
+        "models/test_lora.py::test_adapters_of_a_batch_change_no_bits_of_one_another[bfloat16-True]",
+    ),
+    Fault(
         "prefixes: a page without a draft's K/V is skipped",
         ENGINE + "cache/prefix_cache.py",
         "np.logical_and.accumulate(self._has_draft[:, found], axis=1).sum(axis=1)",

@@ -12,6 +12,7 @@ __all__ = [
     "EngineArgs",
     "FlexibleArgumentParser",
     "LLMEngine",
+    "LoRARequest",
     "RequestOutput",
     "RoundRecord",
     "SamplingParams",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from treespec.inputs import TextPrompt, TokensPrompt
     from treespec.llm import LLM
     from treespec.llm_engine import LLMEngine
+    from treespec.lora import LoRARequest
     from treespec.outputs import CompletionOutput, RequestOutput
     from treespec.sampling_params import SamplingParams
     from treespec.sampling_params.structured_params import StructuredOutputsParams
@@ -49,6 +51,7 @@ _MODULES = {
     "FlexibleArgumentParser": "treespec.frontend.engine_args",
     "LLM": "treespec.llm",
     "LLMEngine": "treespec.llm_engine",
+    "LoRARequest": "treespec.lora",
     "RequestOutput": "treespec.outputs",
     "RoundRecord": "treespec.engine.round_record",
     "SamplingParams": "treespec.sampling_params",
@@ -63,7 +66,6 @@ _MODULES = {
 _POOLING = "LLM generates text; use transformers for embedding, classification and reward models"
 _VLLM_ONLY = {
     "BeamSearchParams": "sample n outputs with logprobs=0 and rank them by cumulative_logprob",
-    "LoRARequest": "merge the adapter into the model (merge_and_unload of peft)",
     "ModelRegistry": "add a family as README says, or use backend='transformers'",
     "PoolingParams": _POOLING,
 }

@@ -18,6 +18,7 @@ from treespec.errors import ConfigError, RequestError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt, UnreadSamples
 from treespec.llm import LLM, new_requests, refuse_unknown
+from treespec.lora import LoRARequest
 from treespec.outputs import RequestOutput
 from treespec.request import Request
 from treespec.sampling_params import RequestOutputKind, SamplingParams
@@ -183,6 +184,7 @@ class AsyncLLM:
         spec: SpecConfig | str | dict[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt and yield outputs as rounds add to them. Leaving the loop ends the request.
@@ -190,7 +192,8 @@ class AsyncLLM:
         `SamplingParams.output_kind` states what an output holds. A reader that asks rarely gets fewer and larger ones.
 
         Args:
-            prompt, sampling_params, spec, tokenization_kwargs, priority: as of `LLM.generate`, for one prompt.
+            prompt, sampling_params, spec, tokenization_kwargs, priority, lora_request: as of `LLM.generate`, for one
+                prompt.
             request_id: for `abort` and the outputs; None is a new one.
 
         Raises:
@@ -199,7 +202,13 @@ class AsyncLLM:
         """
         refuse_unknown(AsyncLLM.generate, vllm_options)
         stream = await self.add_request(
-            request_id, prompt, sampling_params, spec=spec, tokenization_kwargs=tokenization_kwargs, priority=priority
+            request_id,
+            prompt,
+            sampling_params,
+            spec=spec,
+            tokenization_kwargs=tokenization_kwargs,
+            priority=priority,
+            lora_request=lora_request,
         )
         try:
             async for output in stream:
@@ -216,6 +225,7 @@ class AsyncLLM:
         spec: SpecConfig | str | dict[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> RequestStream:
         """Add a request to the next round and return its outputs, to be read with `async for`.
@@ -225,7 +235,8 @@ class AsyncLLM:
         """
         refuse_unknown(AsyncLLM.add_request, vllm_options)
         self.llm.rounds.check_threads()
-        create = partial(self._create, prompt, self._seeded(params), spec, tokenization_kwargs, priority)
+        arguments = spec, tokenization_kwargs, priority, lora_request
+        create = partial(self._create, prompt, self._seeded(params), *arguments)
         self._check_open()
         creation = _Creation(request_id)
         self._creations.add(creation)

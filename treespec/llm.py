@@ -23,6 +23,7 @@ from treespec.frontend.generation_defaults import params_of, stated_params
 from treespec.frontend.requests import Prompt, RequestFactory, UnreadSamples, as_list, log_rejected
 from treespec.frontend.round_loop import RoundLoop
 from treespec.frontend.vllm_metrics import Metric, as_metrics
+from treespec.lora import Lora, LoRARequest
 from treespec.outputs import RequestOutput, StreamChunk
 from treespec.request import Request
 from treespec.sampling.grammar import Grammars
@@ -68,7 +69,7 @@ class LLM:
         with own_passes(device), on_device(device):
             self._built = build(options)
         self._options: EngineOptions | None = options  # keeps models in memory alive; the engine holds no reference
-        self.engine, self.config = self._built.engine, self._built.config
+        self.engine, self.config, self.loras = self._built.engine, self._built.config, self._built.loras
         # What `AsyncLLM`, `LLMEngine`, the server and the integration into transformers share.
         self.rounds = RoundLoop(self.engine, self.config)
         target, logits_device = self._built.target, self.engine.runner.target.device
@@ -117,6 +118,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = False,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
         """Generate for every prompt and return the outputs in the order of the prompts.
@@ -133,6 +135,7 @@ class LLM:
                 context holds. `add_special_tokens` adds the tokenizer's special tokens to a text; truncation keeps
                 them. `max_output_tokens` is a number of tokens for which the prompt must leave room; otherwise, an
                 output ends where the context does.
+            lora_request: the adapter of all prompts, with `LLM(enable_lora=True)`, or a list of one, or None, for each.
 
         Raises:
             ConfigError: an unknown keyword, an unsupported one of vLLM, or parameters of another type.
@@ -140,7 +143,9 @@ class LLM:
                 finish_reason "error" and `error`.
         """
         refuse_unknown(LLM.generate, vllm_options)
-        return self._generate(as_list(prompts), use_tqdm, sampling_params, spec, tokenization_kwargs, priority)
+        return self._generate(
+            as_list(prompts), use_tqdm, sampling_params, spec, tokenization_kwargs, priority, lora_request
+        )
 
     def _generate(self, prompts: list[Any], use_tqdm: Any, *arguments: Any) -> list[RequestOutput]:
         """Generate for texts, token ids or conversations, with the arguments of `new_requests`."""
@@ -177,6 +182,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = False,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation or several: apply the chat template, then `generate`.
@@ -184,7 +190,7 @@ class LLM:
         Args:
             messages: a list of {"role": ..., "content": ...}, or a list of such lists. As in OpenAI's API, a content
                 may be a list of {"type": "text", "text": ...}, and the arguments of a tool call may be JSON text.
-            sampling_params, spec, use_tqdm, priority, tokenization_kwargs: as of `generate`.
+            sampling_params, spec, use_tqdm, priority, tokenization_kwargs, lora_request: as of `generate`.
             chat_template: replaces the tokenizer's (Jinja, as in transformers).
             add_generation_prompt: append the start of the assistant's answer.
             continue_final_message: continue the last message, which is the assistant's; needs
@@ -198,7 +204,7 @@ class LLM:
         refuse_unknown(LLM.chat, vllm_options)
         options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         prompts: list[Any] = [*conversations(self._tokenizer, messages, options)]
-        return self._generate(prompts, use_tqdm, sampling_params, spec, tokenization_kwargs, priority)
+        return self._generate(prompts, use_tqdm, sampling_params, spec, tokenization_kwargs, priority, lora_request)
 
     def stream(
         self,
@@ -213,6 +219,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> Generator[StreamChunk, None, None]:
         """Generate for one prompt or conversation and yield what each round adds. Leaving the loop ends the request.
@@ -222,7 +229,7 @@ class LLM:
 
         Args:
             prompt: a prompt of `generate`, or the messages of a conversation as `chat` takes them.
-            sampling_params, spec, priority, tokenization_kwargs: as of `generate`.
+            sampling_params, spec, priority, tokenization_kwargs, lora_request: as of `generate`.
             chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs: as of `chat`,
                 for a conversation.
 
@@ -234,7 +241,8 @@ class LLM:
         options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         prompt = streamed(self._tokenizer, prompt, options)
         with self.between_rounds():
-            (samples,) = new_requests(self, [prompt], sampling_params, spec, tokenization_kwargs, priority, stream=True)
+            arguments = sampling_params, spec, tokenization_kwargs, priority, lora_request
+            (samples,) = new_requests(self, [prompt], *arguments, stream=True)
             if isinstance(samples, RequestOutput):
                 self.engine.stats.add_rejected(1)
                 raise RequestError(samples.error)
@@ -334,6 +342,7 @@ def new_requests(
     spec: SpecConfig | str | dict[str, Any] | None,
     tokenization_kwargs: Mapping[str, Any] | None,
     priority: int | Sequence[int] | None,
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     *,
     stream: bool = False,
 ) -> list[list[Request] | RequestOutput]:
@@ -366,14 +375,28 @@ def new_requests(
             "SpecConfig to LLM"
         )
     tokenization = Tokenization.resolve(tokenization_kwargs, llm.config.max_model_len)
+    loras = _loras(llm, lora_request, len(prompts))
     entries = [
         llm.request_factory.requests(prompt, snapshots[id(original)], resolved, stream, tokenization)
         for prompt, original in zip(prompts, params, strict=True)
     ]
-    for entry, value in zip(entries, priorities, strict=True):
+    for entry, value, lora in zip(entries, priorities, loras, strict=True):
         for sample in entry if isinstance(entry, list) else ():
-            sample.priority = value
+            sample.priority, sample.lora = value, lora
     return entries
+
+
+def _loras(llm: LLM, asked: Any, count: int) -> list[Lora | None]:
+    """Return the adapter of each of `count` prompts."""
+    requests = [*asked] if isinstance(asked, Sequence) else [asked] * count
+    if len(requests) != count or not all(isinstance(request, LoRARequest | None) for request in requests):
+        raise ConfigError(
+            f"lora_request={short_repr(asked)} for {count} prompts; valid: a LoRARequest, or a list of one, or None, "
+            "for each"
+        )
+    if llm.loras is None and any(requests):
+        raise ConfigError(f"lora_request={short_repr(asked)} requires LLM(enable_lora=True)")
+    return [None if request is None or llm.loras is None else llm.loras.get(request) for request in requests]
 
 
 def refuse_unknown(method: Callable[..., Any], options: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from treespec.errors import ConfigError, RequestError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt
 from treespec.llm import LLM, new_requests, refuse_unknown
+from treespec.lora import LoRARequest
 from treespec.outputs import RequestOutput
 from treespec.request import Request
 from treespec.sampling_params import RequestOutputKind, SamplingParams
@@ -40,6 +41,7 @@ class LLMEngine:
         spec: SpecConfig | str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> None:
         """Add a request to the next round. Arguments are those of `LLM.generate`, for one prompt.
@@ -55,7 +57,8 @@ class LLMEngine:
             raise ConfigError(f"request_id={request_id!r} is in use; give another one")
         llm = self.llm
         with llm.between_rounds():
-            (samples,) = new_requests(llm, [prompt], params, spec, tokenization_kwargs, priority, stream=True)
+            arguments = params, spec, tokenization_kwargs, priority, lora_request
+            (samples,) = new_requests(llm, [prompt], *arguments, stream=True)
             if isinstance(samples, RequestOutput):
                 llm.engine.stats.add_rejected(1)
                 raise RequestError(samples.error)

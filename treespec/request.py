@@ -5,12 +5,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from treespec.config.configs import RANDOM_DRAWS, SpecConfig
 from treespec.errors import RequestError, TreespecError
+from treespec.lora import Lora
 from treespec.mixture_weights import MixtureWeights
 from treespec.sampling.logprobs import Logprob
 from treespec.sampling.restriction import Restriction
@@ -82,6 +83,7 @@ class Request:
     request_id: str = field(default_factory=new_request_id)
     output_id: str = ""
     priority: int = 0  # lower ones are admitted first
+    lora: Lora | None = None  # adapter of the target; drafts have none
     order: int = 0  # of arrival at the scheduler
     passed: int = 0  # number of later requests that were admitted before it
     num_preemptions: int = 0
@@ -126,6 +128,11 @@ class Request:
         self.output_id = self.output_id or self.request_id
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs.append(None)  # the first token has none
+
+    @property
+    def adapter(self) -> Any:
+        """The adapter in the form of `RequestRows.adapter`."""
+        return None if self.lora is None else self.lora.updates
 
     @property
     def num_prompt(self) -> int:

@@ -142,7 +142,6 @@ PARAMS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
 
 CALLS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "prompt_token_ids": ((None,), ([[1, 2]],), "give the ids as prompts"),
-    "lora_request": ((None, [None, None]), ("adapter", [None, object()]), "merge the adapter into the model"),
     "mm_processor_kwargs": ((None, {}), ({"a": 1},), "prompts are text or token ids"),
 }
 

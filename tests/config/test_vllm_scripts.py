@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from tests.helpers.commands import ROOT
+from tests.helpers.loras import make_lora
 from tests.helpers.models import CURVE, _differing_rows_once, open_llm, quick, tiny
 from tests.helpers.serving import TEMPLATE
 from tests.helpers.speech import speaking_folder
@@ -30,16 +31,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> LLM:
-    return open_llm(folder)
+    return open_llm(folder, enable_lora=True)
 
 
 @pytest.fixture
-def run(folder: Path) -> Iterator[Callable[[Script], dict[str, Any]]]:
+def run(folder: Path, tmp_path: Path) -> Iterator[Callable[[Script], dict[str, Any]]]:
     """Runs a script with its import lines changed; what it leaves behind. Engines are proven once."""
 
     def play(script: Script) -> dict[str, Any]:
         argv = [str(folder) if word == "MODEL" else word for word in script.argv.split()]
         names: dict[str, Any] = {"MODEL": str(folder), "DRAFT": str(tiny()[1][0]), "ARGV": argv}
+        names["LORA"] = str(make_lora(tmp_path, folder, 1))
         names["prompts"] = ["def add(", "import os", "class A:", "    return"]
         exec(compile(ported(script.text), "script", "exec"), names)
         return names
@@ -63,10 +65,11 @@ def test_examples_that_run(name: str, run: Callable[[Script], dict[str, Any]], r
     outputs: Sequence[RequestOutput] = left["outputs"]
     params = left["params"] if isinstance(left["params"], list) else [left["params"]] * len(outputs)
     assert len(outputs) == len(left["prompts"]) == len(params)
-    for output, given in zip(outputs, params, strict=True):
+    loras = left.get("loras", [None] * len(outputs))
+    for output, given, lora in zip(outputs, params, loras, strict=True):
         same = given.clone()
         same.seed = output.metrics.seed
-        (expected,) = reference.generate(output.prompt_token_ids, same, spec="off")
+        (expected,) = reference.generate(output.prompt_token_ids, same, spec="off", lora_request=lora)
         assert output.finished and output.error is None
         assert output.outputs == expected.outputs and output.prompt_logprobs == expected.prompt_logprobs
 

@@ -38,10 +38,11 @@ class Run:
 
 
 def prefixes_of(request: Request, tree: TokenTree) -> list[Prefix]:
-    """The tokens that lead to each node, its own and the request's included."""
+    """The tokens that lead to each node, its own and the request's included, behind a number of the adapter if any."""
+    start = [] if request.lora is None else [int.from_bytes(request.lora.digest, "big")]
     prefixes: list[Prefix] = []
     for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
-        prefixes.append((*(prefixes[parent] if node else request.tokens[:-1]), token))
+        prefixes.append((*(prefixes[parent] if node else [*start, *request.tokens[:-1]]), token))
     return prefixes
 
 

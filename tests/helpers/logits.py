@@ -6,18 +6,19 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from treespec import LLM, SpecConfig
+from treespec import LLM, LoRARequest, SpecConfig
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
 
 
-def our_logits(llm: LLM, tokens: list[int]) -> Tensor:
+def our_logits(llm: LLM, tokens: list[int], lora: LoRARequest | None = None) -> Tensor:
     """[len(tokens), vocab] teacher-forced: half of the tokens as one prefill, the others a step each."""
     engine, half = llm.engine, len(tokens) // 2
+    loaded = None if lora is None or llm.loras is None else llm.loras.get(lora)
 
     def request_of(count: int) -> Request:
-        return Request(tokens[:count], SamplingParams(), SpecConfig.off(), max_tokens=len(tokens))
+        return Request(tokens[:count], SamplingParams(), SpecConfig.off(), max_tokens=len(tokens), lora=loaded)
 
     request, rows = request_of(half + 1), []
     request.pages = engine.cache.reserve(request.request_id, len(tokens) + 1)

@@ -139,8 +139,9 @@ def run_at_random_times(
     outputs: dict[int, RequestOutput] = {}
     while waiting or engine.has_unfinished_requests():
         for i in rng.permutation(list(waiting))[: rng.integers(0, 4)].tolist():
-            prompt, params, spec, priority = waiting.pop(i)
-            engine.add_request(str(i), {"prompt_token_ids": prompt}, params, spec=spec, priority=priority)
+            prompt, params, spec, priority, *lora = waiting.pop(i)
+            options = {"spec": spec, "priority": priority, "lora_request": lora[0] if lora else None}
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params, **options)
         if rng.random() < aborts:
             engine.abort_request(str(rng.integers(len(asked))))
         for output in engine.step():
@@ -155,7 +156,10 @@ def assert_as_alone(
 ) -> None:
     """Asserts that requests which ended in `run` on `llm` have the outputs and logit bits of `plain` one by one."""
     with recorded(plain) as (alone, twice):
-        expected = [plain.generate([prompt], params, spec="off")[0] for prompt, params, *_ in asked]
+        expected = [
+            plain.generate([prompt], params, spec="off", lora_request=lora or None)[0]
+            for prompt, params, _, _, *lora in asked
+        ]
     with recorded(llm) as (logits, unequal):
         runs = run()
     for ended in runs:

@@ -1,7 +1,8 @@
 """Scripts that call what vLLM's offline examples call, written for these tests.
 
 Each one imports from `vllm`; `ported` replaces these lines as docs/vllm.md says. `MODEL` is a folder, `DRAFT` another,
-`ARGV` the command line, `prompts` a few texts. A script that is served leaves `outputs`, `params` and `prompts` behind.
+`LORA` an adapter's, `ARGV` the command line, `prompts` a few texts. A script that is served leaves `outputs`, `params`,
+`prompts`, and `loras` if there are any, behind.
 """
 
 import re
@@ -110,6 +111,23 @@ outputs = [*one, *several, *other]
 prompts = [output.prompt for output in outputs]
 """,
         "--max-tokens 5 --no-enable-prefix-caching --gpu-memory-utilization 0.4",
+    ),
+    "multilora & lora_with_quantization": Script(
+        """
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.lora.request import LoRARequest
+
+args = EngineArgs(model=MODEL, enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=2, max_num_seqs=256)
+engine = LLMEngine.from_engine_args(args)
+params = SamplingParams(temperature=0.0, max_tokens=6)
+loras = [None, LoRARequest("sql", 1, LORA), LoRARequest("sql-again", lora_int_id=2, lora_path=LORA), None]
+for number, (prompt, lora) in enumerate(zip(prompts, loras, strict=True)):
+    engine.add_request(str(number), prompt, params, lora_request=lora)
+finished = {}
+while engine.has_unfinished_requests():
+    finished |= {output.request_id: output for output in engine.step() if output.finished}
+outputs = [finished[str(number)] for number in range(len(prompts))]
+"""
     ),
     "automatic_prefix_caching & prefix_caching": Script(
         """
@@ -273,7 +291,6 @@ ANSWERED = {
         _opened("logits_processors=[object]"),
         "give instances to the requests: SamplingParams",
     ),
-    "multilora": (_stepped("enable_lora=True, max_loras=1, max_num_seqs=2"), "enable_lora=True .*; merge the adapter"),
     "prompt_embed": (_opened("enable_prompt_embeds=True"), "enable_prompt_embeds=True .*; prompts are text or"),
     "sharded_state": (_opened("load_format='sharded_state'"), "load_format='sharded_state' .*read from safetensors"),
     "sleep_mode": (_opened("seed=0", "llm.sleep(level=1)"), r"LLM\.sleep is not supported; delete the LLM"),

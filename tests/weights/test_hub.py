@@ -10,10 +10,11 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNot
 from huggingface_hub.utils import filter_repo_objects
 
 from tests.helpers import commands
+from tests.helpers.loras import make_lora
 from tests.helpers.models import make_llama
 from treespec import LLM
 from treespec.errors import CheckpointError, ModelError
-from treespec.startup.options import resolve_model
+from treespec.startup.options import local_folder, resolve_model
 from treespec_weights import HubError, OptionError, fetch, is_hub_id
 from treespec_weights.hub import ALLOWED, IGNORED
 
@@ -80,6 +81,12 @@ def test_fetch(tmp_path: Path, hub: Any) -> None:
     path.unlink()
     with pytest.raises(HubError, match=r"no complete safetensors \(pickles and GGUF files are not fetched\)"):
         fetch("owner/model")
+
+
+def test_adapters(tmp_path: Path, hub: Any) -> None:
+    lora = make_lora(tmp_path / "lora", make_llama(tmp_path / "model", 0), 1)
+    hub(lambda *_, **__: str(lora))
+    assert local_folder("owner/lora") == lora
 
 
 def test_no_pickle_and_no_code_is_asked_for() -> None:

@@ -87,6 +87,10 @@ class EngineOptions(VllmEngineOptions):
             requests with the same first tokens (in pages of 64) compute only the rest. Changes no token. Off, unlike
             in vLLM and `treespec serve`, because kept pages fill the whole cache, of which a CPU otherwise occupies
             only what running requests need.
+        enable_lora: let requests use LoRA adapters (`lora_request`), in passes on a CPU of native families.
+        max_loras: different adapters of requests decoded at once; requests with another one wait.
+        max_cpu_loras: loaded adapters to keep while no request uses them; None is `max_loras`.
+        max_lora_rank: refuse adapters of a higher rank; None is any.
         suffix_tokens: number of recent tokens to remember, rounded up to a power of two, for the source "suffix", which
             proposes what followed the same tokens in earlier outputs and prompts, and for a table, which counts them.
             Takes 64 bytes per token (several hundred without a C++ compiler), and 136 to 272 more with a table. It
@@ -119,6 +123,10 @@ class EngineOptions(VllmEngineOptions):
     draft_vocabulary: int | str | os.PathLike[str] | None = "auto"
     activations: str = option("model", choices=("model", "int8"))
     enable_prefix_caching: bool = option(False, choices=(True, False))
+    enable_lora: bool = option(False, choices=(True, False))
+    max_loras: int = option(8, least=1)
+    max_cpu_loras: int | None = option(None, least=1)
+    max_lora_rank: int | None = option(None, least=1)
     suffix_tokens: int = option(0, least=0, most=MAX_SUFFIX_TOKENS)
     seed: int | None = option(None, least=0, most=2**64 - 1)
 

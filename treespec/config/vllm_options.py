@@ -37,7 +37,6 @@ def _field(handling: Absent | None) -> Any:
     return field(default=None, metadata={VLLM: handling}, compare=handling is None, repr=handling is None)
 
 
-_LORA = "merge the adapter into the model (merge_and_unload of peft) and open the result as an LLM"
 _TEXT_ONLY = "prompts are text or token ids: omit it"
 _ONE_DEVICE = "a model runs on one device here, such as device='cuda:1'"
 _REVISION = "fetch it (treespec weights fetch) and give the folder"
@@ -64,7 +63,6 @@ class VllmEngineOptions:
     distributed_executor_backend: str | None = absent(_ONE_DEVICE)
     download_dir: str | None = absent("set HF_HOME, or give the checkpoint's folder")
     enable_chunked_prefill: bool | None = hint("prompts are computed max_num_batched_tokens at a time", True)
-    enable_lora: bool | None = absent(_LORA)
     enable_prompt_embeds: bool | None = absent("prompts are text or token ids: encode them with the tokenizer")
     enable_sleep_mode: bool | None = absent("delete the LLM to free its memory, and build it again")
     enforce_eager: bool | None = _field(None)
@@ -81,8 +79,6 @@ class VllmEngineOptions:
     )
     logprobs_mode: str | None = absent("logprobs are those of the model's unprocessed logits", "raw_logprobs")
     max_logprobs: int | None = hint("the number of logprobs is not limited")
-    max_lora_rank: int | None = absent(_LORA)
-    max_loras: int | None = absent(_LORA)
     max_seq_len_to_capture: int | None = hint("captured rounds support every length")
     mm_processor_kwargs: dict[str, Any] | None = absent(_TEXT_ONLY)
     override_generation_config: dict[str, Any] | None = absent(
@@ -130,7 +126,6 @@ class CallOptions(TypedDict, total=False):
     """Options of vLLM's `generate` and `chat`."""
 
     chat_template_content_format: Annotated[str, Absent("contents may be texts or lists of parts: omit it", (), True)]
-    lora_request: Annotated[Any, Absent(_LORA)]
     mm_processor_kwargs: Annotated[dict[str, Any] | None, Absent(_TEXT_ONLY)]
     prompt_token_ids: Annotated[
         Any, Absent("give the ids as prompts, as in vLLM today: generate({'prompt_token_ids': ids})")

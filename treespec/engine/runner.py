@@ -31,10 +31,10 @@ class Choices(NamedTuple):
 def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
     """Attention rows of a tree after the request's committed positions."""
     if len(tree) == 1:
-        return RequestRows.chain(request.context_len, 1, request.pages, request.max_len)
+        return RequestRows.chain(request.context_len, 1, request.pages, request.max_len, request.adapter)
     nodes = np.arange(len(tree))
     seen = tree.depths, tree.visible, tree.depths
-    return RequestRows(request.context_len, nodes, *seen, request.pages, request.max_len)
+    return RequestRows(request.context_len, nodes, *seen, request.pages, request.max_len, request.adapter)
 
 
 class CapturedPasses(Protocol):
@@ -69,7 +69,7 @@ class Runner:
         if not requests:
             return
         rows = [
-            RequestRows.chain(r.context_len, count, r.pages, r.max_len)
+            RequestRows.chain(r.context_len, count, r.pages, r.max_len, r.adapter)
             for r, count in zip(requests, counts, strict=True)
         ]
         tokens = [t for r, n in zip(requests, counts, strict=True) for t in r.tokens[r.context_len : r.context_len + n]]
@@ -143,8 +143,9 @@ class Runner:
         ]
         first_rows = [*accumulate(map(len, trees), initial=0)]
         contexts, lengths = [request.context_len for request in requests], [request.max_len for request in requests]
-        pages = [request.pages for request in requests]
-        logits = self._compiled.tree_logits(columns, first_rows, contexts, pages, lengths, self.cache.pools[0])
+        pages, adapters = [request.pages for request in requests], [request.adapter for request in requests]
+        arguments = columns, first_rows, contexts, pages, lengths, self.cache.pools[0], adapters
+        logits = self._compiled.tree_logits(*arguments)
         return launch() if logits is None else logits
 
     def wait(self) -> None:

@@ -51,7 +51,9 @@ class Scheduler:
         prefill_chunk: int,  # prompt rows per step
         scratch: int,  # slots per request for the token tree
         short_context: int = 0,  # of the target, as in `ModelConfig`
+        max_loras: int = 1,  # different adapters of running requests
     ):
+        self.max_loras = max_loras
         self._short_context, self._has_noted_factors = short_context, False
         self.cache, self.max_num_seqs, self.prefill_chunk, self.scratch = cache, max_num_seqs, prefill_chunk, scratch
         self.waiting: list[Request] = []  # by rank
@@ -69,8 +71,8 @@ class Scheduler:
             if group.waiting:
                 other = next(other for other in reversed(self.waiting) if other.group is group)
                 same = request.prompt_token_ids == other.prompt_token_ids and request.spec == other.spec
-                same = same and self._is_long(request) == self._is_long(other)
-                differs = f"{request.request_id} differs from {group.group_id} in prompt, spec or longrope's factors"
+                same = same and self._salt(request) == self._salt(other)
+                differs = f"{request.request_id} differs from {group.group_id} in prompt, spec, adapter or rope factors"
                 assert same, differs
             group.waiting += 1
         self._num_added += 1
@@ -92,7 +94,8 @@ class Scheduler:
         return request.max_len > self._short_context
 
     def _salt(self, request: Request) -> bytes:
-        return b"long" if self._is_long(request) else b""
+        """Return what the K/V of a request's tokens depend on besides the tokens."""
+        return (b"long" if self._is_long(request) else b"") + (b"" if request.lora is None else request.lora.digest)
 
     def _wait(self, request: Request) -> None:
         """Insert a request into the queue by its rank."""
@@ -171,7 +174,13 @@ class Scheduler:
         return None
 
     def _has_room(self, request: Request) -> bool:
-        """Whether the request's pages are free, and one more for each running request that may grow."""
+        """Whether the request's pages are free, and one more for each running request that may grow.
+
+        There is no room for an adapter beside `max_loras` others.
+        """
+        others = {other.lora for other in self.running} - {None, request.lora}
+        if request.lora is not None and len(others) >= self.max_loras:
+            return False
         slots, shared = self.slots_needed(request), self._shared(request).pages
         if not self.running:
             self._reclaim(slots, shared, request.group)

@@ -5,7 +5,7 @@ bits differ from the eager decoder's.
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,20 @@ from torch import Tensor
 from treespec.errors import KernelError
 from treespec.models.decoder import Decoder, HiddenStates, Pass, StreamInput
 from treespec.models.layer import take_layer, take_projection
+from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import take_head_norm
 from treespec.utils.memory import drop_mapped
-from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.attention.tree_batch import RequestRows, UpdatedRows, updated_rows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan, plan_compiled
 from treespec_kernels.cpu.cpu_library import CompileError, build_together, find_compiler
-from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledLayerWeights, CompiledModel, unsupported_reason
+from treespec_kernels.cpu.decoder_cpu import (
+    Architecture,
+    CompiledLayerWeights,
+    CompiledModel,
+    CompiledUpdates,
+    unsupported_reason,
+)
 from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.cpu.lookup_cpu import lookup_library
@@ -141,12 +148,16 @@ class CompiledDecoder(Decoder):
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         plan = plan_compiled(requests, self.config.first_rotation)
-        return self.layout(plan, int(plan.positions.numpy().max()) + 1)
+        updated = updated_rows((rows.adapter, rows.num_rows) for rows in requests)
+        return self.layout(plan, int(plan.positions.numpy().max()) + 1, updated)
 
-    def layout(self, plan: CompiledPlan, num_positions: int) -> Pass:
+    def layout(self, plan: CompiledPlan, num_positions: int, updated: Sequence[UpdatedRows] = ()) -> Pass:
         """Return a pass over planned rows, all at positions below `num_positions`."""
         learned = None if self.positions is None else self._learned_at(plan.positions.numpy())
-        return Pass(plan.num_rows, self.rotations_to(num_positions), plan.slots, plan, learned)
+        return Pass(plan.num_rows, self.rotations_to(num_positions), plan.slots, plan, learned, updated)
+
+    def updates(self, matrices: Mapping[str, LowRank]) -> CompiledUpdates:
+        return CompiledUpdates(self.library, fused_updates(self.config, matrices))
 
     def rotations_to(self, num_positions: int) -> Tensor:
         """Return cos and signed sin of every rope by position, fp32 [>= num_positions, 2 * num_ropes, head_dim]."""
@@ -161,8 +172,9 @@ class CompiledDecoder(Decoder):
         return self._joined
 
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
-        layer_kv = kv[:num_layers]
-        return self.model.forward(tokens, layout.attention, layout.rotation, layer_kv, len(layer_kv), layout.positions)
+        layer_kv, plan, rotation = kv[:num_layers], layout.attention, layout.rotation
+        sizes, updated = (len(layer_kv), layout.positions), layout.updated
+        return self.model.forward(tokens, plan, rotation, layer_kv, *sizes, updated=updated)
 
     def tree_logits(
         self,
@@ -172,6 +184,7 @@ class CompiledDecoder(Decoder):
         pages: Sequence[np.ndarray],
         max_lens: Sequence[int],  # by tree, maximum number of positions that its request may reach
         kv: Tensor,
+        adapters: Sequence[Any],  # by tree, as `RequestRows.adapter`
     ) -> Tensor | None:
         """Run a pass over whole trees, as `CompiledModel.tree_logits`; None if it takes more than one call."""
         if self.positions is not None or self.config.logit_cap is not None or self.head_vocabulary is not None:
@@ -179,15 +192,17 @@ class CompiledDecoder(Decoder):
         first = [*map(self.config.first_rotation, max_lens)]
         num_positions = max(contexts) + max(first) + first_rows[-1]
         rotation = self.rotations_to(num_positions)
-        return self.model.tree_logits(columns, first_rows, contexts, pages, first, rotation, kv)
+        updated = updated_rows(zip(adapters, np.diff(first_rows).tolist(), strict=True)) if any(adapters) else ()
+        return self.model.tree_logits(columns, first_rows, contexts, pages, first, rotation, kv, updated)
 
     def forward_with_states(
         self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int], stream: StreamInput | None = None
     ) -> HiddenStates:
         streams = torch.empty(len(tokens), len(of), self.model.hidden_size, dtype=self.dtype, device="cpu")
-        arguments = (*((None, None) if stream is None else stream), streams, of)
-        plan, rotation = layout.attention, layout.rotation
-        final = self.model.forward(tokens, plan, rotation, kv, None, layout.positions, *arguments)
+        rows, qkv = (None, None) if stream is None else stream
+        plan, rotation, positions = layout.attention, layout.rotation, layout.positions
+        arguments = rows, qkv, streams, of, layout.updated
+        final = self.model.forward(tokens, plan, rotation, kv, None, positions, *arguments)
         if (normed := self.config.shape.num_layers + 1) in of:
             streams[:, of.index(normed)] = final
         return HiddenStates(final, streams)

@@ -6,7 +6,7 @@ each), so the decoder makes few calls and creates views once per pass.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,12 +21,13 @@ from treespec.errors import ConfigError
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.layer import Layer, make_linear, prepare, take_projection
 from treespec.models.layer_kinds import RotaryEmbedding
+from treespec.models.low_rank import LowRank, Updates, fused_updates
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
 from treespec.utils.memory import drop_mapped
-from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows, UpdatedRows, updated_rows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
-from treespec_kernels.linear.activations import soft_cap
+from treespec_kernels.linear.activations import ACTIVATIONS, soft_cap
 from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_weights.blocks import Blocks, Weights
@@ -65,6 +66,7 @@ class Pass:
     slots: Tensor  # int64 [num_rows * 2 * num_kv_heads]: rows of K and V in a layer's pool viewed as [-1, D]
     attention: Any  # a plan for each of the model's windows
     positions: Tensor | None = None  # int64 [num_rows], for learned positions
+    updated: Sequence[UpdatedRows] = ()  # rows with the low-rank updates of adapters, results of `Decoder.updates`
 
 
 class StreamInput(NamedTuple):
@@ -262,7 +264,13 @@ class Decoder:
             torch.from_numpy(cache_slots(requests, kv, num_rows).reshape(-1)).to(self.device),
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             self._learned_at(positions),
+            updated_rows((rows.adapter, rows.num_rows) for rows in requests),
         )
+
+    def updates(self, matrices: Mapping[str, LowRank]) -> Any:
+        """Return the low-rank updates of an adapter, by decoder parameter, in the form of `RequestRows.adapter`."""
+        assert self.linear == "onednn" or self.linear == "torch"
+        return Updates(fused_updates(self.config, matrices, fuses_gate=False), self.linear)
 
     def _positions(self, rows: RequestRows) -> np.ndarray:
         """Return positions as rows of the RoPE tables, or of the learned positions, int64 [num_rows]."""
@@ -376,8 +384,7 @@ class Decoder:
     ) -> None:
         """Run one layer in place on the stream."""
         if qkv is None:
-            assert layer.qkv is not None
-            qkv = layer.qkv(stream.norm(layer.attn_norm))
+            qkv = self._apply("qkv", layer, stream.norm(layer.attn_norm), layout)
         update = self._attend(layer, qkv, rotation, layout, cache)
         if layer.attn_post_norm is not None:
             update = stream.norm_of(update, layer.attn_post_norm)
@@ -387,8 +394,9 @@ class Decoder:
         else:
             stream.x.add_(update)
             h = stream.norm(layer.mlp_norm)
-        update = (layer.up if layer.gate is None else layer.gate).activated(h, self.config.activation)
-        update = layer.down(update if layer.gate is None else update.mul_(layer.up(h)))
+        update = self._apply("up" if layer.gate is None else "gate", layer, h, layout, self.config.activation)
+        update = update if layer.gate is None else update.mul_(self._apply("up", layer, h, layout))
+        update = self._apply("down", layer, update, layout)
         if layer.mlp_post_norm is not None:
             update = stream.norm_of(update, layer.mlp_post_norm)
         stream.x.add_(update)
@@ -398,7 +406,18 @@ class Decoder:
         q, (k_cache, v_cache) = self._write(layer, qkv, rotation, layout, cache), cache
         plan = layout.attention[layer.window]
         out = self.attention(q, k_cache, v_cache, plan, self.config.query_scale, self.config.score_cap)
-        return layer.o(out.view(len(qkv), -1).to(self.dtype))
+        return self._apply("o", layer, out.view(len(qkv), -1).to(self.dtype), layout)
+
+    def _apply(self, name: str, layer: Layer, x: Tensor, layout: Pass, activation: str | None = None) -> Tensor:
+        """Apply a linear layer, with the updates of the rows that have any, and then an activation."""
+        linear = getattr(layer, name)
+        y: Tensor = linear(x) if activation is None else linear.activated(x, activation)
+        for adapter, first, num_rows in layout.updated:
+            if (update := adapter.of(layer.index, name, x)) is not None:
+                rows = slice(first, first + num_rows)
+                updated = ((y if activation is None else linear(x)) + update)[rows]
+                y[rows] = updated if activation is None else ACTIVATIONS[activation](updated)
+        return y
 
     def _write(self, layer: Layer, qkv: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
         """Write the K/V of all rows to their slots, and return the rotated queries, [num_rows, num_heads, head_dim]."""

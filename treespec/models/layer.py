@@ -87,6 +87,14 @@ def _take_matrix(weights: Weights, name: str) -> Any:
     return weight
 
 
+def fused_matrices(gated: bool, fuses_gate: bool) -> dict[str, tuple[str, ...]]:
+    """Return the matrices of each product of a layer; without `fuses_gate`, `gate` and `up` are two."""
+    products: dict[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "o": ("o",), "down": ("down",)}
+    if fuses_gate:
+        return products | {"gate_up": ("gate", "up") if gated else ("up",)}
+    return products | {"gate": ("gate",), "up": ("up",)}
+
+
 def take_layer(weights: Weights, i: int, fuses_gate: bool = True, joins: bool = True) -> dict[str, Any]:
     """Pop layer i: the fused projections `qkv`, `o`, `gate_up` and `down`, their biases, and the norms of its inputs.
 
@@ -94,13 +102,8 @@ def take_layer(weights: Weights, i: int, fuses_gate: bool = True, joins: bool = 
     family lacks are None. The first layer of a draft head has no `qkv`: the head computes these projections.
     """
     prefix = f"layers.{i}."
-    projections: dict[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "o": ("o",), "down": ("down",)}
-    if fuses_gate:
-        projections["gate_up"] = ("gate", "up") if f"{prefix}gate" in weights else ("up",)
-    else:
-        projections |= {"gate": ("gate",), "up": ("up",)}
     layer: dict[str, Any] = {}
-    for name, fused in projections.items():
+    for name, fused in fused_matrices(f"{prefix}gate" in weights, fuses_gate).items():
         layer[name] = take_projection(weights, prefix, fused, joins) if prefix + fused[0] in weights else None
         biases = [weights.pop(f"{prefix}{matrix}_bias", None) for matrix in fused]
         present = [bias for bias in biases if bias is not None]
@@ -112,7 +115,7 @@ def take_layer(weights: Weights, i: int, fuses_gate: bool = True, joins: bool = 
 class Layer:
     """Weights of one layer, as of `take_layer`.
 
-    `rope` indexes its cos in `Pass.rotation`, `window` its plan in `Pass.attention`.
+    `index` is the layer's, `rope` indexes its cos in `Pass.rotation`, `window` its plan in `Pass.attention`.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class Layer:
         self.o, self.up, self.down = linear("o"), linear("up"), linear("down")
         self.gate = None if layer["gate"] is None else linear("gate")
         self.head_norm = take_head_norm(weights, f"layers.{i}.", config.shape.num_heads, config.shape.num_kv_heads)
+        self.index = i
         self.rope, self.window = 2 * config.layers[i].rope, config.windows.index(config.layers[i].window)
 
     @property

@@ -30,27 +30,30 @@ from treespec.engine.engine import Engine
 from treespec.engine.host_executor import HostExecutor
 from treespec.engine.runner import Runner
 from treespec.engine.scheduler import Scheduler
-from treespec.errors import ExactnessError, KernelError
+from treespec.errors import ConfigError, ExactnessError, KernelError
 from treespec.graphs.capture import Rounds, captured_rounds, runs_on_device
 from treespec.graphs.graph_executor import GraphExecutor
+from treespec.lora import Lora, LoraCache
 from treespec.models.attention import make_attention
 from treespec.models.decoder import Decoder
 from treespec.models.group_model import GroupModel
+from treespec.models.low_rank import Updates
 from treespec.models.model_config import ModelConfig
 from treespec.planning.planner import Planner
 from treespec.startup.cost_measurement import load_costs
 from treespec.startup.load import libraries_folder
 from treespec.startup.memory import MemoryPlan, plan_memory
-from treespec.startup.options import Resolved, resolve
+from treespec.startup.options import Resolved, local_folder, resolve
 from treespec.startup.selftest import differing_rows, proven_rounds
 from treespec.startup.vocabularies import Draft, cross_tokenizer_drafters
-from treespec.utils.torch_state import one_thread
+from treespec.utils.torch_state import one_thread, own_passes
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.lookup_cpu import lookup_library
 from treespec_kernels.cpu.table_cpu import table_library
 from treespec_kernels.launch.triton_launch import is_interpreted, is_triton_error, known_issue
 from treespec_kernels.tuning.tuned import KernelConfigs
+from treespec_weights.lora import load_lora
 
 logger = logging.getLogger("treespec")
 
@@ -69,6 +72,7 @@ class Built:
     memory: dict[str, int]  # bytes in use, by purpose
     kernels: KernelConfigs | None  # None without Triton
     connections: dict[str, str]  # how each draft model proposes tokens for the target, by name
+    loras: LoraCache | None  # None without `enable_lora`
 
     def stats(self) -> dict[str, Any]:
         """Return the document of `LLM.stats`."""
@@ -97,7 +101,7 @@ class Built:
             "draft_vocabularies": dict(self.connections),
             "max_model_len": config.max_model_len,
             "max_num_seqs": config.max_num_seqs,
-            "memory": dict(self.memory),
+            "memory": self.memory | ({} if self.loras is None else {"loras": self.loras.nbytes}),
             "cost_curve": {
                 "rows": list(curve.rows),
                 "verify_seconds": list(curve.verify_seconds),
@@ -236,7 +240,8 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
         logger.info("%s", loader.configs.describe())
         if issue := known_issue(loader.device):
             logger.warning("%s", issue)
-    scheduler = Scheduler(cache, options.max_num_seqs, chunk, plan.scratch, resolved.target.short_context)
+    sizes_of_steps = options.max_num_seqs, chunk, plan.scratch
+    scheduler = Scheduler(cache, *sizes_of_steps, resolved.target.short_context, options.max_loras)
 
     def load_cross_tokenizer(draft: Draft, positions: int) -> tuple[Decoder, KVCache]:
         model, pages = loader.load_draft(draft, positions), options.max_num_seqs * pages_for(positions)
@@ -295,7 +300,28 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
         kernels=loader.configs,
         connections={draft.name: str(draft) for draft in resolved.drafts}
         | {name: str(head) for name, head in resolved.heads},
+        loras=_lora_cache(options, resolved.target, decoder),
     )
+
+
+def _lora_cache(options: EngineOptions, config: ModelConfig | AdapterConfig, target: Decoder) -> LoraCache | None:
+    """Return what loads adapters of the target; None without `enable_lora`."""
+    if not options.enable_lora or isinstance(config, AdapterConfig):
+        return None
+    most, exact = options.max_lora_rank, options.exact
+
+    def load(path: str) -> Lora:
+        # Threads of OpenMP would wait for one another in small operations, beside those of the passes.
+        with own_passes(target.device), nullcontext() if target.compiled is None else one_thread():
+            weights = load_lora(local_folder(path), config.shape, config.rules, target.dtype)
+            if most is not None and weights.rank > most:
+                raise ConfigError(f"{path}: an adapter of rank {weights.rank}, above max_lora_rank={most}; raise it")
+            updates = target.updates(weights.matrices)
+            if exact and isinstance(updates, Updates) and target.min_rows <= 2:  # otherwise, all passes have these rows
+                updates.check_rows(target.dtype)
+            return Lora(weights.digest, updates)
+
+    return LoraCache(load, options.max_cpu_loras or options.max_loras)
 
 
 def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Decoder, cache: KVCache) -> SsmDrafter | None:

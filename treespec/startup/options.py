@@ -97,6 +97,11 @@ def resolve_model(model: str | os.PathLike[str] | None) -> Path:
         return file
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model={model!r}; valid: a folder, a hub id, a model, or None for the embedded target")
+    return local_folder(model)
+
+
+def local_folder(model: str | os.PathLike[str]) -> Path:
+    """Return the path of a folder or file, or the folder of a hub id (cached or downloaded)."""
     folder = Path(os.path.expanduser(model))  # leaves "~nobody" unchanged
     if folder.exists() or "/" not in str(model) or not is_hub_id(str(model)) or folder.suffix.lower() == ".gguf":
         return folder  # the loader reports a missing path
@@ -301,6 +306,16 @@ def resolve(options: EngineOptions) -> Resolved:
         asked = "torch" if is_adapted and device.type == "cuda" else options.linear
         needs_padding = options.exact and not is_adapted  # `load_target` finds the padding of an adapter
         linear, fixed_rows = resolve_linear(asked, attention, dtype, device, needs_padding, spec)
+    if options.enable_lora and (isinstance(target, Source) or device.type != "cpu" or linear == "triton"):
+        raise KernelError(
+            "enable_lora=True is for native families in passes on a CPU, compiled or eager; "
+            + (
+                f"transformers' code runs {target.name}: give it with the adapter in it (a model of peft) as the model"
+                if isinstance(target, Source)
+                else "kernels on a GPU have no low-rank products yet: use device='cpu', or merge the adapter into the "
+                "model (merge_and_unload of peft)"
+            )
+        )
     configs = KernelConfigs.load(device) if linear == "triton" else None
     if options.draft_quantization == "int8" and not compiles:
         raise ConfigError("draft_quantization='int8' is for compiled passes on a CPU; leave it at 'auto'")

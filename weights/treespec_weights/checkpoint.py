@@ -62,8 +62,10 @@ class Checkpoint:
         return (*LOADABLE, *self.block_types)
 
     @classmethod
-    def open(cls, folder: Path | str) -> "Checkpoint":
+    def open(cls, folder: Path | str, single: str = SINGLE) -> "Checkpoint":
         """Open `model.safetensors`, the shards listed in `model.safetensors.index.json`, or a GGUF file.
+
+        With another name as `single`, the file of this name.
 
         Raises FileNotFoundError or NotADirectoryError for a wrong folder, and CheckpointError with all problems of the
         files.
@@ -74,7 +76,7 @@ class Checkpoint:
             infos = {name: TensorInfo(e.file, e.type, e.shape, e.nbytes) for name, e in gguf.entries.items()}
             sizes = dict(gguf.file.files)
             return cls(root, infos, sizes, dict.fromkeys(sizes, gguf), {}, gguf.block_types)
-        placement, shards, problems = _placement(root)
+        placement, shards, problems = _placement(root, single)
         tensors: dict[str, TensorInfo] = {}
         files: dict[str, int] = {}
         handles: dict[str, Any] = {}
@@ -96,7 +98,7 @@ class Checkpoint:
             for name in infos:
                 holders.setdefault(name, []).append(file)
         if not tensors and not problems:
-            problems.append(Problem("file", repr(SINGLE), "holds no tensor"))
+            problems.append(Problem("file", repr(single), "holds no tensor"))
         problems += _disagreements(placement, holders, files)
         if problems:
             raise CheckpointError(root, problems)
@@ -198,13 +200,13 @@ def _info(handle: Any, file: str, name: str) -> TensorInfo:
     return TensorInfo(file, dtype, shape, math.prod(shape) * bits // 8)
 
 
-def _placement(root: Path) -> tuple[dict[str, str], list[str], list[Problem]]:
+def _placement(root: Path, single: str) -> tuple[dict[str, str], list[str], list[Problem]]:
     """Read the index: tensor name to shard (empty for a single file), the files to open, and the problems."""
     present = {entry.name for entry in root.iterdir()}
-    if INDEX not in present:
-        if SINGLE not in present:
-            raise CheckpointError.of(root, "file", SINGLE, _missing_message(present))
-        return {}, [SINGLE], []
+    if single != SINGLE or INDEX not in present:
+        if single not in present:
+            raise CheckpointError.of(root, "file", single, _missing_message(present, single))
+        return {}, [single], []
     index = read_json(root, INDEX)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -244,8 +246,8 @@ def _shard_problem(shard: object) -> str | None:
     return None
 
 
-def _missing_message(present: set[str]) -> str:
-    message = f"neither this nor {INDEX!r} is in the folder"
+def _missing_message(present: set[str], single: str) -> str:
+    message = f"neither this nor {INDEX!r} is in the folder" if single == SINGLE else "is not in the folder"
     pickles = sorted(name for name in present if Path(name).suffix in PICKLES)
     others = sorted(name for name in present if name.endswith(".safetensors"))
     if others:

@@ -236,7 +236,7 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
         if name in ignored:
             continue
         if name not in expected:
-            problems.append(Problem("unexpected", repr(name), f"unexpected: {_unexpected_reason(name, shape, rules)}"))
+            problems.append(Problem("unexpected", repr(name), f"unexpected: {unexpected_reason(name, shape, rules)}"))
             continue
         shapes, dtypes, _ = expected[name]
         if info.shape not in shapes:
@@ -317,7 +317,8 @@ def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
     return placements
 
 
-def _unexpected_reason(name: str, shape: ModelShape, rules: FamilyRules) -> str:
+def unexpected_reason(name: str, shape: ModelShape, rules: FamilyRules) -> str:
+    """Return why a tensor is none of a model's."""
     rule_names = {rule.name for rule in rules.tensors} | set(rules.ignored)
     components = name.split(".")
     for i, component in enumerate(components):

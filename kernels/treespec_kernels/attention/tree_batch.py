@@ -1,8 +1,10 @@
 """Rows of a CPU pass, and the slots each row attends to."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,12 +30,15 @@ class RequestRows:
     pages: np.ndarray  # int64 [num_pages], the request's pages in logical order
     # Maximum number of positions of the request; its rotations may depend on it
     max_len: int = sys.maxsize
+    adapter: Any = None  # the model's form of an adapter, whose updates the rows' products have; None for none
 
     @classmethod
-    def chain(cls, context_len: int, num_rows: int, pages: np.ndarray, max_len: int = sys.maxsize) -> "RequestRows":
+    def chain(
+        cls, context_len: int, num_rows: int, pages: np.ndarray, max_len: int = sys.maxsize, adapter: Any = None
+    ) -> "RequestRows":
         """Create the rows of consecutive tokens from position `context_len` on."""
         order = np.arange(num_rows)
-        return cls(context_len, order, order, None, None, pages, max_len)
+        return cls(context_len, order, order, None, None, pages, max_len, adapter)
 
     @classmethod
     def tree(
@@ -103,3 +108,25 @@ class RequestRows:
         else:
             hidden[:, start : start + width] = ~self.visible
         return hidden
+
+
+class UpdatedRows(NamedTuple):
+    """Consecutive rows of a pass whose products have the low-rank updates of an adapter."""
+
+    adapter: Any
+    first: int
+    num_rows: int
+
+
+def updated_rows(requests: Iterable[tuple[Any, int]]) -> list[UpdatedRows]:
+    """Return the rows of each adapter, from the adapter, or None, and the number of rows of each request."""
+    updated: list[UpdatedRows] = []
+    first = 0
+    for adapter, num_rows in requests:
+        last = updated[-1] if updated else None
+        if last is not None and adapter is last.adapter and first == last.first + last.num_rows:
+            updated[-1] = last._replace(num_rows=last.num_rows + num_rows)
+        elif adapter is not None:
+            updated.append(UpdatedRows(adapter, first, num_rows))
+        first += num_rows
+    return updated

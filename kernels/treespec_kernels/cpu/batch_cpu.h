@@ -2,6 +2,11 @@
 
 extern "C" {
 
+struct UpdatedRows {  // rows whose products have the low-rank updates of one adapter
+    const void* layers;  // LayerUpdates of each layer
+    int64_t first, count;
+};
+
 struct Batch {
     int64_t num_rows, num_layers;
     const int64_t* tokens;             // [num_rows]
@@ -21,6 +26,8 @@ struct Batch {
     void* states;        // [num_rows, num_states, hidden]: the residual stream before the layers `state_layers`
     const int64_t* state_layers;  // [num_states]; num_layers: after the last layer
     int64_t num_states;
+    const UpdatedRows* updated;  // [num_updated]
+    int64_t num_updated;
 };
 
 struct TreeRows {  // whole trees of a pass, one after another

@@ -123,6 +123,14 @@ struct Layer {
     int64_t rope, window;  // index of the layer's rope; number of positions that a row attends to, 0: all
 };
 
+struct Update {  // of a product W x: W x + B A x
+    Linear down, up;  // A and B; A has no outputs if there is no update
+};
+
+struct LayerUpdates {  // low-rank updates of an adapter (LoRA)
+    Update qkv, o, gate_up, down;
+};
+
 struct Pairing {  // what a draft head makes of a token and the feature of the token before it
     const Linear* qkv;    // of its first layer: [2 * hidden] -> [(heads + 2 * kv_heads) * HEAD_DIM]
     const scalar* embed;  // [vocab, hidden]
@@ -213,10 +221,25 @@ class Pass {
         });
     }
 
+    // Multiplies all rows, and adds the low-rank updates of those that have any.
+    void multiply(const Layer& layer, Linear Layer::*matrix, Update LayerUpdates::*update, const scalar* from,
+                  float* to, Then then) const {
+        static thread_local std::vector<scalar> low;
+        linear(layer.*matrix, from, n, to, then, threads);
+        for (int64_t i = 0; i < batch.num_updated; i++) {
+            const UpdatedRows& rows = batch.updated[i];
+            const Update& part = ((const LayerUpdates*)rows.layers)[&layer - model.layers].*update;
+            if (!part.down.outputs) continue;
+            low.resize(rows.count * part.down.outputs);
+            linear(part.down, from + rows.first * part.down.inputs, rows.count, low.data(), ROUND, threads);
+            linear(part.up, low.data(), rows.count, to + rows.first * part.up.outputs, ADD, threads);
+        }
+    }
+
     // Adds a layer's output to the residual stream, after a post norm if the model family has one.
-    void add(const Linear& layer, const scalar* from, const Norm& norm) {
-        if (!norm.weight) return linear(layer, from, n, x, ADD, threads);
-        linear(layer, from, n, y, STORE, threads);
+    void add(const Layer& layer, Linear Layer::*matrix, Update LayerUpdates::*update, const Norm& norm) {
+        if (!norm.weight) return multiply(layer, matrix, update, a, x, ADD);
+        multiply(layer, matrix, update, a, y, STORE);
         for_rows([&](int64_t r) {
             const float* row = y + r * hidden;
             float* to = x + r * hidden;
@@ -262,7 +285,7 @@ class Pass {
     // Writes the projections of the residual stream to `y`.
     void project(const Layer& layer) {
         norm(layer.attn_norm, h);
-        linear(layer.qkv, h, n, y, STORE, threads);
+        multiply(layer, &Layer::qkv, &LayerUpdates::qkv, h, y, STORE);
     }
 
     // Writes the attention of the projections in `y` to `a`.
@@ -282,7 +305,7 @@ class Pass {
     // Writes the MLP of the normalised rows `h`, without its down projection, to `a`.
     void mlp_up(const Layer& layer) {
         const int64_t step = layer.gate_up.stride;
-        linear(layer.gate_up, h, n, y, STORE, threads);
+        multiply(layer, &Layer::gate_up, &LayerUpdates::gate_up, h, y, STORE);
         parallel(threads, n, [&](int64_t r) {
             for (int64_t i = 0; i < mlp; i += LANES) {
                 const vec active = activate(model.activation, load<vec>(y + r * step + i));
@@ -324,10 +347,10 @@ class Pass {
                 project(layer);
             attend(layer, keys(l), keys(l) + pool);
             if (model.parallel) norm(layer.mlp_norm, h);  // the input of the MLP excludes the output of attention
-            add(layer.o, a, layer.attn_post_norm);
+            add(layer, &Layer::o, &LayerUpdates::o, layer.attn_post_norm);
             if (!model.parallel) norm(layer.mlp_norm, h);
             mlp_up(layer);
-            add(layer.down, a, layer.mlp_post_norm);
+            add(layer, &Layer::down, &LayerUpdates::down, layer.mlp_post_norm);
         }
         keep(batch.num_layers);
         norm(model.final_norm, (scalar*)batch.out);

@@ -7,7 +7,7 @@ model is bound by call overhead: 25 torch calls per layer at 1 to 15 us each.
 import copy
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_kernels.attention.tree_batch import PAGE_SIZE
+from treespec_kernels.attention.tree_batch import PAGE_SIZE, UpdatedRows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
 from treespec_kernels.cpu.cpu_library import address_of, l3_bytes
 from treespec_kernels.cpu.decoder_library import DTYPES, STRUCTS, PanelLinear, Weight
@@ -144,6 +144,30 @@ class PairInputs:
         return entries._replace(pairs=pairs, pairing=pairing, qkv_bytes=qkv_bytes, norm_output=norm_output)
 
 
+class CompiledUpdates:
+    """Low-rank updates of a model's products (LoRA), in the library's layout."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,  # from `decoder_library.build`
+        # By layer, for "qkv", "o", "gate_up" and "down": A [rank, inputs] and B [outputs, rank] in the library's dtype,
+        # with an even rank; W x becomes W x + B (A x)
+        layers: Sequence[Mapping[str, tuple[Tensor, Tensor]]],
+    ):
+        self._linears: list[PanelLinear] = []  # keeps the tensors alive whose addresses are in the structs
+        self._layers = (STRUCTS["LayerUpdates"] * len(layers))()
+        for struct, updates in zip(self._layers, layers, strict=True):
+            for name, matrices in updates.items():
+                packed = [PanelLinear(library, matrix, None) for matrix in matrices]
+                setattr(struct, name, STRUCTS["Update"](*(linear.struct for linear in packed)))
+                self._linears += packed
+        self.address = ctypes.addressof(self._layers)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(linear.nbytes for linear in self._linears)
+
+
 class CompiledModel:
     """Model with packed weights that runs in the library."""
 
@@ -249,6 +273,7 @@ class CompiledModel:
         # [num_rows, len(state_layers), hidden_size], receives the residual stream before `state_layers`
         states: Tensor | None = None,
         state_layers: Sequence[int] = (),  # the number of layers means after the last one
+        updated: Sequence[UpdatedRows] = (),  # rows with the updates of adapters, `CompiledUpdates`
     ) -> Tensor:
         """Run a pass: return the hidden states after the final norm, and write the rows' K/V to their slots.
 
@@ -264,6 +289,7 @@ class CompiledModel:
         out = torch.empty(plan.num_rows, self.hidden_size, dtype=self.dtype, device="cpu")
         layer_indices = (ctypes.c_int64 * len(state_layers))(*state_layers)
         batch = self._batch(plan, rotation, kv, layers)
+        _set_updated(batch, updated)
         batch.tokens, batch.out = tokens.data_ptr(), out.data_ptr()
         batch.learned_positions = None if learned_positions is None else learned_positions.data_ptr()
         batch.inputs, batch.qkv, batch.states = (
@@ -280,8 +306,9 @@ class CompiledModel:
         contexts: Sequence[int],  # by tree, its request's committed positions
         pages: Sequence[np.ndarray],  # by tree, its request's pages, int64
         first_rotations: Sequence[int],  # by tree, row of the rotations for position 0
-        rotation: Tensor,  # this and `kv`: as in `forward`
+        rotation: Tensor,  # this, `kv` and `updated`: as in `forward`
         kv: Tensor,
+        updated: Sequence[UpdatedRows] = (),
     ) -> Tensor:
         """Run a pass over whole trees: return the logits, and write node i's K/V to its request's slot context + i."""
         assert rotation.is_contiguous() and rotation.dtype == torch.float32 and kv.is_contiguous()
@@ -303,6 +330,7 @@ class CompiledModel:
         batch = STRUCTS["Batch"](
             num_layers=len(self._layers), rotation=rotation.data_ptr(), cache=kv.data_ptr(), num_pages=kv.shape[2]
         )
+        _set_updated(batch, updated)
         logits = torch.empty(num_rows, self.vocab_size, dtype=self.dtype, device="cpu")
         self._library.treespec_tree_logits(
             ctypes.byref(self._model),
@@ -388,6 +416,15 @@ class CompiledModel:
         assert hidden.dtype == self.dtype and hidden.shape[1] == self.hidden_size
         hidden = hidden.contiguous()
         entry(ctypes.byref(self._head), hidden.data_ptr(), len(hidden), out.data_ptr(), self._threads)
+
+
+def _set_updated(batch: ctypes.Structure, updated: Sequence[UpdatedRows]) -> None:
+    """Set the rows of a pass with the updates of adapters."""
+    if updated:
+        made = [STRUCTS["UpdatedRows"](rows.adapter.address, rows.first, rows.num_rows) for rows in updated]
+        structs = (STRUCTS["UpdatedRows"] * len(made))(*made)
+        batch.updated, batch.num_updated = ctypes.addressof(structs), len(structs)
+        batch.held = structs  # as long as the batch lives
 
 
 def _matrices(linear: ctypes.Structure | None) -> Iterator[ctypes.Structure]:

@@ -1,0 +1,76 @@
+"""LoRA adapters of requests, loaded on first use."""
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from treespec.errors import ConfigError
+from treespec.utils.options import rejects_unknown
+from treespec.utils.scalars import as_int
+
+
+@rejects_unknown
+@dataclass(frozen=True)
+class LoRARequest:
+    """A LoRA adapter that a request uses, with the fields of vLLM's class.
+
+    Args:
+        lora_name: the adapter's name.
+        lora_int_id: a number of at least 1. Unlike in vLLM, adapters are told apart by their folders.
+        lora_path: PEFT's folder: adapter_config.json and adapter_model.safetensors; or a hub id. Its files must not
+            change while the engine has the adapter.
+
+    Raises:
+        ConfigError: an invalid value.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        for name in ("lora_name", "lora_path"):
+            value = getattr(self, name)
+            if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+                raise ConfigError(f"{name}={value!r}; valid: a text that is not empty")
+        if as_int(self.lora_int_id, 1) is None:
+            raise ConfigError(f"lora_int_id={self.lora_int_id!r}; valid: an int of at least 1")
+
+
+@dataclass(frozen=True, eq=False)
+class Lora:
+    """A loaded adapter."""
+
+    digest: bytes  # hash of its files
+    updates: Any  # result of `Decoder.updates`
+
+
+class LoraCache:
+    """Loads adapters, and keeps those of running and waiting requests, and the last few that were asked for."""
+
+    def __init__(self, load: Callable[[str], Lora], num_kept: int):
+        self._load, self._num_kept = load, num_kept
+        self._in_use = WeakValueDictionary[str, Lora]()  # by path
+        self._kept: dict[str, Lora] = {}  # the last one asked for at the end
+        self._lock = threading.Lock()
+
+    def get(self, request: LoRARequest) -> Lora:
+        """Return an adapter. Raises the errors of `load_lora`, and ConfigError for a rank above `max_lora_rank`."""
+        path = os.path.expanduser(request.lora_path)
+        key = os.path.realpath(path) if Path(path).exists() else path
+        with self._lock:
+            lora = self._in_use.get(key) or self._load(path)
+            self._in_use[key] = lora
+            self._kept.pop(key, None)
+            self._kept[key] = lora
+            while len(self._kept) > self._num_kept:
+                del self._kept[next(iter(self._kept))]
+        return lora
+
+    @property
+    def nbytes(self) -> int:
+        return sum(lora.updates.nbytes for lora in [*self._in_use.values()])

@@ -1,0 +1,91 @@
+"""Low-rank updates of a decoder's products (LoRA, arXiv 2106.09685): W x becomes W x + B (A x) in an adapter's rows.
+
+The updates of matrices that are fused into one product are fused too: A is stacked, and B is block-diagonal.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from treespec.errors import ExactnessError
+from treespec.models.layer import fused_matrices, prepare
+from treespec.models.model_config import ModelConfig
+from treespec_kernels.linear.linear import Linear, LinearImpl
+
+RANK_STEP = 32  # fused ranks are padded to multiples: AMX multiplies 32 inputs at once; zeros change no sum
+_ROWS = (2, 3, 7, 16, 33, 64)  # sizes of passes whose bits `check_rows` compares
+
+LowRank = tuple[Tensor, Tensor]
+"""A [rank, inputs] and B [outputs, rank] of a matrix, scaled."""
+
+
+def fused_updates(
+    config: ModelConfig, matrices: Mapping[str, LowRank], fuses_gate: bool = True
+) -> list[dict[str, LowRank]]:
+    """Return each layer's updates by product, from those of decoder parameters, such as `layers.0.q`."""
+    shapes, ups = config.shape.parameters(), {name: up for name, (_, up) in matrices.items()}
+    prepare(config, ups)  # the order of q and k within a head
+    layers: list[dict[str, LowRank]] = []
+    for i in range(config.shape.num_layers):
+        layers.append({})
+        for product, fused in fused_matrices(config.shape.gated, fuses_gate).items():
+            names = [f"layers.{i}.{name}" for name in fused]
+            if any(name in matrices for name in names):
+                parts = [(matrices[name][0], ups[name]) if name in matrices else None for name in names]
+                layers[i][product] = _fused(parts, [shapes[name][0] for name in names])
+    return layers
+
+
+def _fused(parts: Sequence[LowRank | None], outputs: Sequence[int]) -> LowRank:
+    present = [part for part in parts if part is not None]
+    rank, like = sum(len(down) for down, _ in present), present[0][0]
+    down = like.new_zeros(-(-rank // RANK_STEP) * RANK_STEP, like.shape[1])
+    up = like.new_zeros(sum(outputs), len(down))
+    row = column = 0
+    for part, count in zip(parts, outputs, strict=True):
+        if part is not None:
+            end = column + len(part[0])
+            down[column:end], up[row : row + count, column:end] = part
+            column = end
+        row += count
+    return down, up
+
+
+class Updates:
+    """Updates of an eager decoder's products."""
+
+    def __init__(self, layers: Sequence[Mapping[str, LowRank]], impl: LinearImpl):
+        self.layers = [
+            {name: (Linear(down, None, impl), Linear(up, None, impl)) for name, (down, up) in layer.items()}
+            for layer in layers
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(matrix.nbytes for layer in self.layers for pair in layer.values() for matrix in pair)
+
+    def of(self, layer: int, product: str, x: Tensor) -> Tensor | None:
+        """Return the update of a layer's product with all rows x [num_rows, inputs]; None without one.
+
+        Adapters compute all rows of a pass, whose number is one for which linear layers are row-invariant.
+        """
+        if (pair := self.layers[layer].get(product)) is None:
+            return None
+        down, up = pair
+        return up(down(x))
+
+    def check_rows(self, dtype: torch.dtype) -> None:
+        """Raise ExactnessError if a row's bits depend on the number of rows, for a shape of these matrices."""
+        pairs = [pair for layer in self.layers for pair in layer.values()]
+        for matrix in {(m.in_features, m.out_features): m for pair in pairs for m in pair}.values():
+            generator = torch.Generator("cpu").manual_seed(0)
+            x = torch.randn(_ROWS[-1], matrix.in_features, generator=generator, device="cpu").to(dtype)
+            whole = matrix(x)
+            for count in _ROWS:
+                if not torch.equal(matrix(x[:count]), whole[:count]):
+                    raise ExactnessError(
+                        f"a low-rank product of {matrix.in_features} inputs and {matrix.out_features} outputs is not "
+                        f"row-invariant with linear={matrix.impl!r} and {dtype}: {count} rows have other bits; use "
+                        "compile=True or linear='torch'"
+                    )

@@ -236,6 +236,7 @@ def test_other_addresses(engine: AsyncLLM, tmp_path: Path) -> None:
         (["--uds", "/absent/socket"], "its folder does not exist"),
         (["--allowed-origins", "[*"], "allowed_origins=['[*']; valid"),
         (["--config", "/absent.yaml"], "/absent.yaml"),
+        (["--lora-modules", "a=b", "c"], "lora_modules='c'; valid: NAME=FOLDER, or"),
         (["--uvicorn-log-level", "loud"], "'loud'; valid: 'critical'"),
         (["/absent/model", "--port", "0"], "/absent/model"),
     ],

@@ -19,7 +19,7 @@ _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_int
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(generate.generate)
 app.command()(chat.chat)
-app.command()(serve.serve)
+app.command(cls=bench.SeveralValues)(serve.serve)
 app.command(cls=bench.SeveralValues)(bench.bench)
 app.command()(tree.tree)
 app.command(cls=bench.SeveralValues)(train.train)

@@ -14,7 +14,17 @@ from treespec.cli.options import Drafts, Json, Model, flags, parse_branching, st
 from treespec.config.engine_options import EngineOptions
 from treespec.utils.interrupts import raise_on_interrupt
 
-_SEVERAL = ("--k-values", "--nodes", "--batch", "--combine", "--only", "--verification", "--data", "--texts")
+_SEVERAL = (
+    "--k-values",
+    "--nodes",
+    "--batch",
+    "--combine",
+    "--only",
+    "--verification",
+    "--data",
+    "--texts",
+    "--lora-modules",
+)
 _FLAGS = """prompts samples max_tokens k_values nodes combine batch temperature verification branching repeats warmup
     peers only grow grow_vocab keep threads seed server request_rate max_concurrency""".split()
 

@@ -47,6 +47,10 @@ def generate(
     samples: Annotated[
         int, typer.Option("-n", "--samples", metavar="N", help="Number of outputs; more than 1 needs a temperature.")
     ] = 1,
+    lora: Annotated[
+        str | None,
+        typer.Option("--lora", metavar="FOLDER", help="A LoRA adapter of the model, in PEFT's format."),
+    ] = None,
     as_json: Json = False,
     *,
     decoding: GenerationFlags,
@@ -75,7 +79,7 @@ def generate(
     with status("loading"):
         params = decoding.sampling_params(samples)
         drafts, spec = decoding.speculation(draft)
-        llm = load_llm(model, drafts, spec, min(samples, MOST_AT_ONCE), **engine)
+        llm = load_llm(model, drafts, spec, min(samples, MOST_AT_ONCE), enable_lora=lora is not None, **engine)
     if not as_json:
         tell_default(model)
     inputs = request_of(text, llm, decoding.chat, template)
@@ -84,7 +88,7 @@ def generate(
         shown = typer.style(shown, dim=True)
     if stream:
         typer.echo(shown, nl=False)
-    decode = partial(_decode, llm, inputs, template)
+    decode = partial(_decode, llm, inputs, template, lora)
     show = (lambda chunk: typer.echo(_text_or_ids(chunk), nl=False)) if stream else None
     output = decode(params, None, show)
     if stream:
@@ -148,6 +152,7 @@ def _decode(
     llm: "LLM",
     prompt: Any,
     template: str | None,
+    lora: str | None,
     params: Any,
     spec: str | None,
     on_chunk: "Callable[[StreamChunk], None] | None" = None,
@@ -155,11 +160,14 @@ def _decode(
     """Generate for a prompt or conversation, with a progress bar on terminals unless streaming."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
+    from treespec.lora import LoRARequest
+
     hidden = on_chunk is not None or not sys.stderr.isatty()
     doing = "decoding plainly" if spec == "off" else "generating"
+    adapter = None if lora is None else LoRARequest(lora, 1, lora)
     output = None
     with tqdm(total=params.max_tokens * params.n, desc=doing, unit="token", leave=False, disable=hidden) as bar:
-        for chunk in llm.stream(prompt, params, spec, chat_template=template):
+        for chunk in llm.stream(prompt, params, spec, chat_template=template, lora_request=adapter):
             bar.update(len(chunk.token_ids))
             if on_chunk is not None:
                 on_chunk(chunk)

@@ -29,7 +29,7 @@ logger = logging.getLogger("treespec")
 
 _ENGINE = """tokenizer device dtype max_num_seqs max_num_batched_tokens max_model_len kv_cache_memory_bytes
     scheduling_policy compile generation_config quantization draft_vocabulary
-    suffix_tokens""".split()  # options of `LLM`
+    suffix_tokens enable_lora max_loras max_cpu_loras max_lora_rank""".split()  # options of `LLM`
 
 
 def read_config(ctx: typer.Context, file: str | None) -> None:
@@ -129,6 +129,10 @@ def serve(
         chat_template=template and read_text(template, f"--chat-template {template}"),
         api_key=server.api_key or os.environ.get("TREESPEC_API_KEY") or None,
     )
+    loras = {}
+    if count := len(server.loras()):
+        most = engine_options["max_cpu_loras"] or max(engine_options["max_loras"], count)
+        loras = {"enable_lora": True, "max_cpu_loras": most}
     tell_default(model)
     raise_on_interrupt()
     args = EngineArgs(
@@ -137,7 +141,7 @@ def serve(
         spec="off" if server.no_spec else GenerationFlags(nodes=nodes).spec_config(),
         speculative_config=method or None,
         enable_prefix_caching=server.enable_prefix_caching,
-        **engine_options,
+        **(engine_options | loras),
     )
 
     def build(engine: AsyncLLM) -> "FastAPI":

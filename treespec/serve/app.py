@@ -21,6 +21,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from treespec import __version__
 from treespec.async_llm import AsyncLLM, RequestStream
 from treespec.errors import ConfigError, RequestError, TreespecError
+from treespec.lora import LoRARequest
 from treespec.outputs import RequestOutput
 from treespec.sampling_params import SamplingParams
 from treespec.serve.answers import Answer, ChatAnswer, CompletionAnswer
@@ -59,6 +60,12 @@ class Server:
         self._shutdown = shutdown
         self._engine, self._options, self._defaults = engine, options, defaults
         self._created = int(time())
+        loras = enumerate(options.loras().items(), start=1)
+        self._loras = {name: LoRARequest(name, number, path) for number, (name, path) in loras}
+        for lora in self._loras.values():
+            if engine.llm.loras is None:
+                raise ConfigError(f"lora_modules={options.lora_modules!r} requires LLM(enable_lora=True)")
+            engine.llm.loras.get(lora)  # errors stop the server before it listens
         self._metrics = ServerMetrics(engine.llm.engine, options.served_model_name[0])
         factory = engine.llm.request_factory
         self._tokenizer, self._vocab_size = factory.tokenizer, factory.vocab_size
@@ -93,13 +100,15 @@ class Server:
         self, body: GenerationBody, answer: Answer, prompts: Sequence[Any], request: Request
     ) -> Response:
         params, tokenization = body.sampling_params(self._defaults), body.tokenization()
+        lora = self._loras.get(body.model or "")
         if answer.needs_special_tokens and body.skip_special_tokens is None:
             params.skip_special_tokens = False
 
         def ended(place: int, output: RequestOutput) -> None:
             self._metrics.observe(output)
             if self._audit is not None:
-                self._audit.add(streams[place], output, prompts[place], params, body.speculation, tokenization)
+                arguments = params, body.speculation, tokenization, lora
+                self._audit.add(streams[place], output, prompts[place], *arguments)
 
         with ExitStack() as ends:
             feed, streams = None, list[RequestStream]()
@@ -116,6 +125,7 @@ class Server:
                     spec=body.speculation,
                     tokenization_kwargs=tokenization,
                     priority=body.priority or 0,
+                    lora_request=lora,
                 )
                 ends.callback(stream.close)
                 streams.append(stream)
@@ -166,7 +176,7 @@ class Server:
 
     def _model_name(self, name: str | None) -> str:
         """Return the name that the client uses, or the first one. Raises HTTPException for an unknown one."""
-        names = self._options.served_model_name
+        names = [*self._options.served_model_name, *self._loras]
         if name is not None and name not in names:
             raise HTTPException(404, f"model {name[:100]!r}; this server has {', '.join(map(repr, names))}")
         return name or names[0]
@@ -240,8 +250,9 @@ class Server:
         return self._tokenizer
 
     async def models(self) -> Response:
-        """List the model under its names."""
-        return JSONResponse({"object": "list", "data": [*map(self._model, self._options.served_model_name)]})
+        """List the model under its names, and the adapters."""
+        names = [*self._options.served_model_name, *self._loras]
+        return JSONResponse({"object": "list", "data": [*map(self._model, names)]})
 
     async def model(self, name: str) -> Response:
         """Describe the model."""
@@ -250,7 +261,10 @@ class Server:
     def _model(self, name: str) -> dict[str, Any]:
         model = Model(id=name, created=self._created, object="model", owned_by="treespec")
         llm = self._engine.llm
-        return model.model_dump(exclude_unset=True) | {
+        document = model.model_dump(exclude_unset=True)
+        if (lora := self._loras.get(name)) is not None:
+            document |= {"root": lora.lora_path, "parent": self._options.served_model_name[0]}
+        return document | {
             "max_model_len": llm.config.max_model_len,
             "max_nodes": llm.config.max_tree_slots,
             "sources": [*llm.draft_names, "lookup"],

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from treespec.async_llm import AsyncLLM, RequestStream
 from treespec.config.configs import RANDOM_DRAWS, SpecConfig
 from treespec.errors import TreespecError
+from treespec.lora import LoRARequest
 from treespec.outputs import RequestOutput
 from treespec.sampling_params import RequestOutputKind, SamplingParams
 
@@ -27,6 +28,7 @@ class _Finished(NamedTuple):
     prompt: Any
     params: SamplingParams
     tokenization: Mapping[str, Any]
+    lora: LoRARequest | None
     token_ids: list[list[int]]
 
 
@@ -51,6 +53,7 @@ class Audit:
         params: SamplingParams,
         spec: Any,
         tokenization: Mapping[str, Any],
+        lora: LoRARequest | None,
     ) -> None:
         """Take a finished request into the share, or not: its last output, and the arguments of `add_request`."""
         rule = SpecConfig.resolve(spec, self._engine.llm.spec).verification
@@ -63,7 +66,7 @@ class Audit:
         params = params.clone()
         params.seed, params.output_kind = output.metrics.seed, RequestOutputKind.DELTA
         params.logprobs = params.prompt_logprobs = None
-        self._waiting.append(_Finished(output.request_id, prompt, params, tokenization, stream.token_ids))
+        self._waiting.append(_Finished(output.request_id, prompt, params, tokenization, lora, stream.token_ids))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
 
@@ -86,6 +89,7 @@ class Audit:
             finished.params,
             spec="off",
             tokenization_kwargs=finished.tokenization,
+            lora_request=finished.lora,
         )
         try:
             async for _ in stream:

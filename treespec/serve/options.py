@@ -27,6 +27,8 @@ class ServerOptions:
         allowed_origins: origin of web pages that may use the API (CORS), such as http://localhost:3000; * is any;
             repeatable.
         served_model_name: name of the model for clients; repeatable, MODEL if not set. The first one is reported.
+        lora_modules: LoRA adapter as NAME=FOLDER, or as JSON with name and path, which requests choose by the name as
+            their model; repeatable. Implies --enable-lora.
         no_spec: plain decoding, unless a request asks for more.
         speculative_config: JSON of vLLM's keys method (ngram, suffix, draft_model), model and num_speculative_tokens.
         chat_template: Jinja file that replaces the model's chat template. `Server` takes its text.
@@ -52,6 +54,7 @@ class ServerOptions:
     api_key: str | None = None
     allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
+    lora_modules: Sequence[str] = ()
     no_spec: bool = False
     speculative_config: str | None = None
     chat_template: str | None = None
@@ -78,6 +81,26 @@ class ServerOptions:
             raise ConfigError(f"ssl_keyfile={self.ssl_keyfile!r} requires ssl_certfile")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path={self.root_path!r}; valid: a path that begins with /")
+
+    def loras(self) -> dict[str, str]:
+        """Return the folders of the adapters by name. Raises ConfigError."""
+        from treespec.errors import ConfigError
+
+        loras: dict[str, str] = {}
+        for module in self.lora_modules:
+            name, _, path = module.partition("=")
+            if module.lstrip().startswith("{"):  # vLLM's other form
+                try:
+                    stated = json.loads(module)
+                except ValueError:
+                    stated = {}
+                name, path = stated.get("name"), stated.get("path")
+            if not (isinstance(name, str) and name and isinstance(path, str) and path):
+                raise ConfigError(f'lora_modules={module!r}; valid: NAME=FOLDER, or {{"name": NAME, "path": FOLDER}}')
+            if name in loras or name in self.served_model_name:
+                raise ConfigError(f"lora_modules={module!r}: the name {name!r} is taken")
+            loras[name] = path
+        return loras
 
     @property
     def is_local(self) -> bool:

@@ -54,7 +54,7 @@ BAD: list[tuple[Any, str, int]] = [
     ({"prompt": "x", "temperature": float("nan")}, "temperature", 400),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "'a' is no token id", 400),
     ({"prompt": "x", "stop": ["a"] * 5000}, "stop: 5000 texts", 400),
-    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options go with stream", 400),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options require stream", 400),
     ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage", 400),
     ({"prompt": "x", "temprature": 1}, "unknown 'temprature' (did you mean 'temperature'?)", 400),
     ({"prompt": "x", **{f"field{i}": i for i in range(3000)}}, "unknown 'field0'", 400),

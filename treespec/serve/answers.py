@@ -1,4 +1,4 @@
-"""Responses in OpenAI's form, whole and as chunks of a stream."""
+"""Responses in OpenAI's format, complete and as chunks of a stream."""
 
 import itertools
 import json
@@ -20,21 +20,21 @@ from treespec.text.prompt_tokenizer import UserTokenizer
 
 
 class Answer:
-    """Builds the response to one request, in which the model has the name that the client knows."""
+    """Builds the response to one request; `model` is the model name to report."""
 
-    prefix: str  # of ids
-    kind: str  # of the whole response
+    prefix: str  # prefix of ids
+    kind: str  # `object` type of the complete response
     chunk_kind: str
-    needs_special_tokens = False  # whether the text must have special tokens to be understood
+    needs_special_tokens = False  # whether the text must keep special tokens to be parsed
 
     def __init__(self, body: GenerationBody, model: str):
         self._body = body
         self.request_id = self.prefix + uuid.uuid4().hex
         self._head = {"id": self.request_id, "created": int(time.time()), "model": model}
-        self._usage: dict[int, tuple[int, int, int]] = {}  # prompt, generated and cached tokens of each prompt
+        self._usage: dict[int, tuple[int, int, int]] = {}  # (prompt, generated, cached tokens) by prompt
 
     def response(self, outputs: Sequence[RequestOutput]) -> str:
-        """Return the whole response as JSON, from the finished output of each prompt."""
+        """Return the complete response as JSON, from the finished output of each prompt."""
         choices = []
         for place, output in enumerate(outputs):
             self._count(place, output)
@@ -42,13 +42,13 @@ class Answer:
         return self._json(self.kind, choices, usage=self._total())
 
     def opening(self) -> Iterator[dict[str, str]]:
-        """Return the events of a stream before the first output: keywords of `sse_starlette.ServerSentEvent`."""
+        """Yield the events before the first output, as keywords of `sse_starlette.ServerSentEvent`."""
         return iter(())
 
     def chunks(
         self, place: int, output: RequestOutput, rounds: list[dict[str, Any]] | None = None
     ) -> Iterator[dict[str, str]]:
-        """Return the events of new output of a prompt. The first one carries the rounds."""
+        """Yield the events of a prompt's new output. The first event carries the rounds."""
         if output.finished or self._body.continues_usage:
             self._count(place, output)
         for completion in output.outputs:
@@ -61,13 +61,13 @@ class Answer:
             yield {"data": self._json(self.chunk_kind, [choice], **extra)}
 
     def closing(self) -> Iterator[dict[str, str]]:
-        """Return the events behind the last output."""
+        """Yield the events after the last output."""
         if self._body.includes_usage:
             yield {"data": self._json(self.chunk_kind, [], usage=self._total())}
         yield {"data": "[DONE]"}
 
     def failure(self, error: ServerError) -> Iterator[dict[str, str]]:
-        """Return the last events of a stream that fails, as OpenAI's clients expect them."""
+        """Yield the final events of a failed stream, in the format that OpenAI's clients expect."""
         yield {"data": json.dumps(error_document(str(error), error.status))}
         yield {"data": "[DONE]"}
 
@@ -104,12 +104,12 @@ class Answer:
         return choice | self._content(index, output, completion)
 
     def _content(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        """Return the fields of the choice `index` that only this endpoint has."""
+        """Return the endpoint-specific fields of the choice `index`."""
         raise NotImplementedError
 
 
 class CompletionAnswer(Answer):
-    """The response of `/v1/completions`."""
+    """Response of `/v1/completions`."""
 
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
     _body: CompletionBody
@@ -117,7 +117,7 @@ class CompletionAnswer(Answer):
     def __init__(self, body: CompletionBody, model: str, tokenizer: UserTokenizer | None):
         super().__init__(body, model)
         self._tokenizer = tokenizer
-        self._shown: dict[int, int] = {}  # number of characters of tokens, by choice
+        self._shown: dict[int, int] = {}  # number of characters in tokens with log-probabilities, by choice
 
     def _count(self, place: int, output: RequestOutput) -> None:
         super()._count(place, output)
@@ -144,12 +144,12 @@ class CompletionAnswer(Answer):
         text, tokens, logprobs = completion.text or "", completion.token_ids, completion.logprobs
         if self._body.echo and index not in self._shown:
             text = self._prompt_text(output) + text
-            if logprobs is not None:  # then nothing is streamed
+            if logprobs is not None:  # never streamed
                 tokens, logprobs = [*output.prompt_token_ids, *tokens], [*(output.prompt_logprobs or ()), *logprobs]
         return {"text": text, "logprobs": self._logprobs(index, tokens, logprobs)}
 
     def _prompt_text(self, output: RequestOutput) -> str:
-        """Return the text of a prompt as the client gave it, or of the tokens that it gave or that are left of it."""
+        """Return a prompt's text as sent, or decoded from its tokens if these were sent or truncated."""
         if output.prompt is not None and self._body.truncate_prompt_tokens is None:
             return output.prompt
         return "" if self._tokenizer is None else self._tokenizer.decode(output.prompt_token_ids)
@@ -157,7 +157,7 @@ class CompletionAnswer(Answer):
     def _logprobs(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None] | None
     ) -> dict[str, Any] | None:
-        """Return the fields of tokens. Only the first token of a prompt has no log-probabilities."""
+        """Return the `logprobs` fields of tokens. Only the first token of a prompt has no log-probabilities."""
         start = self._shown.setdefault(index, 0)
         if logprobs is None:
             return None
@@ -178,14 +178,14 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """The response of `/v1/chat/completions`, whose text a parser splits."""
+    """Response of `/v1/chat/completions`, split by a parser of its text."""
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, body: GenerationBody, model: str, parser: OutputParser):
         super().__init__(body, model)
         self._parser, self.needs_special_tokens = parser, parser.needs_special_tokens
-        self._readers: dict[int, OutputReader] = {}  # by choice
+        self._readers: dict[int, OutputReader] = {}  # readers by choice
 
     def _read(self, index: int, output: RequestOutput, completion: CompletionOutput) -> Part:
         if index not in self._readers:
@@ -197,7 +197,7 @@ class ChatAnswer(Answer):
         part = self._read(index, output, completion)
         choice: dict[str, Any] = {"logprobs": self._logprobs(completion)}
         num_calls = self._readers[index].num_calls
-        if num_calls and completion.finish_reason == "stop" and self._parser.named is None:  # as OpenAI's
+        if num_calls and completion.finish_reason == "stop" and self._parser.named is None:  # like OpenAI
             choice["finish_reason"] = "tool_calls"
         said: dict[str, Any] = {}
         if part.reasoning:
@@ -212,7 +212,7 @@ class ChatAnswer(Answer):
         return choice | {"delta": role | said}
 
     def _call(self, call: CallPart) -> dict[str, Any]:
-        """Return a call, or more of its arguments. Its id has nine letters, as Mistral's templates require."""
+        """Return a call, or a continuation of its arguments. Ids have nine letters, as Mistral's templates require."""
         place = {"index": call.place} if self._body.stream else {}
         if call.name is None:
             return {**place, "function": {"arguments": call.arguments}}
@@ -232,7 +232,7 @@ class ChatAnswer(Answer):
 
 
 def draft_stats(metrics: RequestMetrics) -> dict[str, Any]:
-    """Return vLLM's statistics of speculative decoding of one completion."""
+    """Return one completion's speculative decoding statistics, as in vLLM."""
     drafted = metrics.nodes_verified - metrics.target_passes
     return {
         "mean_acceptance_length": metrics.acceptance_length,
@@ -246,12 +246,12 @@ def draft_stats(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def _text(token: int, logprob: Logprob) -> str:
-    """Return the text of a token, or, without a tokenizer, its id as vLLM writes it."""
+    """Return the text of a token, or, without a tokenizer, its id in vLLM's format."""
     return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
 
 
 def _by_text(entry: dict[int, Logprob]) -> dict[str, float]:
-    """Return the log-probability of each text: of tokens with one text, such as parts of characters, the largest."""
+    """Return the log-probability of each text; the largest one if tokens (parts of characters) share a text."""
     texts: dict[str, float] = {}
     for token, logprob in entry.items():
         text = _text(token, logprob)

@@ -112,7 +112,7 @@ class Server:
 
         with ExitStack() as ends:
             feed, streams = None, list[RequestStream]()
-            limit = self._shutdown.limit if body.stream else asyncio.timeout_at  # `Guard` ends the others
+            limit = self._shutdown.limit if body.stream else asyncio.timeout_at  # `Guard` ends other requests
             reading = Reading(streams, self._options.request_timeout, ended, limit)
             if body.rounds:
                 feed = RoundFeed(self._engine.llm, answer.request_id)
@@ -153,7 +153,7 @@ class Server:
                 yield event
 
     def _parser(self, body: ChatBody) -> OutputParser:
-        """Return what splits the answers to a request. Raises ConfigError if the format of its calls is unknown."""
+        """Return the parser of a request's answers. Raises ConfigError if the format of its calls is unknown."""
         if body.called is not None:
             return OutputParser(named=body.called)
         most = 1 if body.parallel_tool_calls is False else None
@@ -165,17 +165,17 @@ class Server:
         if body.tools_for_template and calls is None:
             raise ConfigError(
                 "tools: the chat template has no known format of calls; start the server with --tool-call-parser "
-                f"({', '.join(CALL_FORMATS)}), or give tool_choice 'required'"
+                f"({', '.join(CALL_FORMATS)}), or use tool_choice 'required'"
             )
 
-        @functools.cache  # for several choices
+        @functools.cache  # called once per choice
         def last_turn(text: str) -> str:
             return self._conversation(body).last_turn(self._engine.llm.get_tokenizer(), text)
 
         return OutputParser(self._reasoning, calls, functions=body.functions, most_calls=most, last_turn=last_turn)
 
     def _model_name(self, name: str | None) -> str:
-        """Return the name that the client uses, or the first one. Raises HTTPException for an unknown one."""
+        """Return the client's name for the model, or the first one. Raises HTTPException for an unknown name."""
         names = [*self._options.served_model_name, *self._loras]
         if name is not None and name not in names:
             raise HTTPException(404, f"model {name[:100]!r}; this server has {', '.join(map(repr, names))}")
@@ -204,7 +204,7 @@ class Server:
 
     @functools.cached_property
     def _describing_role(self) -> str:
-        """The role whose message describes tools to a template without them: the user's if it takes no system's."""
+        """The role of the message that describes tools to templates without tools: system, or user if unsupported."""
         turns = [{"role": "system", "content": "probe"}, {"role": "user", "content": "?"}]
         probe = Conversation(turns, ChatOptions(self._options.chat_template))
         try:
@@ -220,10 +220,10 @@ class Server:
         return role
 
     async def tokenize(self, body: TokenizeBody) -> Response:
-        """Return the token ids of a text or a conversation, which may be longer than the context."""
+        """Return the token ids of a text or conversation, even if it is longer than the context."""
         self._model_name(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise ConfigError("give either prompt or messages")
+            raise ConfigError("pass either prompt or messages")
         prompt = self._conversation(body) if body.prompt is None else body.prompt
         tokenize = functools.partial(self._tokenize, body, prompt, self._require_tokenizer())
         return await asyncio.wrap_future(self._tokenizer_threads.submit(prompt, tokenize))
@@ -276,7 +276,7 @@ class Server:
         return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
 
     async def on_error(self, request: Request, error: Exception) -> Response:
-        """Answer a request that is refused, and count it unless the engine has: it counts invalid prompts."""
+        """Answer a refused request, and count it unless the engine has counted it (invalid prompts)."""
         generating = (self.completions, self.chat, self.responses)
         generates = request.scope.get("endpoint") in generating and request.method == "POST"
         if generates and not isinstance(error, RequestError | ServerError):
@@ -284,7 +284,7 @@ class Server:
         return await on_error(request, error)
 
     async def health(self) -> Response:
-        """Answer 200 while rounds run when there are requests, and 503 afterwards."""
+        """Answer 200 as long as the engine can run rounds, and 503 afterwards."""
         return Response(status_code=200 if self._engine.is_running else 503)
 
     async def version(self) -> Response:
@@ -292,14 +292,14 @@ class Server:
         return JSONResponse({"version": __version__})
 
     async def metrics(self) -> Response:
-        """Return the metrics in Prometheus' format."""
+        """Return the metrics in Prometheus format."""
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def create_app(engine: AsyncLLM, options: ServerOptions, defaults: SamplingParams) -> FastAPI:
-    """Return the application; arguments as of `Server`. The engine remains the caller's to shut down.
+    """Return the application; arguments as in `Server`. The caller must shut down the engine.
 
-    `state.shutdown` is for the HTTP server that ends.
+    `state.shutdown` is for the HTTP server's shutdown.
     """
     shutdown = Shutdown()
     server = Server(engine, options, defaults, shutdown)
@@ -325,7 +325,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions, defaults: SamplingParam
         app.add_exception_handler(kind, server.on_error)
     app.add_middleware(Guard, options=options, shutdown=shutdown)
     app.state.shutdown = shutdown
-    if options.allowed_origins:  # outside of the guard: browsers ask without the key, and read its refusals
+    if options.allowed_origins:  # outside the guard, since preflight requests have no key
         origins = options.allowed_origins
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app

@@ -1,4 +1,4 @@
-"""Decode a share of the finished requests again, without speculation."""
+"""Audit: decodes a share of the finished requests again, without speculation."""
 
 import asyncio
 import logging
@@ -16,9 +16,9 @@ from treespec.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger("treespec")
 
-AUDIT_PREFIX = "audit-"  # of the ids of requests that are decoded again
-_MOST_WAITING = 256  # finished requests; the oldest are dropped
-_IDLE_CHECK = 0.05  # seconds between looks at a busy engine
+AUDIT_PREFIX = "audit-"  # prefix of the ids of requests that are decoded again
+_MOST_WAITING = 256  # maximum number of queued requests; the oldest are dropped
+_IDLE_CHECK = 0.05  # seconds between checks whether a busy engine is idle
 
 
 class _Finished(NamedTuple):
@@ -33,10 +33,10 @@ class _Finished(NamedTuple):
 
 
 class Audit:
-    """Compares finished requests with plain decoding while no others run.
+    """Comparison of finished requests with plain decoding, while no other requests run.
 
-    Requests whose rule preserves only the distribution ("rejection", "traversal") are left out. `fraction` is the share
-    of the others, from 0 to 1; `count` is called with the numbers of compared and of differing tokens.
+    Skips requests with a rule that preserves only the distribution ("rejection", "traversal"). `fraction` is the share
+    of the other requests to audit, 0 to 1; `count` is called with the numbers of compared and differing tokens.
     """
 
     def __init__(self, engine: AsyncLLM, fraction: float, count: Callable[[int, int], None]):
@@ -55,7 +55,7 @@ class Audit:
         tokenization: Mapping[str, Any],
         lora: LoRARequest | None,
     ) -> None:
-        """Take a finished request into the share, or not: its last output, and the arguments of `add_request`."""
+        """Sample a finished request for the audit: its last output, and the arguments of `add_request`."""
         rule = SpecConfig.resolve(spec, self._engine.llm.spec).verification
         if rule in RANDOM_DRAWS and params.temperature > 0:
             return
@@ -82,7 +82,7 @@ class Audit:
                 logger.warning("audit of request %s: %s", finished.request_id, error)
 
     async def _decode_again(self, finished: _Finished) -> None:
-        """Compare a request with plain decoding; if another request comes, it waits again."""
+        """Compare a request with plain decoding; requeue it if another request arrives."""
         stream = await self._engine.add_request(
             f"{AUDIT_PREFIX}{finished.request_id}",
             finished.prompt,

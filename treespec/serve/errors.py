@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, the checks of a request before its body is read, and the end of a server."""
+"""Errors in OpenAI's format, checks before a request's body is read, and server shutdown."""
 
 import asyncio
 import hmac
@@ -17,12 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from treespec.errors import TreespecError, short_repr
 from treespec.serve.options import LOOPBACK, ServerOptions
 
-INTERNAL_ERROR = "an internal error, which the server's log describes"
+INTERNAL_ERROR = "an internal error; see the server's log"
 SHUTTING_DOWN = "the server is shutting down"
-_LONGEST = 2000  # characters of a message, which may quote the request
-_LONGEST_NAME = 200  # of a field, whose parts may be the client's
+_LONGEST = 2000  # maximum characters of a message, which may quote the request
+_LONGEST_NAME = 200  # maximum characters of a field name, which may come from the client
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}, 503: {"Connection": "close"}}
-# Names of the Python API in errors, and what they are called in the server's bodies and flags.
+# Names of the Python API in errors, and their replacements: the server's fields and flags.
 _TERMS = (
     (re.compile(r"tokenization_kwargs=\{'(\w+)': ([^}]*)\}"), r"\1=\2"),
     (re.compile(r'LLM\((\w+)="?([^")]*)"?\)'), lambda found: f"the server's --{found[1].replace('_', '-')} {found[2]}"),
@@ -45,7 +45,7 @@ class ServerError(Exception):
 def error_document(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kinds = {401: "authentication_error", 404: "not_found_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    text = message[:_LONGEST].encode(errors="backslashreplace").decode()  # it may quote a lone surrogate
+    text = message[:_LONGEST].encode(errors="backslashreplace").decode()  # the message may quote a lone surrogate
     return {"error": {"message": text, "type": kind, "param": param, "code": code}}
 
 
@@ -61,7 +61,7 @@ def error_response(
 
 
 async def on_error(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request that is malformed or refused, or that failed later."""
+    """Answer a request that was malformed, refused or failed later."""
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         if first["type"] == "json_invalid":
@@ -72,7 +72,7 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
         return error_response(f"{name}{value}: {first['msg']}", 400, path[0] if path else None)
     if isinstance(error, StarletteHTTPException):
         message = f"{request.method} {request.url.path[:100]}: {error.detail}"
-        return error_response(message, error.status_code, headers=error.headers)  # of a 405: Allow
+        return error_response(message, error.status_code, headers=error.headers)  # for a 405: Allow
     if isinstance(error, TreespecError):
         message = str(error)
         for term, replacement in _TERMS:
@@ -84,9 +84,9 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
 
 
 class Shutdown:
-    """The end of a server: requests are refused after `begin`, and those that still run end with status 503 at `end`.
+    """Server shutdown: `begin` refuses new requests; `end` ends running requests with status 503.
 
-    Used in the thread of the event loop.
+    Must be used in the event loop's thread.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Shutdown:
 
     @asynccontextmanager
     async def limit(self, deadline: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """Bound a block by a deadline of the loop's clock, which raises TimeoutError, and by `end`: ServerError."""
+        """Limit a block by a deadline of the loop's clock (TimeoutError) and by `end` (ServerError)."""
         try:
             async with asyncio.timeout_at(deadline) as timeout:
                 if self._has_ended:
@@ -120,15 +120,15 @@ class Shutdown:
             raise
 
     def release(self, timeout: asyncio.Timeout) -> None:
-        """Let the block of a limit go on after `end`."""
+        """Let a limited block continue after `end`."""
         self._timeouts.discard(timeout)
 
 
 class Guard:
-    """Middleware that refuses requests without the API key, to other hosts, with too large or slow bodies, or too late.
+    """Middleware that refuses requests without API key, to other hosts, with large or slow bodies, or during shutdown.
 
-    `/health` and `/ping` need no key, nor does the server's own page, which asks for one. Without a key, a server on
-    the loopback interface refuses other names in `Host`, so that no web page reaches it by a name that points to
+    `/health`, `/ping` and the server's own page (which asks for the key) need no key. Without a key, a server on the
+    loopback interface refuses other names in `Host`, so that web pages cannot reach it by a name that points to
     127.0.0.1.
     """
 
@@ -141,9 +141,9 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        root = scope.get("root_path", "").rstrip("/")  # uvicorn has put it before the path
+        root = scope.get("root_path", "").rstrip("/")  # uvicorn prepends it to the path
         path = scope["path"].removeprefix(root)
-        if root and path.startswith(f"{root}/"):  # the proxy had left it there
+        if root and path.startswith(f"{root}/"):  # the proxy did not remove it
             scope, path = {**scope, "path": path}, path.removeprefix(root)
         refusal = self._refuse(Headers(scope=scope), path)
         if refusal is not None:
@@ -170,7 +170,7 @@ class Guard:
             async with self._shutdown.limit(None) as timeout:
 
                 async def send_released(message: Message) -> None:
-                    self._shutdown.release(timeout)  # an answer that has begun ends by itself
+                    self._shutdown.release(timeout)  # a started response ends by itself
                     await send(message)
 
                 await self._app(scope, receive_limited, send_released)

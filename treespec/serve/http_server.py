@@ -1,4 +1,4 @@
-"""uvicorn with limits: of headers, of the time in which requests arrive, and of the time in which the server ends."""
+"""uvicorn with limits on header size, on the time for requests to arrive, and on the shutdown time."""
 
 import asyncio
 import errno
@@ -20,26 +20,26 @@ from treespec.serve.options import ServerOptions
 
 logger = logging.getLogger("uvicorn.error")
 
-GRACE = 5  # seconds that running requests get to end after Ctrl-C or SIGTERM
-LINGER = 1  # seconds in which a last answer is sent and read
-# Seconds that idle connections stay open: longer than in the pools of clients (httpx: 5), which would otherwise send
-# requests on connections that are being closed.
+GRACE = 5  # seconds for running requests to end after Ctrl-C or SIGTERM
+LINGER = 1  # seconds for sending and reading a last answer
+# Seconds that idle connections stay open: longer than in clients' pools (httpx: 5), which would otherwise send requests
+# on connections that are being closed.
 KEEP_ALIVE = 75
 MAX_HEADER_BYTES = 64 << 10
 
 
 class Protocol(HttpToolsProtocol):
-    """Answers status 431 to headers that are too large, and 408 to those that take too long.
+    """Protocol that answers status 431 to oversized headers, and 408 to headers that arrive too slowly.
 
-    httptools joins the parts of a header that arrive one by one, in time that is quadratic in their number. Trailers
-    and chunk extensions count like headers. The time of a body is `Guard`'s.
+    httptools joins the parts of a header in time quadratic in their number. Trailers and chunk extensions count as
+    headers. `Guard` limits the time of bodies.
     """
 
     def __init__(self, *args: Any, read_timeout: float, **options: Any):
         super().__init__(*args, **options)
         self._read_timeout = read_timeout
-        self._timer: asyncio.TimerHandle | None = None  # while a request is expected or arrives
-        self._num_header_bytes = 0  # received since the last byte of a body
+        self._timer: asyncio.TimerHandle | None = None  # active while a request is expected or arriving
+        self._num_header_bytes = 0  # header bytes since the last byte of a body
         self._is_in_headers = self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -91,11 +91,11 @@ class Protocol(HttpToolsProtocol):
             self._timer = None
 
     def _end_slow_request(self) -> None:
-        if self.is_answering:  # an earlier request, or the one whose body `Guard` waits for
+        if self.is_answering:  # an earlier request, or the one with a body awaited by `Guard`
             self._start_timer()
         elif self._is_in_headers:
             self._refuse(408, f"the headers took more than {self._read_timeout:g} s (--read-timeout)")
-        else:  # nothing was sent, or a body goes on after the answer
+        else:  # nothing was sent, or a body continues after the answer
             self.transport.close()
 
     @property
@@ -104,7 +104,7 @@ class Protocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer what is no request. The client may be sending: closing at once would reset the connection."""
+        """Answer invalid input. Closing immediately, while the client may be sending, would reset the connection."""
         if self.is_answering:
             self.transport.close()
             return
@@ -120,8 +120,8 @@ class Protocol(HttpToolsProtocol):
 class HttpServer(uvicorn.Server):
     """Serves an application of `create_app` until it is interrupted.
 
-    From then on it refuses new requests, gives those that run `grace` seconds, and ends the others. A second signal
-    ends them at once.
+    After an interrupt, it refuses new requests, gives running requests `grace` seconds, and then ends them. A second
+    signal ends them immediately.
     """
 
     def __init__(self, app: FastAPI, options: ServerOptions, grace: float = GRACE):
@@ -134,14 +134,14 @@ class HttpServer(uvicorn.Server):
         self._grace = grace
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self.force_exit = self.should_exit  # uvicorn heeds a second SIGINT, but no second SIGTERM
+        self.force_exit = self.should_exit  # uvicorn handles a second SIGINT, but not a second SIGTERM
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for bound in sockets or ():
-            _reuse(bound)  # so that the next server can bind the port soon after this one
+            _reuse(bound)  # lets the next server bind the port soon after this one
         await super().startup(sockets)
-        if sockets:  # otherwise uvicorn tells it
+        if sockets:  # otherwise uvicorn logs the address
             self._log_started_message(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -152,7 +152,7 @@ class HttpServer(uvicorn.Server):
         self._ending.end()
         await self._finish_requests(LINGER)
         for connection in [*self.server_state.connections]:
-            # A client that does not read. Cancelling its task, as uvicorn does, logs a traceback.
+            # The client does not read. Cancelling its task, as uvicorn does, would log a traceback.
             if isinstance(connection, Protocol) and (self.force_exit or connection.is_answering):
                 connection.transport.abort()
         await super().shutdown(sockets)
@@ -164,41 +164,41 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that hold a port of all addresses of a host, and do not listen yet. Raises ConfigError."""
+    """Return bound, not yet listening sockets for a port on all addresses of a host. Raises ConfigError."""
     found: list[socket.socket] = []
     absent: OSError | None = None
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         ):
-            if found and not port:  # one port for all addresses
+            if found and not port:  # use one port for all addresses
                 address = (address[0], found[0].getsockname()[1], *address[2:])
             try:
                 found.append(_bind(family, kind, protocol, address))
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
-                absent = error  # such as ::1 of localhost where IPv6 is off
+                absent = error  # such as ::1 of localhost with IPv6 disabled
         if not found and absent is not None:
             raise absent
     except OSError as error:
         for bound in found:
             bound.close()
-        raise ConfigError(f"port {port} of {host}: {error.strerror}; give another --port or --host") from error
+        raise ConfigError(f"port {port} of {host}: {error.strerror}; choose another --port or --host") from error
     return found
 
 
 def _bind(family: int, kind: int, protocol: int, address: Any, reuses: bool = False) -> socket.socket:
     """Bind a socket. Raises OSError.
 
-    Where closed connections of an earlier server hold the port, it is reused, as another process then also may until
-    one of them listens.
+    If closed connections of an earlier server hold the port, it is reused; until one listens, another process may reuse
+    it, too.
     """
     bound = socket.socket(family, kind, protocol)
     try:
         if reuses:
             _reuse(bound)
-        if family == socket.AF_INET6:  # as in asyncio: IPv4 has sockets of its own
+        if family == socket.AF_INET6:  # as in asyncio: IPv4 has its own sockets
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         bound.bind(address)
     except OSError as error:
@@ -210,5 +210,5 @@ def _bind(family: int, kind: int, protocol: int, address: Any, reuses: bool = Fa
 
 
 def _reuse(bound: socket.socket) -> None:
-    if os.name == "posix":  # elsewhere, it takes the port of a process that listens
+    if os.name == "posix":  # elsewhere, reuse would take over the port of a listening process
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

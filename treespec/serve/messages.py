@@ -1,4 +1,4 @@
-"""Messages and tools in the body of a chat, and the schema of calls."""
+"""Messages and tools in chat bodies, and the schema of tool calls."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -8,13 +8,13 @@ from typing_extensions import TypeAliasType
 
 from treespec.errors import ConfigError
 
-MOST_MESSAGES = 1024  # templates that read no contents are rendered once for each
-MOST_PARTS = 4096  # of all contents together
+MOST_MESSAGES = 1024  # maximum messages; templates that ignore contents are rendered once per message
+MOST_PARTS = 4096  # maximum parts of all contents together
 MOST_TOOLS = 1024
 
 
 class Strict(BaseModel):
-    """An object without other fields, whose values are not converted."""
+    """An object without extra fields; values are not converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -39,7 +39,7 @@ Calls = TypeAliasType("Calls", Annotated[list[CallInMessage], FailFast()])
 
 
 class Message(BaseModel):
-    """A message; its content and further fields are for the chat template, which `treespec.text.chat` checks."""
+    """A message; its content and extra fields are for the chat template and are checked by `treespec.text.chat`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
@@ -47,11 +47,11 @@ class Message(BaseModel):
     tool_calls: Calls | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as templates expect it."""
+        """Return the message in the form that templates expect."""
         message = self.model_dump(exclude_unset=True)
-        if message["role"] == "developer":  # OpenAI's newer name for the system's instructions
+        if message["role"] == "developer":  # OpenAI's newer name for the system role
             message["role"] = "system"
-        if self.role == "assistant" and self.content is None:  # besides calls; templates would print None
+        if self.role == "assistant" and self.content is None:  # with calls; templates would print None
             message["content"] = ""
         return message
 
@@ -72,9 +72,9 @@ Messages = TypeAliasType(
 def generic_messages(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, role: str
 ) -> list[dict[str, Any]]:
-    """Return messages for a template without tools: the first, of `role`, describes them; calls and results are text.
+    """Return messages for a template without tools: one of `role` first describes them; calls and results are text.
 
-    Results are the user's, in one message with what the user says behind them, as many templates take roles in turn.
+    Results are merged with the following user message, since many templates require alternating roles.
     """
     result, follows_result = list[dict[str, Any]](), False
     for message in messages:
@@ -111,7 +111,7 @@ def _generic_call(call: dict[str, Any]) -> str:
 
 
 def _joined(*contents: Any) -> Any:
-    """Return contents as one: a text, or parts if one of them has parts."""
+    """Join contents: a text, or parts if one of them has parts."""
     parts = [part for content in contents if content for part in (content if isinstance(content, list) else [content])]
     return "\n".join(parts) if all(isinstance(part, str) for part in parts) else parts
 
@@ -139,19 +139,19 @@ class TemplateFields(BaseModel):
     """Fields of a body with a conversation, for the chat template."""
 
     tools: Tools | None = None
-    # vLLM's
+    # fields of vLLM
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def tools_for_template(self) -> list[dict[str, Any]] | None:
-        """The tools that the chat template shows."""
+        """The tools to pass to the chat template."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.tools else None
 
 
 class ChosenFunction(Strict):
-    """The function that `tool_choice` names."""
+    """The function named in `tool_choice`."""
 
     name: str
 
@@ -164,14 +164,14 @@ class ToolChoice(Strict):
 
 
 class AllowedTools(Strict):
-    """The tools that may be called, at least by name, and whether one must be."""
+    """The tools that may be called, at least by name, and whether a call is required."""
 
     mode: Literal["auto", "required"]
     tools: Tools
 
 
 class AllowedToolsChoice(Strict):
-    """OpenAI's `tool_choice` of some functions."""
+    """OpenAI's `tool_choice` of several functions."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -185,7 +185,7 @@ def calls_schema(functions: list[Function], most: int | None, only_arguments: bo
     calls = []
     for function in functions:
         arguments = dict(function.parameters or {"type": "object", "properties": {}})
-        for keyword in ("$defs", "definitions"):  # references name them from the root
+        for keyword in ("$defs", "definitions"):  # references are relative to the root
             for name, definition in (arguments.pop(keyword, None) or {}).items():
                 if definitions.setdefault(keyword, {}).setdefault(name, definition) != definition:
                     raise ConfigError(f"tools: {function.name!r} and another function differ in {keyword}: {name!r}")

@@ -22,11 +22,11 @@ _TIMES = {
 
 
 class ServerMetrics(Collector):
-    """Metrics of one server, whose label `model_name` is `model`."""
+    """Metrics of one server, with the label model_name=`model`."""
 
     def __init__(self, engine: Engine, model: str):
         self.registry = registry = CollectorRegistry()
-        self.num_refused = 0  # requests that did not reach the engine
+        self.num_refused = 0  # requests refused before they reached the engine
         registry.register(self)
         self._engine, self._model, labels = engine, model, ["model_name"]
         self._times = [
@@ -40,7 +40,7 @@ class ServerMetrics(Collector):
             PrometheusCounter(f"treespec:audit_tokens{name}", text, labels, registry=registry).labels(model)
             for name, text in (
                 ("", "Tokens of finished requests that were decoded again without speculation."),
-                ("_differing", "Those that differed, which must stay 0."),
+                ("_differing", "Audited tokens that differed, which must stay 0."),
             )
         )
 
@@ -50,7 +50,7 @@ class ServerMetrics(Collector):
         self._differing.inc(differing)
 
     def observe(self, output: RequestOutput) -> None:
-        """Count a finished request that was read to its end."""
+        """Count a finished request whose output was read completely."""
         metrics = output.metrics
         between = None
         if metrics.ttft is not None and metrics.generated_tokens > len(output.outputs):
@@ -65,7 +65,7 @@ class ServerMetrics(Collector):
             self._ends.labels(self._model, str(completion.finish_reason)).inc()
 
     def collect(self) -> Iterator[Metric]:
-        """Read the engine's counters while it runs, at every scrape: each is one number, which a round replaces."""
+        """Read the engine's counters at every scrape, while it runs: each one is a number that rounds replace."""
         stats, scheduler, cache = self._engine.stats, self._engine.scheduler, self._engine.cache
         running = sum(not request.output_id.startswith(AUDIT_PREFIX) for request in list(scheduler.running))
         gauges = {
@@ -80,7 +80,7 @@ class ServerMetrics(Collector):
         drafts = dict(stats.drafts)
         whole = drafts.get(WHOLE_TREE)
         counts = {
-            "num_preemptions": ("Preemptions of requests, whose pages others needed.", stats.num_preemptions),
+            "num_preemptions": ("Preemptions of requests for other requests' pages.", stats.num_preemptions),
             "prefill_tokens": ("Prompt tokens computed, of finished requests.", stats.prefill_tokens),
             "prompt_tokens_cached": ("Prompt tokens of cached prefixes, of finished requests.", stats.cached_tokens),
             "generation_tokens": ("Tokens generated, of finished requests.", stats.generated_tokens),
@@ -94,7 +94,7 @@ class ServerMetrics(Collector):
                 metric.add_metric([self._model], value)
                 yield metric
         labels = ["model_name", "source"]
-        by_source = f"By source; {WHOLE_TREE!r} is the merged tree, whose nodes may have several sources."
+        by_source = f"By source; {WHOLE_TREE!r} is the merged tree; its nodes may have several sources."
         trees = CounterMetricFamily("treespec:spec_decode_num_drafts", f"Trees with drafts. {by_source}", labels=labels)
         nodes = CounterMetricFamily("treespec:spec_decode_num_draft_tokens", f"Nodes. {by_source}", labels=labels)
         accepted = CounterMetricFamily(

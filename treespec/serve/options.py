@@ -1,4 +1,4 @@
-"""Options of the server. The command line reads them before the packages of the server are imported."""
+"""Options of the server. The command line reads them before importing the server's packages."""
 
 import itertools
 import json
@@ -14,35 +14,35 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of `treespec serve`, besides those of `LLM`.
+    """Options of `treespec serve`, in addition to those of `LLM`.
 
     Args:
-        host: interface to listen on; 0.0.0.0 is all of them.
-        port: 0 is any free one.
+        host: interface to listen on; 0.0.0.0 means all.
+        port: port to listen on; 0 chooses a free one.
         uds: path of a Unix socket to listen on instead.
         ssl_certfile: certificate chain in PEM format; with it, the server speaks HTTPS.
-        ssl_keyfile: its private key, if the certificate's file does not hold it.
-        root_path: prefix of the paths that clients see behind a proxy, which may remove it, such as /llm.
-        api_key: key that clients must send, or $TREESPEC_API_KEY, which other users of the machine do not see.
-        allowed_origins: origin of web pages that may use the API (CORS), such as http://localhost:3000; * is any;
+        ssl_keyfile: private key, if it is not in the certificate's file.
+        root_path: path prefix that clients see behind a proxy, such as /llm; the proxy may remove it.
+        api_key: key that clients must send; or set $TREESPEC_API_KEY, which other users of the machine cannot see.
+        allowed_origins: origin of web pages that may use the API (CORS), such as http://localhost:3000; * allows any;
             repeatable.
-        served_model_name: name of the model for clients; repeatable, MODEL if not set. The first one is reported.
-        lora_modules: LoRA adapter as NAME=FOLDER, or as JSON with name and path, which requests choose by the name as
-            their model; repeatable. Implies --enable-lora.
-        no_spec: plain decoding, unless a request asks for more.
-        speculative_config: JSON of vLLM's keys method (ngram, suffix, draft_model), model and num_speculative_tokens.
-        chat_template: Jinja file that replaces the model's chat template. `Server` takes its text.
+        served_model_name: model name for clients; repeatable, MODEL by default. The first one is reported.
+        lora_modules: LoRA adapter as NAME=FOLDER, or as JSON with name and path; requests choose it by using the name
+            as their model; repeatable. Implies --enable-lora.
+        no_spec: plain decoding, unless a request enables speculation.
+        speculative_config: JSON with vLLM's keys method (ngram, suffix, draft_model), model and num_speculative_tokens.
+        chat_template: Jinja file that replaces the model's chat template. `Server` expects its text.
         enable_prefix_caching: share the KV cache of common prefixes between requests (`LLM` does so only if asked).
-        tool_call_parser: format of tool calls: hermes, llama3_json, mistral, qwen3_coder, generic, none; auto is the
-            template's, or generic if it has no tools.
-        reasoning_parser: tags of reasoning: think, mistral, deepseek_r1, none; auto is the template's.
-        request_timeout: longest seconds of a request; any if not set.
-        replicas: processes with an engine each, which Ray Serve runs behind one port; needs the extra [ray].
+        tool_call_parser: format of tool calls: hermes, llama3_json, mistral, qwen3_coder, generic, none; auto detects
+            the template's, or uses generic if it has no tools.
+        reasoning_parser: tags of reasoning: think, mistral, deepseek_r1, none; auto detects the template's.
+        request_timeout: maximum seconds of a request; unlimited by default.
+        replicas: number of processes with an engine each, run by Ray Serve behind one port; needs the extra [ray].
         audit: share of finished requests to decode again without speculation while the server is idle; differing tokens
             are counted and logged.
-        max_body_bytes: largest request.
-        read_timeout: most seconds for the headers of a request to arrive, and again for its body.
-        uvicorn_log_level: level of the HTTP server's log; warning leaves out the line of every request.
+        max_body_bytes: maximum size of a request.
+        read_timeout: maximum seconds for a request's headers to arrive, and again for its body.
+        uvicorn_log_level: log level of the HTTP server; warning omits the line per request.
     """
 
     host: str = "127.0.0.1"
@@ -104,12 +104,12 @@ class ServerOptions:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches the server."""
+        """Whether only this machine can reach the server."""
         return self.uds is not None or self.host in LOOPBACK
 
     @property
     def uvicorn_settings(self) -> dict[str, Any]:
-        """The keywords of uvicorn that these options state."""
+        """Keyword arguments for uvicorn."""
         names = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile")
         other = {"root_path": self.root_path.rstrip("/"), "log_level": self.uvicorn_log_level}
         return {name: getattr(self, name) for name in names} | other

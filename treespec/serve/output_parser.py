@@ -1,4 +1,4 @@
-"""How models write reasoning and tool calls."""
+"""Formats of reasoning and tool calls."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ class ReasoningTags(NamedTuple):
 
     opening: str
     closing: str
-    is_implied: bool = False  # an answer begins within the reasoning unless the prompt has closed it
+    is_implied: bool = False  # an answer starts within the reasoning, unless the prompt has closed it
 
 
 REASONING_TAGS = {
@@ -23,21 +23,21 @@ REASONING_TAGS["qwen3"] = REASONING_TAGS["think"]  # vLLM's name
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes tool calls: a tag, and JSON objects with `name` and `arguments` (or `parameters`)."""
+    """Format of tool calls: a tag, then JSON objects with `name` and `arguments` (or `parameters`)."""
 
-    tag: str  # begins the calls
-    closing: str = ""  # tag behind the calls
-    separators: str = ""  # characters of which one may stand between two objects
-    is_list: bool = False  # the objects may stand in brackets
-    bare: str = ""  # first characters of a text that is calls without the tag
-    is_special: bool = False  # the tag is a special token, which `skip_special_tokens` would remove
-    is_named: bool = False  # the tag may also precede `name[ARGS]{...}`, where the object holds the arguments
-    is_xml: bool = False  # calls may be `<function=name>`, a `<parameter=key>value</parameter>` each, `</function>`
-    is_generic: bool = False  # the server describes the tools and the format, as the chat template does not
+    tag: str  # tag before the calls
+    closing: str = ""  # tag after the calls
+    separators: str = ""  # characters, one of which may separate two objects
+    is_list: bool = False  # whether the objects may be enclosed in brackets
+    bare: str = ""  # first characters of text that is a call without the tag
+    is_special: bool = False  # whether the tag is a special token, which `skip_special_tokens` would remove
+    is_named: bool = False  # whether the tag may also precede `name[ARGS]{...}`, with the arguments in the object
+    is_xml: bool = False  # whether calls may be `<function=name><parameter=key>value</parameter>...</function>`
+    is_generic: bool = False  # whether the server describes tools and format, because the chat template does not
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The tags that end what is open."""
+        """The tags that end an open element."""
         return tuple(filter(None, (self.tag, self.closing)))
 
 
@@ -48,8 +48,8 @@ CALL_FORMATS = {
     "qwen3_coder": CallFormat("<tool_call>", "</tool_call>", is_xml=True),
     "generic": CallFormat("<tool_call>", "</tool_call>", ",", is_list=True, bare="{[", is_generic=True),
 }
-_OTHER_FORMATS = ("<arg_key>", "<invoke ", "<tool_calls>")  # GLM's and MiniMax's use the tag of Hermes too
-REQUIRED_CALLS = CallFormat("", separators=",", is_list=True, bare="[")  # what `calls_schema` describes
+_OTHER_FORMATS = ("<arg_key>", "<invoke ", "<tool_calls>")  # GLM's and MiniMax's formats also use the tag of Hermes
+REQUIRED_CALLS = CallFormat("", separators=",", is_list=True, bare="[")  # format described by `calls_schema`
 
 JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _MOST_REFERENCES = 64
@@ -57,14 +57,14 @@ _MOST_REFERENCES = 64
 
 @dataclass(frozen=True)
 class OutputParser:
-    """How to read the answers to one request."""
+    """Parsing rules for the answers to one request."""
 
-    reasoning: ReasoningTags | None = None  # None = all text is content
-    calls: CallFormat | None = None  # of tool calls; None = there are none
-    named: str | None = None  # function whose arguments are the whole text
-    # Schemas of the parameters of the functions, by name; a text without the tag is a call only if it names one of them
+    reasoning: ReasoningTags | None = None  # None: all text is content
+    calls: CallFormat | None = None  # format of tool calls; None: no calls
+    named: str | None = None  # function whose arguments are the entire text
+    # Parameter schemas of the functions, by name; text without the tag is a call only if it names one of them
     functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    most_calls: int | None = None  # None = any number
+    most_calls: int | None = None  # None: unlimited
     last_turn: Callable[[str], str] = str  # returns the end of a prompt that the answer continues
 
     @property
@@ -85,13 +85,13 @@ class OutputParser:
         return opened > closed or (is_implied and closed < 0)
 
     def parameters(self, function: str) -> Mapping[str, Any]:
-        """Return the schemas of the parameters that a function declares, by name."""
+        """Return the schemas of a function's parameters, by name."""
         schema = self.functions.get(function, {})
         declared = _resolved(schema, schema).get("properties")
         return declared if isinstance(declared, Mapping) else {}
 
     def value_types(self, function: str, parameter: str) -> frozenset[str]:
-        """Return the JSON types that a parameter may have by its function's schema; all if that does not tell."""
+        """Return the JSON types that a function's schema allows for a parameter; all types if unspecified."""
         root, seen = self.functions.get(function, {}), dict[str, frozenset[str]]()
 
         def allowed(schema: Any) -> frozenset[str]:
@@ -111,7 +111,7 @@ class OutputParser:
                 types &= allowed(each)
             reference = schema.get("$ref")
             if isinstance(reference, str) and reference not in seen and len(seen) < _MOST_REFERENCES:
-                seen[reference] = frozenset()  # in itself
+                seen[reference] = frozenset()  # ends recursive references
                 seen[reference] = allowed(_resolved({"$ref": reference}, root))
             return types & seen.get(reference, JSON_TYPES) if isinstance(reference, str) else types
 
@@ -122,7 +122,7 @@ class OutputParser:
 
 
 def json_type(value: Any) -> str:
-    """Return JSON's name of the type of a value."""
+    """Return the JSON name of a value's type."""
     if isinstance(value, bool) or value is None:
         return "null" if value is None else "boolean"
     kinds = {int: "integer", float: "number", str: "string", list: "array"}
@@ -130,7 +130,7 @@ def json_type(value: Any) -> str:
 
 
 def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """Return a schema, or the one in `root` that it refers to; an empty one if that is not there."""
+    """Return a schema, or the schema in `root` that it refers to; an empty schema if it is missing."""
     reference = schema.get("$ref")
     if not isinstance(reference, str):
         return schema
@@ -145,7 +145,7 @@ def detect_call_format(template: str) -> str | None:
         return None
     if "<tool_call>" in template:
         return "qwen3_coder" if "<function=" in template else "hermes"
-    if "<function=" in template:  # without the tag, by others
+    if "<function=" in template:  # other formats use it without the tag
         return None
     if "[TOOL_CALLS]" in template:
         return "mistral"

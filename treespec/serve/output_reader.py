@@ -1,4 +1,4 @@
-"""Split the text of a chat's answer into reasoning, content and tool calls, also while it grows."""
+"""Incremental splitting of a chat answer's text into reasoning, content and tool calls."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from treespec.serve.output_parser import JSON_TYPES, CallFormat, OutputParser, json_type
 
-# The usual head of a call, in the order that lets the arguments be streamed.
+# The usual beginning of a call, in the key order that allows streaming the arguments.
 _HEAD = re.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:'
     r"\s*(?=\{)"
@@ -19,18 +19,18 @@ _SPACE = r"\s*"
 _BRACE, _REST = re.compile(r"[{}]"), re.compile(r'\s*(?:\}|,\s*(?="))')
 _XML_FUNCTION, _XML_END, _XML_PARAMETER, _VALUE_END = "<function=", "</function>", "<parameter=", "</parameter>"
 _XML_HEAD, _XML_KEY = re.compile(r"<function=([\w.-]{1,64})>"), re.compile(r"<parameter=([^<>\n]{1,64})>")
-# What may end a value, and an end of the text that more text may make one.
+# Tags that may end a value, including ones that more text may complete.
 _XML_TAG = re.compile(
     rf"{_VALUE_END}|{_XML_END}|</tool_call>|{_XML_KEY.pattern}|(?:<tool_call>\s*)?{_XML_HEAD.pattern}"
 )
 _XML_BEGUN = re.compile(r"\n?(?:<tool_call>\s*)?(?:<[^<>\n]{0,80})?\Z")
 _MARK = re.compile(r'\\.|\\\Z|["{}\[\]]', re.DOTALL)
-_LONGEST_HEAD = 1000  # characters; a call with a longer one is read as a whole
+_LONGEST_HEAD = 1000  # characters; calls with a longer head are parsed as a whole
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 class CallPart(NamedTuple):
-    """What is new of a call: its name, unless that was there before, and more of its arguments."""
+    """New parts of a call: its name, unless emitted before, and more of its arguments."""
 
     place: int
     name: str | None
@@ -39,7 +39,7 @@ class CallPart(NamedTuple):
 
 @dataclass
 class Part:
-    """What is new of an answer; `pieces` has all of it in its order, texts with "reasoning" or "content"."""
+    """New parts of an answer; `pieces` has all of them in order, texts with "reasoning" or "content"."""
 
     reasoning: str = ""
     content: str = ""
@@ -47,25 +47,25 @@ class Part:
     pieces: list[CallPart | tuple[str, str]] = field(default_factory=list)
 
 
-_Steps = Generator[None, None, None]  # each `yield` waits for more text, or for the end
+_Steps = Generator[None, None, None]  # each `yield` waits for more text or for the end
 _Decision = Generator[None, None, bool]
 
 
 class OutputReader:
-    """Reads one answer, which may begin within the reasoning, piece by piece. How it is cut changes nothing.
+    """Incremental parser of one answer, which may start within the reasoning. The result does not depend on the pieces.
 
-    A tag of the format ends what is open, unless it stands in a string of an object, or in a value, that goes on
-    behind it. Text that is no call is content.
+    A tag of the format ends the open element, unless it is inside a string of an object, or inside a value, that
+    continues after it. Text that is not a call is content.
     """
 
     def __init__(self, parser: OutputParser, is_reasoning: bool = False):
-        self.num_calls = 0  # so far
+        self.num_calls = 0  # number of calls so far
         self.parser = parser
-        self._text, self._ended, self._new = "", False, Part()  # text that is not yet decided on
+        self._text, self._ended, self._new = "", False, Part()  # text not yet classified
         self._steps = self._read(is_reasoning)
 
     def read(self, text: str, ended: bool) -> Part:
-        """Return what is certain of the answer with a further piece, the last one if `ended`, and was not before."""
+        """Add a piece (the last one if `ended`), and return the newly determined parts of the answer."""
         self._text, self._ended, self._new = self._text + text, ended, Part()
         next(self._steps, None)
         return self._new
@@ -80,7 +80,7 @@ class OutputReader:
         if form is None:
             yield from self._until((), self._add_content)
             return
-        is_open = False  # calls whose closing tag is yet to come
+        is_open = False  # whether a closing tag of calls is still missing
         if form.bare:
             while not self._text.strip() and not self._ended:
                 yield
@@ -89,7 +89,7 @@ class OutputReader:
         tags = (*form.tags, *([_XML_FUNCTION] if form.is_xml else ()))
         while (found := (yield from self._until(tags, self._add_content))) is not None:
             space, tag = found
-            is_bare = tag == _XML_FUNCTION  # models leave out the tag before it
+            is_bare = tag == _XML_FUNCTION  # models omit the tag before it
             self._text = tag + self._text if is_bare else self._text
             if is_open and tag == form.closing:
                 is_open = False
@@ -101,7 +101,7 @@ class OutputReader:
                 self._add_content(space + tag)
 
     def _read_reasoning(self, opening: str, closing: str, is_reasoning: bool) -> _Steps:
-        """Read the reasoning, without the white space beside the tags."""
+        """Read the reasoning, without white space next to the tags."""
         while not self._ended and _may_become(self._text.lstrip(), opening):
             yield
         if (begin := self._text.lstrip()).startswith(opening):
@@ -115,7 +115,7 @@ class OutputReader:
     def _until(
         self, tags: tuple[str, ...], add: Callable[[str], None], keeps_space: bool = True
     ) -> Generator[None, None, tuple[str, str] | None]:
-        """Add the text before the first tag; return the white space between and the tag, None if the text has none."""
+        """Add the text before the first tag; return the white space between them and the tag, or None for no tag."""
         while (first := min(((self._text.find(tag), tag) for tag in tags if tag in self._text), default=None)) is None:
             if self._ended:
                 add(self._take() if keeps_space else self._take().rstrip())
@@ -129,7 +129,7 @@ class OutputReader:
         return before[len(before.rstrip()) :], tag
 
     def _read_calls(self, form: CallFormat, is_bare: bool = False) -> _Decision:
-        """Read the calls with which the text begins. Return False if there are none; the text is then as before."""
+        """Read calls at the beginning of the text. Return False, and leave the text unchanged, if there are none."""
         num_calls, opened = self.num_calls, ""
         while True:
             if self.num_calls == num_calls:
@@ -144,16 +144,16 @@ class OutputReader:
         return self.num_calls > num_calls
 
     def _skip(self, pattern: str) -> Generator[None, None, str]:
-        """Take what matches, with which the text begins."""
+        """Consume a match of the pattern at the beginning of the text."""
         while True:
             match = re.match(pattern, self._text)
-            assert match is not None, "it may be empty"
+            assert match is not None, "the pattern matches an empty text"
             if match.end() < len(self._text) or self._ended:
                 return self._take(match.end())
             yield
 
     def _read_call(self, form: CallFormat, is_bare: bool, is_first: bool) -> _Decision:
-        """Read a call, or return False and leave the text as it is."""
+        """Read a call, or return False and leave the text unchanged."""
         if self._text[0] == "{":
             return (yield from self._read_json(form, is_bare))
         if form.is_xml:
@@ -188,7 +188,7 @@ class OutputReader:
         return True
 
     def _read_rest(self, tags: tuple[str, ...]) -> _Steps:
-        """Skip the rest of a call's object behind the arguments, unless the brace is missing."""
+        """Skip the rest of a call's object after the arguments, unless the brace is missing."""
         while (rest := _REST.match(self._text)) is None and not self._ended and re.fullmatch(r"\s*,?\s*", self._text):
             yield
         if rest is None:
@@ -216,9 +216,9 @@ class OutputReader:
         return True
 
     def _read_object(self, tags: tuple[str, ...], add: Callable[[str], None], opened: str = "") -> _Decision:
-        """Add the text of an object that begins with `opened`, to its end or to a tag; return whether it has its end.
+        """Add the text of an object that begins with `opened`, up to its end or a tag; return whether it is complete.
 
-        A tag in a string is part of it if the object, with what follows, is JSON.
+        A tag inside a string is part of it if the object, with the following text, is JSON.
         """
         nesting, read = _Nesting(len(opened[:1])), opened
         while True:
@@ -263,7 +263,7 @@ class OutputReader:
             given.add(key[1])
             if not (yield from self._read_value(head[1], key[1], given)):
                 return True
-        if self._ended and _is_open(self._text, _XML_PARAMETER, _XML_END):  # it breaks off
+        if self._ended and _is_open(self._text, _XML_PARAMETER, _XML_END):  # the text is truncated
             self._take()
             return True
         self._text = self._text.removeprefix(_XML_END)
@@ -271,9 +271,9 @@ class OutputReader:
         return True
 
     def _read_value(self, function: str, parameter: str, given: set[str]) -> _Decision:
-        """Read the value of a parameter: a string as it comes, another type as a whole. Return whether it has an end.
+        """Read a parameter's value: strings incrementally, other types as a whole. Return whether it is complete.
 
-        Without its own tag it ends at the next parameter of those not yet `given`, or where the function ends.
+        Without its own closing tag, it ends at the next parameter not yet `given`, or at the function's end.
         """
         while not self._text and not self._ended:
             yield
@@ -281,7 +281,7 @@ class OutputReader:
         types, value = self.parser.value_types(function, parameter), ""
         is_string = types == {"string"}
         self._go_on('"' if is_string else "")
-        closing: int | None = None  # a tag of the function's end, which is part of the value if the value's own follows
+        closing: int | None = None  # a tag of the function's end; part of the value if the value's own tag follows
         seen = 0
         while True:
             end = None
@@ -298,7 +298,7 @@ class OutputReader:
             if end is not None or self._ended:
                 break
             begun = _XML_BEGUN.search(self._text, seen)
-            assert begun is not None, "it may be empty"
+            assert begun is not None, "the pattern matches an empty text"
             seen = begun.start()
             certain = seen if closing is None else closing - self._text[:closing].endswith("\n")
             piece = self._take(certain)
@@ -316,16 +316,16 @@ class OutputReader:
         return end is not None
 
     def _is_next(self, function: str, parameter: str, given: set[str]) -> bool:
-        """Return whether a function may go on with this parameter."""
+        """Return whether this parameter may come next in a function."""
         return parameter not in given and parameter in (self.parser.parameters(function) or {parameter})
 
     def _certain(self, *tags: str) -> int:
-        """Return how much of the text, from its beginning, begins none of the tags."""
+        """Return the length of the text's prefix that cannot be the start of any of the tags."""
         lengths = (len(_without_beginning(self._text, tag)) for tag in tags)
         return len(self._text) if self._ended else min(lengths, default=len(self._text))
 
     def _take(self, count: int | None = None) -> str:
-        """Take the next characters, or all, out of the text that is not decided on."""
+        """Consume the next characters, or all, of the unclassified text."""
         taken = self._text[:count]
         self._text = self._text[len(taken) :]
         return taken
@@ -343,7 +343,7 @@ class OutputReader:
         self._add_call(name, "")
 
     def _go_on(self, arguments: str) -> None:
-        """Add to the arguments of the last call."""
+        """Append to the arguments of the last call."""
         if arguments:
             self._add_call(None, arguments)
 
@@ -359,13 +359,13 @@ class OutputReader:
 
 
 class _Nesting:
-    """Finds the end of a JSON object or list whose text comes in pieces, behind `depth` open brackets."""
+    """Incremental search for the end of a JSON object or list, starting inside `depth` open brackets."""
 
     def __init__(self, depth: int = 0):
         self._depth, self.is_string, self._is_escaped = depth, False, False
 
     def end(self, piece: str) -> int | None:
-        """Return where it ends in the next piece, or None if it goes on."""
+        """Return the end position in the next piece, or None if the value continues."""
         if not piece:
             return None
         start, self._is_escaped = int(self._is_escaped), False
@@ -382,7 +382,7 @@ class _Nesting:
 
 
 def _loads(text: str, strict: bool = False) -> Any:
-    """Return the value of JSON; None for null, and for text that is none, or has numbers that are not finite."""
+    """Parse JSON; return None for null, invalid JSON and numbers that are not finite."""
     try:
         return json.loads(text, strict=strict, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -396,7 +396,7 @@ def _finite(text: str) -> float:
 
 
 def _json_value(text: str, types: Set[str]) -> str:
-    """Return the value of a parameter as JSON: of its types the one that the text can be read as, else a string."""
+    """Return a parameter's value as JSON: in the first of its types that the text can be parsed as, or a string."""
     literal = _PYTHON.get(text.strip(), text.strip())
     read = _loads(literal, strict=True)
     is_json = read is not None or literal == "null"
@@ -406,12 +406,12 @@ def _json_value(text: str, types: Set[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a part of a string as it stands in JSON."""
+    """Return a part of a string in JSON's escaping."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _encodable(text: str) -> str:
-    """Return a text with lone surrogates, which UTF-8 does not have, as JSON's escapes."""
+    """Replace lone surrogates, which UTF-8 cannot encode, with JSON escapes."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -420,7 +420,7 @@ def _may_become(text: str, tag: str) -> bool:
 
 
 def _is_open(text: str, *tags: str) -> bool:
-    """Return whether what follows decides if the text begins with one of the tags, which go on to > after a =."""
+    """Return whether the text may become one of the tags (which extend to > after a =) with more text."""
     return any(
         _may_become(text, tag) or (tag[-1] == "=" and text.startswith(tag) and ">" not in text and len(text) < 80)
         for tag in tags
@@ -428,7 +428,7 @@ def _is_open(text: str, *tags: str) -> bool:
 
 
 def _without_beginning(text: str, tag: str) -> str:
-    """Return `text` without an end that may begin the tag."""
+    """Return `text` without an ending that may be the beginning of the tag."""
     for count in range(min(len(tag) - 1, len(text)), 0, -1):
         if tag.startswith(text[-count:]):
             return text[:-count]

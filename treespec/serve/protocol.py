@@ -1,4 +1,4 @@
-"""Bodies of requests: OpenAI's fields, vLLM's further ones and treespec's, and their translation."""
+"""Request bodies: fields of OpenAI, vLLM and treespec, and their translation."""
 
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,10 +12,10 @@ from treespec.errors import ConfigError, reject_unknown
 from treespec.sampling_params import RequestOutputKind, SamplingParams
 from treespec.serve.messages import AllowedToolsChoice, Messages, Strict, TemplateFields, Tool, ToolChoice, calls_schema
 
-MOST_CHOICES = 1024  # of one request: prompts times n
-MOST_LOGPROBS = 20  # OpenAI's and vLLM's limit
+MOST_CHOICES = 1024  # maximum choices per request: prompts times n
+MOST_LOGPROBS = 20  # limit of OpenAI and vLLM
 
-# An error in each of a million items would be a million errors.
+# Fail fast: an error for each of a million items would be a million errors.
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
 TokenIds = TypeAliasType("TokenIds", Annotated[list[int], FailFast()])
 TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
@@ -54,12 +54,12 @@ class ResponseFormat(Strict):
 
 
 class GenerationBody(BaseModel):
-    """Fields of both endpoints. A field that is null or missing has the server's default."""
+    """Fields common to all endpoints. Null or missing fields have the server's defaults."""
 
     model_config = ConfigDict(extra="allow", strict=True)  # `check` refuses unknown names
     endpoint: ClassVar[str]
-    openai: ClassVar[type]  # the fields that OpenAI has; those that are not below change no token
-    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]]  # no-op values, and what to do instead
+    openai: ClassVar[type]  # the fields of OpenAI; those not defined below change no token
+    unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]]  # no-op values, and the alternative
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: int | None = None
@@ -73,7 +73,7 @@ class GenerationBody(BaseModel):
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # vLLM's
+    # fields of vLLM
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
@@ -89,13 +89,13 @@ class GenerationBody(BaseModel):
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
-    # treespec's
+    # fields of treespec
     speculation: Literal["off"] | dict[str, Any] | None = None
     speculative_decoding_stats: bool | None = None
     rounds: bool | None = None
 
     def check(self) -> None:
-        """Raise ConfigError for unknown or unsupported fields, and for contradictions."""
+        """Raise ConfigError for unknown, unsupported and contradictory fields."""
         extra, known = self.model_extra or {}, self.openai.__annotations__
         for name, (neutral, instead) in self.unsupported.items():
             if (vars(self) | extra).get(name) not in neutral:
@@ -103,7 +103,7 @@ class GenerationBody(BaseModel):
         unknown = [name[:60] for name in extra if name not in known]
         reject_unknown(self.endpoint, unknown[:3], type(self).model_fields | known)
         if self.stream_options is not None and not self.stream:
-            raise ConfigError("stream_options go with stream=true")
+            raise ConfigError("stream_options require stream=true")
         if self.rounds and not self.stream:
             raise ConfigError("rounds=true requires stream=true")
 
@@ -123,7 +123,7 @@ class GenerationBody(BaseModel):
         raise NotImplementedError
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the parameters of the request. Raises ConfigError for a value out of range, or contradictory ones."""
+        """Return the parameters of the request. Raises ConfigError for invalid or contradictory values."""
         params = defaults.clone()
         for name in _PARAMS:
             value = getattr(self, name, None)
@@ -134,7 +134,7 @@ class GenerationBody(BaseModel):
         params.logprobs = self.num_logprobs
         form = None if self.response_format is None else self.response_format.structured_outputs()
         if form is not None and self.structured_outputs is not None:
-            raise ConfigError("response_format and structured_outputs both constrain the output; give one of them")
+            raise ConfigError("response_format and structured_outputs both constrain the output; pass one of them")
         if form is not None:
             params.structured_outputs = form
         params.output_kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
@@ -142,7 +142,7 @@ class GenerationBody(BaseModel):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a schema or another form constrains the output."""
+        """Whether a schema or another constraint applies to the output."""
         return self.structured_outputs is not None or self.response_format not in (None, ResponseFormat(type="text"))
 
     def tokenization(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class GenerationBody(BaseModel):
 
     @property
     def requested_tokens(self) -> int | None:
-        """The number of tokens that the client asks for, which must fit the context."""
+        """The number of tokens requested by the client, which must fit into the context."""
         return self.max_tokens if "max_tokens" in self.model_fields_set else None
 
 
@@ -169,14 +169,14 @@ class CompletionBody(GenerationBody):
 
     endpoint, openai = "/v1/completions", OpenAICompletion
     unsupported = {
-        "best_of": ((None, 1), "ask for n choices with logprobs, and choose"),
-        "suffix": ((None, ""), "put it into the prompt, as the model was trained to read it"),
+        "best_of": ((None, 1), "request n choices with logprobs, and select one"),
+        "suffix": ((None, ""), "put it into the prompt in the model's fill-in-the-middle format"),
     }
     prompt: str | Texts | TokenIds | TokenIdLists
-    max_tokens: int | None = 16  # OpenAI's default
+    max_tokens: int | None = 16  # default of OpenAI
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None  # vLLM's
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None  # field of vLLM
 
     def check(self) -> None:
         super().check()
@@ -191,10 +191,10 @@ class CompletionBody(GenerationBody):
             raise ConfigError(f"{len(self.prompts())} prompts with rounds=true; valid: one")
 
     def prompts(self) -> list[Any]:
-        """Return the prompts: texts, or lists of token ids."""
+        """Return the prompts as texts or lists of token ids."""
         several = isinstance(self.prompt, list) and not any(isinstance(item, int) for item in self.prompt)
         if self.prompt == []:
-            raise ConfigError("prompt=[]: give at least one")
+            raise ConfigError("prompt=[]: pass at least one prompt")
         return list(self.prompt) if several else [self.prompt]
 
     @property
@@ -203,16 +203,16 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """`num_logprobs` of the prompt's positions."""
+        """Like `num_logprobs`, for positions of the prompt."""
         return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def only_echoes(self) -> bool:
-        """Whether the answer is the prompt alone."""
+        """Whether the answer consists of the prompt only."""
         return bool(self.echo) and self.max_tokens == 0
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        if self.only_echoes:  # the engine generates at least one token, which the answer leaves out
+        if self.only_echoes:  # the engine generates at least one token, which the answer omits
             return self.model_copy(update={"max_tokens": 1}).sampling_params(defaults)
         params = super().sampling_params(defaults)
         params.prompt_logprobs = self.num_prompt_logprobs
@@ -244,14 +244,14 @@ class ChatBody(TemplateFields, GenerationBody):
             raise ConfigError("top_logprobs requires logprobs=true")
         names = [tool.function.name for tool in self.tools or ()]
         if repeated := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"tools: {min(repeated)!r} is there more than once")
+            raise ConfigError(f"tools: {min(repeated)!r} occurs more than once")
         if unknown := [name for name in self._chosen or () if name not in names]:
             raise ConfigError(f"tool_choice: function {unknown[0][:60]!r}; tools: {', '.join(names) or 'none'}")
         if self.must_call and not self.allowed:
-            raise ConfigError("tool_choice='required' needs tools")
+            raise ConfigError("tool_choice='required' requires tools")
         if self.must_call and self.is_constrained:
             name = "structured_outputs" if self.structured_outputs is not None else "response_format"
-            raise ConfigError(f"{name} and this tool_choice both constrain the output; give one of them")
+            raise ConfigError(f"{name} and this tool_choice both constrain the output; pass one of them")
 
     @property
     def requested_tokens(self) -> int | None:
@@ -259,12 +259,12 @@ class ChatBody(TemplateFields, GenerationBody):
 
     @property
     def called(self) -> str | None:
-        """The function that must be called, or None."""
+        """Name of the function that must be called, or None."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
 
     @property
     def _chosen(self) -> list[str] | None:
-        """The functions that `tool_choice` names, or None."""
+        """Names of the functions in `tool_choice`, or None."""
         if isinstance(self.tool_choice, AllowedToolsChoice):
             return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
         return None if self.called is None else [self.called]
@@ -277,19 +277,19 @@ class ChatBody(TemplateFields, GenerationBody):
 
     @property
     def functions(self) -> dict[str, dict[str, Any]]:
-        """Schemas of the parameters of the functions that may be called."""
+        """Parameter schemas of the functions that may be called, by name."""
         return {tool.function.name: tool.function.parameters or {} for tool in self.allowed}
 
     @property
     def must_call(self) -> bool:
-        """Whether the output must be calls."""
+        """Whether the output must consist of calls."""
         choice = self.tool_choice
         mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolsChoice) else choice
         return self.called is not None or mode == "required"
 
     @property
     def tools_for_template(self) -> list[dict[str, Any]] | None:
-        """The tools that the chat template shows; none if there must be no call."""
+        """The tools to pass to the chat template; none if calls are forbidden."""
         tools = self.allowed if isinstance(self.tool_choice, AllowedToolsChoice) else self.tools or ()
         return [tool.model_dump(exclude_unset=True) for tool in tools if self.tool_choice != "none"] or None
 
@@ -300,8 +300,8 @@ class ChatBody(TemplateFields, GenerationBody):
         if self.must_call:
             functions = [tool.function for tool in self.allowed]
             schema = calls_schema(functions, 1 if self.parallel_tool_calls is False else None, self.called is not None)
-            form = {"json": schema, "whitespace_pattern": " ?"}  # some models would write space without end
-            params.structured_outputs = form  # converted when set
+            form = {"json": schema, "whitespace_pattern": " ?"}  # some models would write endless space
+            params.structured_outputs = form  # converted on assignment
         return params
 
     @property

@@ -1,4 +1,4 @@
-"""Read a request's streams and rounds until they end, it times out or the client disconnects."""
+"""Reading of a request's streams and rounds until they end, time out, or the client disconnects."""
 
 import asyncio
 import math
@@ -20,16 +20,16 @@ from treespec.llm import LLM
 from treespec.outputs import RequestOutput
 from treespec.serve.errors import ServerError
 
-_MOST_UNREAD = 256  # rounds that the client has not read; a slow one misses the oldest
-_CONTEXT = 16  # tokens before the root, for the texts of the nodes
+_MOST_UNREAD = 256  # maximum unread rounds; a slow client misses the oldest
+_CONTEXT = 16  # tokens decoded before the root, for the texts of the nodes
 
 _Result = TypeVar("_Result")
 
 
 class Reading:
-    """Reads the outputs of streams, one per prompt, for `seconds`, and calls `ended` with the place and last output.
+    """Reads the outputs of streams, one per prompt, for up to `seconds`; calls `ended` with index and last output.
 
-    `limit` makes the context of each wait from its deadline, such as `asyncio.timeout_at`.
+    `limit` creates the context of each wait from its deadline, such as `asyncio.timeout_at`.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Reading:
         return [await self._next(place) for place in range(len(self._streams))]
 
     async def merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yield the outputs of all streams as they come, with the index of their stream. Errors as of `outputs`."""
-        if len(self._streams) == 1:  # without the tasks of several
+        """Yield the outputs of all streams as they arrive, with stream indices. Errors as in `outputs`."""
+        if len(self._streams) == 1:  # avoids tasks
             while True:
                 output = await self._next(0)
                 yield 0, output
@@ -66,7 +66,7 @@ class Reading:
         finally:
             for task in reading:
                 task.cancel()
-            await asyncio.gather(*reading, return_exceptions=True)  # asyncio logs errors that nobody sees
+            await asyncio.gather(*reading, return_exceptions=True)  # asyncio logs unretrieved errors
 
     async def _next(self, place: int) -> RequestOutput:
         try:
@@ -74,7 +74,7 @@ class Reading:
                 output = await anext(self._streams[place])
         except TimeoutError:
             raise ServerError(f"the request took more than {self._seconds:g} s (--request-timeout)", 504) from None
-        except TreespecError as error:  # what a grammar leaves no token for is the client's
+        except TreespecError as error:  # the client's error, such as a grammar that allows no token
             raise ServerError(str(error), 400 if str(error).startswith("structured_outputs: ") else 500) from error
         if any(completion.finish_reason == "abort" for completion in output.outputs):
             raise ServerError("the request was aborted", 503)
@@ -84,7 +84,7 @@ class Reading:
 
 
 class RoundFeed:
-    """Collects the rounds of one request of an LLM until `close`."""
+    """Collector of the rounds of one request of an LLM, until `close`."""
 
     def __init__(self, llm: LLM, request_id: str):
         self._tokenizer, self._request_id = llm.get_tokenizer(), request_id
@@ -112,7 +112,7 @@ class RoundFeed:
 
 
 class Events(EventSourceResponse):
-    """Server-sent events; `ends` is closed when the client leaves, even before the first event."""
+    """Server-sent events; `ends` is closed when the client disconnects, even before the first event."""
 
     def __init__(self, events: AsyncIterator[Any], ends: ExitStack):
         super().__init__(events, sep="\n", shutdown_grace_period=math.inf)  # `Shutdown` ends them

@@ -7,15 +7,15 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 
-MOST_ONGOING = 1024  # requests of a replica, whose engine queues them
+MOST_ONGOING = 1024  # maximum ongoing requests of a replica; its engine queues them
 
-# Requests with one value of the header x-session-id go to one replica, and find their prefixes cached there. Ray's
-# router by prefix, PrefixCacheAffinityRouter, is part of ray[llm] and routes calls of its LLM deployments only.
+# Requests with the same x-session-id header go to the same replica, which has their prefixes cached. Ray's prefix
+# router, PrefixCacheAffinityRouter, is part of ray[llm] and routes only calls of its LLM deployments.
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 
 
 def serve_replicas(build: Callable[[], FastAPI], replicas: int, host: str, port: int) -> None:
-    """Serve applications, which `build` makes in the process of each replica, until the process is interrupted."""
+    """Serve applications until interrupted; `build` creates one in the process of each replica."""
     serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port))
     deployment = serve.deployment(
         serve.ingress(build)(),

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API without stored responses: a body becomes a chat, and its answer items and events."""
+"""OpenAI's Responses API without stored responses: a body becomes a chat, and its answer becomes items and events."""
 
 import itertools
 import time
@@ -22,7 +22,7 @@ from treespec.serve.output_reader import CallPart
 from treespec.serve.protocol import ChatBody, GenerationBody, Texts
 
 _STATELESS = "responses are not stored; repeat the conversation in input"
-_TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")  # types of the parts of contents
+_TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text")  # types of content parts
 _DEFAULTS = {"tools": [], "tool_choice": "auto", "metadata": {}, "parallel_tool_calls": True}
 _ECHOED = {"instructions", "max_output_tokens", "reasoning", "temperature", "text", "top_logprobs", "top_p", *_DEFAULTS}
 
@@ -43,7 +43,7 @@ class TextOptions(Strict):
 
 
 class ResponsesBody(GenerationBody):
-    """Body of `/v1/responses`. `chat` checks what it has in common with a chat."""
+    """Body of `/v1/responses`. `chat` checks the fields shared with chats."""
 
     endpoint, openai = "/v1/responses", OpenAIResponses
     unsupported: ClassVar = {
@@ -71,10 +71,10 @@ class ResponsesBody(GenerationBody):
     include: Texts | None = None
     top_logprobs: int | None = None
     metadata: dict[str, str] | None = None
-    chat_template_kwargs: _Document | None = None  # vLLM's
+    chat_template_kwargs: _Document | None = None  # field of vLLM
 
     def chat(self) -> ChatBody:
-        """Return the same request to `/v1/chat/completions`. Raises RequestValidationError and ConfigError."""
+        """Return the equivalent request to `/v1/chat/completions`. Raises RequestValidationError and ConfigError."""
         same = self.model_fields_set & ChatBody.model_fields.keys() - self.unsupported.keys()
         fields: _Document = {name: getattr(self, name) for name in same} | {
             "messages": _messages(self.instructions, self.input),
@@ -90,23 +90,23 @@ class ResponsesBody(GenerationBody):
             first = error.errors()[0]
             name, *path = map(str, first["loc"])
             raise RequestValidationError([{**first, "loc": (_CHAT_FIELDS.get(name, name), *path)}]) from error
-        if body.must_call:  # and the format is that of a text
+        if body.must_call:  # if so, the format applies to text only
             body = body.model_copy(update={"response_format": None})
         body.check()
         return body
 
     def echo(self) -> _Document:
-        """Return the fields that the response repeats. Raises ConfigError for values that are no JSON."""
+        """Return the request's fields to repeat in the response. Raises ConfigError for values that are not JSON."""
         fields = self.model_dump(include=_ECHOED)
         try:
             to_json({"event": {"response": fields}})
-        except PydanticSerializationError as error:  # lone surrogates, and more than 255 levels
+        except PydanticSerializationError as error:  # lone surrogates, or more than 255 levels
             raise ConfigError(f"{self.endpoint}: the response could not repeat the request: {error}") from error
         return fields | {name: value for name, value in _DEFAULTS.items() if fields[name] is None}
 
 
 def _nested(value: Any) -> Any:
-    """Put the fields of a tool, a choice or a format below its type, where chats have them."""
+    """Move the fields of a tool, a choice or a format below its type, as in chats."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in ("function", "json_schema", "allowed_tools"):
         return value
@@ -117,7 +117,7 @@ def _nested(value: Any) -> Any:
 
 
 def _messages(instructions: str | None, items: list[_Document]) -> list[_Document]:
-    """Return the messages of a chat, in which a turn of the assistant is one message. Raises ConfigError."""
+    """Return the messages of a chat, with one message per assistant turn. Raises ConfigError."""
     messages: list[_Document] = [] if instructions is None else [{"role": "system", "content": instructions}]
     for item in items:
         kind, role = item.get("type") or "message", item.get("role")
@@ -144,7 +144,7 @@ def _messages(instructions: str | None, items: list[_Document]) -> list[_Documen
 
 
 def _add_to_turn(messages: list[_Document], field: str, value: Any) -> None:
-    """Add to a field of the assistant's message, or to a new one: reasoning begins a turn, and a second text does."""
+    """Append to a field of the assistant's message, or of a new one: reasoning or a second text begins a turn."""
     turn = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     has_text, has_calls = bool(turn and turn["content"]), bool(turn and "tool_calls" in turn)
     is_over = {"reasoning_content": has_text or has_calls, "content": has_text and not has_calls, "tool_calls": False}
@@ -155,7 +155,7 @@ def _add_to_turn(messages: list[_Document], field: str, value: Any) -> None:
 
 
 def _content(content: Any) -> Any:
-    """Return a content as chats have it: the template joins several texts."""
+    """Return a content in the form of chats: the template joins several texts."""
     texts = _texts(content)
     return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
@@ -167,20 +167,20 @@ def _texts(content: Any) -> list[str]:
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, dict) and part.get("type") in _TEXTS else None
         if not isinstance(text, str):
-            raise ConfigError(f"input: content part {short_repr(part)}; valid: a text, or objects of type input_text")
+            raise ConfigError(f"input: content part {short_repr(part)}; valid: a string, or objects of type input_text")
         texts.append(text)
     return texts
 
 
 class Kind(NamedTuple):
-    """A kind of item as it begins: its part, which has its text, or the field that has it, and names of its events."""
+    """A kind of item in its initial state: its part or field that holds the text, and the names of its events."""
 
     item: _Document
-    text: str  # of the text's events
+    text: str  # name of the text's events
     field: str = "text"
     part: _Document | None = None
     part_event: str = "content_part"
-    parts: str = "content"  # field of the item
+    parts: str = "content"  # item field with the parts
 
 
 _MESSAGE = Kind(
@@ -204,9 +204,9 @@ _CALL = Kind({"id": "fc_", "type": "function_call", "arguments": ""}, "function_
 
 
 class ResponsesAnswer(ChatAnswer):
-    """The response of `/v1/responses`: items of reasoning, text and calls, one after another.
+    """Response of `/v1/responses`: items of reasoning, text and calls, one after another.
 
-    Reasoning is the content of its item, or its summary if the request asks for one.
+    Reasoning is the content of its item, or its summary if the request includes one.
     """
 
     prefix, kind = "resp_", "response"
@@ -214,12 +214,12 @@ class ResponsesAnswer(ChatAnswer):
     def __init__(self, body: ResponsesBody, chat: ChatBody, model: str, parser: OutputParser):
         super().__init__(chat, model, parser)
         self._reasoning = _SUMMARY if (body.reasoning or {}).get("summary") else _REASONING
-        self._numbers = itertools.count()  # of events
+        self._numbers = itertools.count()  # sequence numbers of events
         self._items: list[_Document] = []
-        self._growing: Kind | None = None  # kind of the last item, unless it has ended
-        self._place: _Document = {}  # of its text, in events
-        self._holder: _Document = {}  # of its text
-        self._logprobs_due: list[_Document] = []  # of tokens whose text has not come yet
+        self._growing: Kind | None = None  # kind of the last item, or None if it has ended
+        self._place: _Document = {}  # location of its text in events
+        self._holder: _Document = {}  # object that contains its text
+        self._logprobs_due: list[_Document] = []  # log-probabilities of tokens without text yet
         self._document = {"id": self.request_id, "object": self.kind, "created_at": self._head["created"]}
         self._document |= {"status": "in_progress", "model": model, "output": self._items, **body.echo()}
         self._document |= {"error": None, "incomplete_details": None, "usage": None}
@@ -249,7 +249,7 @@ class ResponsesAnswer(ChatAnswer):
         return {"event": event["type"], "data": self._encode({**event, "sequence_number": next(self._numbers)})}
 
     def _read_output(self, output: RequestOutput) -> Iterator[_Document]:
-        """Yield the events of new output. They share the items: encode each before the next one."""
+        """Yield the events of new output. They share items, so encode each event before requesting the next."""
         (completion,) = output.outputs
         pieces = self._read(0, output, completion).pieces
         self._logprobs_due += (self._logprobs(completion) or {"content": []})["content"]
@@ -270,7 +270,7 @@ class ResponsesAnswer(ChatAnswer):
         is_cut = completion.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         if not is_cut and all(item["type"] == "reasoning" for item in self._items):
-            yield from self._begin(_MESSAGE)  # without text: clients expect one, or a call
+            yield from self._begin(_MESSAGE)  # empty, because clients expect a message or a call
         yield from self._end(status)
         self._count(0, output)
         usage = self._total()
@@ -278,7 +278,7 @@ class ResponsesAnswer(ChatAnswer):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},  # not counted apart
+            "output_tokens_details": {"reasoning_tokens": 0},  # reasoning tokens are not counted separately
             "total_tokens": usage["total_tokens"],
         }
         details = {"reason": "max_output_tokens"} if is_cut else None
@@ -304,14 +304,14 @@ class ResponsesAnswer(ChatAnswer):
             yield {"type": f"response.{kind.part_event}.added", **self._place, "part": self._holder}
 
     def _grow(self, text: str) -> Iterator[_Document]:
-        """Add to the text of the last item."""
+        """Append to the text of the last item."""
         if text:
             assert self._growing is not None, "begun"
             self._holder[self._growing.field] += text
             yield {"type": f"response.{self._growing.text}.delta", **self._place, "delta": text, **self._add_logprobs()}
 
     def _add_logprobs(self) -> dict[str, Any]:
-        """Move the log-probabilities that are due into a message, and return the field of its event."""
+        """Move pending log-probabilities into the message, and return the field of its event."""
         if "logprobs" not in self._holder:
             return {}
         new, self._logprobs_due = self._logprobs_due, []
@@ -324,7 +324,7 @@ class ResponsesAnswer(ChatAnswer):
             return
         self._growing, item = None, self._items[-1]
         item["status"] = status
-        self._add_logprobs()  # of the end token
+        self._add_logprobs()  # log-probabilities of the end token
         text = {name: value for name, value in self._holder.items() if name in (kind.field, "name", "logprobs")}
         yield {"type": f"response.{kind.text}.done", **self._place, **text}
         if kind.part is not None:

@@ -281,7 +281,7 @@ def test_rules_need_an_ssm(ids_file: Path, lent_engine: None) -> None:
 
 def test_text_prompts_need_a_tokenizer(ids_file: Path, lent_engine: None) -> None:
     ids_file.write_text('{"prompt": "text"}\n')
-    assert "no tokenizer; give prompt" in run(*arguments(ids_file, "--only", "chain-k3"), code=2).stderr
+    assert "no tokenizer; use prompt" in run(*arguments(ids_file, "--only", "chain-k3"), code=2).stderr
 
 
 def test_a_user_s_models_may_have_no_draft(tmp_path: Path, ids_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

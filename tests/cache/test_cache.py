@@ -102,7 +102,7 @@ def test_scrub_of_slots(first: int, count: int, pool: int) -> None:
 
 
 BROKEN: dict[str, Callable[[KVCache, np.ndarray], Any]] = {
-    "more often than counted": lambda cache, pages: cache._held.update(b=pages[:1]),
+    "more holders than counted": lambda cache, pages: cache._held.update(b=pages[:1]),
     "lost": lambda cache, pages: cache._held.pop("a"),
     "holds a page twice": lambda cache, pages: cache._held.update(a=pages[[0, 0]]),
     "not scrubbed": lambda cache, pages: cache._dirty.__setitem__(6, True),

@@ -66,7 +66,7 @@ def test_check_is_refused_where_tokens_are_others_by_design(rule: str, asked: li
     document = run(*HOT, "--check", "--verification", rule, "--json", code=2).document
     assert document["error"]["type"] == "UsageError"
     message = document["error"]["message"]
-    assert f"--verification {rule} keeps the distribution" in message and "use --verification coupled" in message
+    assert f"--verification {rule} preserves the distribution" in message and "use --verification coupled" in message
     assert not asked, "before anything is loaded"
     drawn = run(*HOT, "--verification", rule, "--json").document
     assert len(drawn["token_ids"]) == 12 or drawn["finish_reason"] == "stop", "by chance it meets the end token"

@@ -117,7 +117,7 @@ def test_calls(options: dict[str, Any], message: str) -> None:
 
 
 def test_text_without_a_tokenizer() -> None:
-    with pytest.raises(RequestError, match=r"a text prompt 'hello', but the model has no tokenizer; give token ids"):
+    with pytest.raises(RequestError, match=r"a text prompt 'hello', but the model has no tokenizer; pass token ids"):
         tiny_llm().generate("hello")
     with pytest.raises(RequestError, match=r"stop=\('x',\) needs a tokenizer; use stop_token_ids"):
         tiny_llm().generate([1, 2], SamplingParams(stop="x"))

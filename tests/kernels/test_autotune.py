@@ -279,7 +279,7 @@ def test_what_is_tuned_is_shown() -> None:
         (["--aot", "sm_91"], ["'sm_91' (did you mean 'sm_90'?)", "valid: gfx942, sm_100, sm_120, sm_80, "]),
         (["--aot", "sm_90", "--ops", "tree_atention"], ["did you mean 'tree_attention'?", "kv_commit"]),
         (["--aot", "sm_90", "--dtype", "float6"], ["'float6' (did you mean 'float16'?)", "bfloat16"]),
-        (["--nodes", "8"], ["--nodes is about kernels on a GPU", "--aot compiles them"]),
+        (["--nodes", "8"], ["--nodes is for GPU kernels", "--aot compiles without one"]),
         (["--nodes", "257"], ["nodes=257", "an int from 1 to 256"]),
         (["--context", "0"], ["context=0", "an int from 1"]),
         (["--device", "tpu"], ["device='tpu'", '"cpu", "cuda"']),

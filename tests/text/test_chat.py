@@ -235,7 +235,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     command.remove("--chat")
     assert run(*command, "--chat-template", template).stdout == ran.stdout
     command.append("--no-chat")
-    assert "drop one of them" in run(*command, "--chat-template", template, code=2).stderr
+    assert "omit one of them" in run(*command, "--chat-template", template, code=2).stderr
 
 
 def test_a_conversation_in_the_terminal(

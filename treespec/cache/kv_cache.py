@@ -1,11 +1,11 @@
 """Paged KV cache: the target and its drafts share page tables; each model has its own K/V pool.
 
 A request holds the same pages in every pool, so all models share one slot table: logical slot j of a request is
-position j for committed tokens and scratch space for the token tree after them. Page 0 is the null page: padding rows
-write to it.
+position j for committed tokens, followed by scratch slots for the token tree. Page 0 is the null page, to which padding
+rows write.
 
 Samples of one prompt share its full pages, and so do requests with a common prefix (prefix_cache.py). The target never
-writes to a page with several holders; a draft that catches up may, with the values that are there already.
+writes to a page with several holders; a draft that catches up may, with the values already present.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ NO_PAGES = np.empty(0, dtype=np.int64)
 class FeatureShape:
     """Shape of the pool of features: hidden states of the target that draft heads read.
 
-    A token's features have its slot, and the layout of K and V: they are compacted, shared and zeroed like these.
+    A token's features use its slot and the layout of K and V: they are compacted, shared and zeroed like K and V.
     """
 
-    layers: tuple[int, ...]  # of the target, as in `Decoder.forward_with_states`
-    hidden_size: int  # of the target, even
+    layers: tuple[int, ...]  # target layers, as in `Decoder.forward_with_states`
+    hidden_size: int  # hidden size of the target, even
 
     @property
     def num_layers(self) -> int:
@@ -55,7 +55,7 @@ def store_features(pool: Tensor, page: Tensor, offset: Tensor, states: Tensor) -
 
 
 def load_features(pool: Tensor, page: Tensor, offset: Tensor) -> Tensor:
-    """Return what `store_features` wrote to these slots, [num_rows, number of layers, hidden_size]."""
+    """Return the hidden states written to these slots, [num_rows, number of layers, hidden_size]."""
     halves = pool[:, :, page, :, offset]  # indexed dimensions come first
     return halves.reshape(len(page), pool.shape[0], 2 * pool.shape[3] * pool.shape[5])
 
@@ -71,19 +71,19 @@ class KVCache:
 
     def __init__(
         self,
-        shapes: Sequence[ModelShape],  # of the models, target first; one pool each
-        num_pages: int,  # allocatable pages; the null page comes on top
+        shapes: Sequence[ModelShape],  # shapes of the models, target first; one pool each
+        num_pages: int,  # allocatable pages, excluding the null page
         dtype: torch.dtype,
         device: torch.device | str,
-        # Sizes of groups of consecutive models of equal shape that share one tensor, so that they can run as one; None
-        # = every model has its own
+        # Sizes of groups of consecutive models of equal shape that share one tensor, so that they can run as one model;
+        # None: separate tensors
         stacks: Sequence[int] | None = None,
-        features: FeatureShape | None = None,  # of the target's hidden states; None without draft heads
+        features: FeatureShape | None = None,  # shape of the target's hidden states; None without draft heads
     ):
         self.num_pages, self.features = num_pages, features
-        # By model, [num_layers, 2, num_pages + 1, num_kv_heads, PAGE_SIZE, head_dim]; the features' pool is last.
+        # By model, [num_layers, 2, num_pages + 1, num_kv_heads, PAGE_SIZE, head_dim]; the pool of features is last.
         self.pools: list[Tensor] = []
-        self.stacked: list[Tensor] = []  # by stack, the same with the pages of its models concatenated
+        self.stacked: list[Tensor] = []  # by stack, the same with its models' pages concatenated
         for count in stacks if stacks is not None else [1] * len(shapes):
             shape = shapes[len(self.pools)]
             self.stacked.append(self.allocate(shape, count * (num_pages + 1), dtype, device))
@@ -92,15 +92,15 @@ class KVCache:
         if features is not None:
             self.pools.append(self.allocate(features, num_pages + 1, dtype, device))
         self._held: dict[str, np.ndarray] = {}
-        self._holders = np.zeros(num_pages + 1, dtype=np.int64)  # of each page
+        self._holders = np.zeros(num_pages + 1, dtype=np.int64)  # reference count of each page
         self._dirty = np.zeros(num_pages + 1, dtype=bool)  # pages to zero when their last holder releases them
 
     @staticmethod
     def allocate(
         shape: ModelShape | FeatureShape, num_pages: int, dtype: torch.dtype, device: torch.device | str
     ) -> Tensor:
-        """[num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] of zeros: unwritten slots stay finite. On a
-        CPU, memory is committed on first write."""
+        """Allocate zeros [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim]: unwritten slots stay finite. On
+        a CPU, memory is committed on first write."""
         size = (shape.num_layers, 2, num_pages, shape.num_kv_heads, PAGE_SIZE, shape.head_dim)
         return lazy_zeros(size, dtype, torch.device(device))
 
@@ -118,19 +118,19 @@ class KVCache:
         return self.num_pages - int(np.count_nonzero(self._holders))
 
     def num_holders(self, pages: np.ndarray) -> np.ndarray:
-        """Reference count of each page, int64 like `pages`. A page with more than one holder must not be written."""
+        """Reference count of each page, int64 like `pages`. Pages with more than one holder must not be written."""
         return self._holders[pages]
 
     def can_reserve(self, num_slots: int, shared: np.ndarray = NO_PAGES) -> bool:
-        """Whether enough pages are free for `num_slots` slots beside these shared pages."""
+        """Return whether enough pages are free for `num_slots` slots, in addition to the `shared` pages."""
         return pages_for(num_slots) - int(np.count_nonzero(self._holders[shared])) <= self.num_free
 
     def reserve(self, request_id: str, num_slots: int, shared: np.ndarray = NO_PAGES) -> np.ndarray:
         """Allocate a holder's pages, int64 [pages_for(num_slots)]; contiguous if such a run is free.
 
-        `shared` pages, of another holder or of `prefixes`, are used read-only as the first ones.
+        `shared` pages, from another holder or from `prefixes`, are used read-only as the first pages.
         """
-        assert request_id not in self._held, f"{request_id} holds pages already"
+        assert request_id not in self._held, f"{request_id} already holds pages"
         assert self.prefixes is not None or self._holders[shared].all(), "a shared page has no holder"
         assert self.can_reserve(num_slots, shared), "admission checks can_reserve first"
         assert len(shared) <= pages_for(num_slots), "more pages are shared than needed"
@@ -141,7 +141,7 @@ class KVCache:
         return self.grow(request_id, num_slots)
 
     def grow(self, request_id: str, num_slots: int) -> np.ndarray:
-        """Allocate the pages that a holder lacks for `num_slots` slots, and return all of its pages."""
+        """Allocate the pages that a holder lacks for `num_slots` slots; return all of its pages."""
         held = self._held[request_id]
         count, free = pages_for(num_slots) - len(held), 1 + np.flatnonzero(self._holders[1:] == 0)
         assert 0 <= count <= len(free), "growth checks can_reserve first"
@@ -160,7 +160,7 @@ class KVCache:
     def release(self, request_id: str, scrub: bool = False) -> None:
         """Free a request's pages. `scrub` zeroes them: 0 * NaN from a stale slot would reach the next holder.
 
-        Pages with other holders are zeroed when the last of them releases the page.
+        Pages with other holders are zeroed when the last holder releases them.
         """
         pages = self._held.pop(request_id)
         self._holders[pages] -= 1
@@ -172,9 +172,9 @@ class KVCache:
             self.scrub(stale)
 
     def transfer(self, request_id: str, new_holder: str, num_slots: int, scrub: bool = False) -> np.ndarray:
-        """Release a request, transfer the pages of its first `num_slots` slots to `new_holder`, and return them.
+        """Release a request; transfer the pages of its first `num_slots` slots to `new_holder` and return them.
 
-        The rest of the last page, which must have no other holder, is zeroed.
+        Zeroes the rest of the last page, which must have no other holder.
         """
         pages = self.reserve(new_holder, num_slots, self._held[request_id][: pages_for(num_slots)])
         self.release(request_id, scrub)
@@ -187,7 +187,7 @@ class KVCache:
 
     @torch.inference_mode()
     def copy_slots(self, source: int, page: int, count: int) -> None:
-        """Copy the first `count` slots of a page to another, in every pool."""
+        """Copy the first `count` slots of a page to another page, in every pool."""
         assert self._holders[page] == 1, "a shared page is never written"
         self._dirty[page] |= self._dirty[source]
         for pool in self.pools:
@@ -237,8 +237,8 @@ class KVCache:
     ) -> None:
         """Compact accepted slots in place, in all layers of one model's pool, for all requests.
 
-        The tree slot path[j] moves to slot context_len + j; paths are strictly increasing. A path already in place
-        (0, 1, 2 ...) costs nothing.
+        The tree slot path[j] moves to slot context_len + j; paths are strictly increasing. Paths already in place
+        (0, 1, 2 ...) cost nothing.
         """
         moving = [i for i, path in enumerate(paths) if len(path) and path[-1] != len(path) - 1]
         if not moving:
@@ -266,9 +266,9 @@ class KVCache:
         for holder, pages in self._held.items():
             assert len(np.unique(pages)) == len(pages), f"{holder} holds a page twice: {pages.tolist()}"
             count[pages] += 1
-        assert count[0] == 0 == self._holders[0], "the null page was handed out"
+        assert count[0] == 0 == self._holders[0], "the null page was allocated"
         uncounted, lost = np.flatnonzero(count > self._holders), np.flatnonzero(count < self._holders)
-        assert not len(uncounted), f"pages held more often than counted: {uncounted.tolist()}"
-        assert not len(lost), f"pages lost, counted without a holder: {lost.tolist()}"
+        assert not len(uncounted), f"pages with more holders than counted: {uncounted.tolist()}"
+        assert not len(lost), f"lost pages, counted without a holder: {lost.tolist()}"
         stale = np.flatnonzero(self._dirty & (count == 0))
         assert not len(stale), f"free pages that were not scrubbed: {stale.tolist()}"

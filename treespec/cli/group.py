@@ -32,14 +32,14 @@ def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **option
             raise
         _report(type(error).__name__, str(error), as_json)
         code = 2
-    if code == INTERRUPTED:  # typer's exit code of KeyboardInterrupt
+    if code == INTERRUPTED:  # typer's exit code for KeyboardInterrupt
         if as_json:
             _report("KeyboardInterrupt", "interrupted", as_json)
         else:
             print_interrupted()
     try:
         sys.stdout.flush()
-    except OSError:  # nobody reads it, as of `| head`: Python would retry at exit and change the exit code
+    except OSError:  # the reader has gone, as with `| head`: Python would retry at exit and change the exit code
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code or 0)
 

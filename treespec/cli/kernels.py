@@ -1,4 +1,4 @@
-"""Tune kernels for `treespec autotune` on a GPU, and compile them ahead of time without one."""
+"""Kernel tuning for `treespec autotune` on a GPU, and ahead-of-time compilation without one."""
 
 import os
 import sys
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from treespec_kernels.linear.quantized import WeightForm
     from treespec_kernels.ops.shapes import KernelShape, Setting
 
-PREFILL_ROWS = 2048  # as many as an engine computes in one pass
-MAX_JOBS = 16  # compile processes
+PREFILL_ROWS = 2048  # maximum rows of an engine's prefill pass
+MAX_JOBS = 16  # maximum compile processes
 LISTED = 5  # number of printed failures; --json lists all
 
 
 def settings_of(
     model: str | None, drafts: list[str] | None, dtype: "torch.dtype | None", quantization: str | None = None
 ) -> "list[Setting]":
-    """Return the settings of models, alone and stacked, one per form of weights. None is the checkpoint's dtype."""
+    """Return the settings of models, alone and stacked, one per weight format. dtype None is the checkpoint's."""
     from treespec.models.model_config import ModelConfig
     from treespec.startup.options import resolve_folders, resolve_model, resolve_quantization
 
@@ -37,12 +37,12 @@ def settings_of(
     configs = [ModelConfig.from_hf(folder) for _, folder in resolve_folders(model, drafts)]
     counts = Counter(setting for config in configs for setting in _settings(config, dtype or target.dtype, None))
     stacked = [replace(setting, groups=groups) for setting, groups in counts.items()]
-    # SSMs also run unstacked: on prompts, or alone in a round.
+    # SSMs also run unstacked: on prompts, or if only one is active.
     return list(dict.fromkeys([*_settings(target, dtype or target.dtype, quantization), *stacked, *counts]))
 
 
 def _settings(config: "ModelConfig", dtype: "torch.dtype", quantization: str | None) -> "list[Setting]":
-    """Return the settings of a model, one per weight form of its layers."""
+    """Return the settings of a model, one per weight format of its layers."""
     from treespec_kernels.ops.shapes import KernelShape, Setting
 
     shape = config.shape
@@ -82,7 +82,7 @@ def _forms(config: "ModelConfig", quantization: str | None) -> "list[WeightForm 
 
 
 def names(flag: str, values: Sequence[str] | None, valid: Iterable[str]) -> list[str]:
-    """Return the values of a repeated or comma-separated option; all valid ones if it is unused."""
+    """Return the values of a repeated or comma-separated option; all valid ones if it is not given."""
     from treespec.errors import reject_unknown
 
     selected = [name for value in values or () for name in value.split(",")]
@@ -126,7 +126,7 @@ def echo_aot(report: dict[str, Any]) -> None:
 def tune_kernels(
     settings: "Sequence[Setting]", device: "torch.device", ops: Sequence[str], budget_seconds: float, fresh: bool
 ) -> dict[str, Any]:
-    """Run the sweep, write the tuned file and return the results. Raises UsageError if no kernel supports the sizes."""
+    """Run the sweep, write the tuned file and return the results. Raises UsageError for unsupported sizes."""
     import torch
 
     from treespec.errors import KernelError
@@ -165,7 +165,7 @@ def tune_kernels(
         counts = {"measured": len(outcome.measurements) - len(failed), "left": outcome.unmeasured, "failed": failed}
         if entry := outcome.entry(tuned.versions_of(name, first.op), bandwidth):
             before = earlier.get(entry.label)
-            if before and before.has_same_times(entry):  # nothing new was measured: keep the date and share_of_copy
+            if before and before.has_same_times(entry):  # no new measurements: keeps the date and share_of_copy
                 entry = before
             entries.append(entry)
         entry_fields = entry and asdict(entry)
@@ -200,7 +200,7 @@ def echo_tuned(document: dict[str, Any]) -> None:
         is_default = config and result["default"] | config == result["default"]
         fields = ", ".join(f"{name} {value}" for name, value in (config or {}).items()) or "nothing measured"
         typer.echo(f"{result['label']}: {fields}{' (the default)' if is_default else ''}")
-        unmeasured = f", {result['left']} left; run again to continue" if result["left"] else ""
+        unmeasured = f", {result['left']} remaining; run again to continue" if result["left"] else ""
         typer.echo(f"  {result['measured']} measured{f', {len(failed)} failed' if failed else ''}{unmeasured}")
         for failure in failed[:LISTED]:
             typer.echo(f"  failed: {failure['config']}: {failure['message'].splitlines()[0]}")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Prompt = Annotated[
     str | None,
     typer.Argument(
-        help="A question, a text to continue, or token ids ('12 7 301') for a model without tokenizer. "
+        help="A question, a text to continue, or token ids ('12 7 301') for a model without a tokenizer. "
         "Read from a pipe if neither PROMPT nor --file is given.",
         show_default=False,
     ),
@@ -38,7 +38,7 @@ def _model(default: str) -> Any:
 
 
 Model = Annotated[str | None, _model("embedded")]
-ChatModel = Annotated[str | None, _model("smollm2 if it is installed, else embedded")]
+ChatModel = Annotated[str | None, _model("smollm2 if installed, otherwise embedded")]
 Drafts = Annotated[
     list[str] | None,
     typer.Option(
@@ -56,22 +56,22 @@ class GenerationFlags:
     """Options of commands that generate text.
 
     Args:
-        file: read the prompt from a file; - is stdin.
+        file: file to read the prompt from; - is stdin.
         max_tokens: maximum number of new tokens.
-        temperature: 0 is greedy.
+        temperature: sampling temperature; 0 is greedy.
         top_p: keep the most likely tokens with this total probability.
         top_k: keep only the k most likely tokens.
         min_p: drop tokens below min_p times the top probability.
-        seed: RNG seed; a new one if not set.
-        verification: acceptance rule of sampled tokens: coupled (default) or naive emit exactly the tokens of plain
+        seed: RNG seed; random by default.
+        verification: acceptance rule for sampled tokens: coupled (default) or naive emit exactly the tokens of plain
             decoding; rejection or traversal preserve their distribution.
-        nodes: tree size: rows of the target pass, root included; auto is by measured costs.
+        nodes: tree size: rows of the target pass, including the root; auto chooses by measured costs.
         max_depth: maximum tree depth.
         branching: a fixed tree: children of each node by depth, such as 4,2,1.
-        no_spec: plain decoding, without drafts.
-        check: also decode plainly with the same seed; exit 1 if a token differs.
+        no_spec: plain decoding without drafts.
+        check: also decode plainly with the same seed; exit with 1 if a token differs.
         stream: print text as it is generated.
-        chat: answer the prompt as a user message, or continue it; if not set, answer if the model has a chat template.
+        chat: answer the prompt as a user message, or continue it; by default, answer if the model has a chat template.
         chat_template: Jinja file that replaces the model's chat template.
     """
 
@@ -93,7 +93,7 @@ class GenerationFlags:
     chat_template: str | None = None
 
     def sampling_params(self, samples: int = 1) -> "SamplingParams":
-        """Return the options of sampling that are set."""
+        """Return the sampling parameters from the options that are set."""
         truncation = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p")}
         truncation = {name: value for name, value in truncation.items() if value is not None}
         if truncation and self.temperature == 0:
@@ -106,23 +106,23 @@ class GenerationFlags:
         )
 
     def speculation(self, drafts: list[str] | None) -> "tuple[list[str] | None, SpecConfig | str]":
-        """Return the drafts to load and the options of speculation: none and "off" with --no-spec."""
+        """Return the drafts to load and the speculation options: none and "off" with --no-spec."""
         given = self.nodes, self.max_depth, self.branching, self.verification
         if not self.no_spec:
             return drafts, self.spec_config()
         if any(value is not None for value in given):
             raise UsageError(
-                "--no-spec is plain decoding; drop it, or drop --nodes, --max-depth, --branching and --verification"
+                "--no-spec is plain decoding; omit it, or omit --nodes, --max-depth, --branching and --verification"
             )
         return [], "off"
 
     def read_template(self) -> str | None:
-        """Read the file of --chat-template, if there is one."""
+        """Read the file of --chat-template, if given."""
         file = self.chat_template
         return None if file is None else read_text(file, f"--chat-template {file}")
 
     def spec_config(self) -> "SpecConfig":
-        """Return the options of speculation that are set."""
+        """Return the speculation options that are set."""
         from treespec.config.configs import SpecConfig
 
         values: dict[str, Any] = {
@@ -138,10 +138,10 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def flags(options: type, *names: str) -> Callable[[_Command], _Command]:
-    """Give a command flags for the named fields of a dataclass, or for all.
+    """Add flags to a command for the named fields of a dataclass, or for all.
 
-    A command that has a parameter of this class gets an instance, others get the values as keywords. A flag that is not
-    set has the field's default, or is an empty list where a list has none.
+    A command with a parameter of this class gets an instance, others get the values as keywords. Flags that are not
+    given have the field's default, or are an empty list where a list has no default.
     """
 
     def decorate(command: _Command) -> _Command:
@@ -166,7 +166,7 @@ def flags(options: type, *names: str) -> Callable[[_Command], _Command]:
 
 
 def _flag(field: Field[Any], text: str) -> inspect.Parameter:
-    """Return the parameter of a command that sets a field; None is not set. The help is the text's first sentence."""
+    """Return the command parameter for a field; None means not given. The help is the text's first sentence."""
     text = f"{text[0].upper()}{text[1:]}".partition(". ")[0].rstrip(".") + "."
     named = field.type.__name__ if isinstance(field.type, type) else str(field.type)
     words, default = named.split(" | "), field.default
@@ -193,19 +193,19 @@ def _flag(field: Field[Any], text: str) -> inspect.Parameter:
 def read_prompt(prompt: str | None, file: str | None) -> str:
     """Read the prompt from the argument, a file or a pipe, byte for byte."""
     if prompt is not None and file is not None:
-        raise UsageError(f"both a PROMPT and --file {file} were given; drop one of them")
+        raise UsageError(f"both a PROMPT and --file {file} were given; use one of them")
     if prompt is not None:
         return prompt
     if file is None and sys.stdin.isatty():
-        raise UsageError("no prompt; give PROMPT or --file F, or pipe it in")
+        raise UsageError("no prompt; pass PROMPT or --file F, or pipe it in")
     source = f"the prompt from {'stdin' if file in (None, '-') else file}"
     if not (text := read_text(file or "-", source)):
-        raise UsageError(f"{source} is empty; give at least one token")
+        raise UsageError(f"{source} is empty; pass at least one token")
     return text
 
 
 def read_text(file: str, source: str) -> str:
-    """Read a file, or stdin if it is -, byte for byte. Errors call it `source`."""
+    """Read a file, or stdin for -, byte for byte. Errors name it `source`."""
     data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
     try:
         return data.decode()
@@ -214,14 +214,14 @@ def read_text(file: str, source: str) -> str:
 
 
 def choose_target(model: str | None) -> str | None:
-    """Return --model, or its default: SmolLM2 if it is installed, else None, the embedded model."""
+    """Return --model, or its default: SmolLM2 if installed, otherwise None for the embedded model."""
     from treespec.startup import smollm2
 
     return smollm2.NAME if model is None and smollm2.install_command() is None else model
 
 
 def tell_default(model: str | None) -> None:
-    """Tell users on stderr why they do not get the default model, if `choose_target` left None."""
+    """Explain on stderr why the default model is not used, if `choose_target` returned None."""
     from treespec.startup import smollm2
 
     if model is None:
@@ -236,8 +236,8 @@ def request_of(prompt: str, llm: "LLM", chat: bool | None, template: str | None 
     """
     if chat and not has_chat_template(llm, template):
         raise UsageError(
-            "--chat: the model has no chat template (not a chat model); give one with `treespec generate "
-            "--chat-template FILE`, or drop --chat to continue the prompt"
+            "--chat: the model has no chat template (not a chat model); pass one with `treespec generate "
+            "--chat-template FILE`, or omit --chat to continue the prompt"
         )
     if chat or (chat is None and has_chat_template(llm, template)):
         return [{"role": "user", "content": prompt}]
@@ -261,7 +261,7 @@ def load_llm(
     model: str | None, drafts: list[str] | None, spec: "SpecConfig | str | None", max_num_seqs: int = 1, **options: Any
 ) -> "LLM":
     """Load an engine, by default for one concurrent request. `options` are those of `LLM`."""
-    gc.disable()  # importing and loading create little garbage; collections take 0.4 s of CPU time meanwhile
+    gc.disable()  # importing and loading create little garbage, but collections take 0.4 s of CPU time
     from treespec.llm import LLM
 
     raise_on_interrupt()
@@ -269,13 +269,13 @@ def load_llm(
         llm = LLM(model, drafts, spec, max_num_seqs=max_num_seqs, **options)
     finally:
         gc.enable()
-    gc.freeze()  # a full collection visits 230,000 objects, mostly of torch and transformers, which takes 0.11 s
+    gc.freeze()  # otherwise a full collection visits 230,000 objects, mostly of torch and transformers, for 0.11 s
     return llm
 
 
 @contextmanager
 def status(doing: str) -> Iterator[None]:
-    """Show a status on the terminal while the context is open, with the progress of models that are loaded in it."""
+    """Show a status on the terminal while the context is open, including the progress of model loading."""
     if not sys.stderr.isatty():
         yield
         return

@@ -33,7 +33,7 @@ _ENGINE = """tokenizer device dtype max_num_seqs max_num_batched_tokens max_mode
 
 
 def read_config(ctx: typer.Context, file: str | None) -> None:
-    """Let the flags that are not given have the values of a YAML file, as of vLLM's `--config`."""
+    """Set flags that are not given from a YAML file, like vLLM's `--config`."""
     if file is None:
         return
     import yaml  # type: ignore[import-untyped]
@@ -67,7 +67,7 @@ def serve(
         str | None,
         typer.Argument(
             help="The target: a Hugging Face folder, GGUF file, hub id, smollm2 or embedded. Default: smollm2 if it is "
-            "installed, else embedded.",
+            "installed, otherwise embedded.",
             show_default=False,
         ),
     ] = None,
@@ -76,7 +76,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="YAML file with names of flags, or model, and values; flags of the command win.",
+            help="YAML file with values by flag name, or model; flags of the command take precedence.",
             is_eager=True,
             callback=read_config,
         ),
@@ -110,14 +110,14 @@ def serve(
     method = {} if server.speculative_config is None else parse_speculative_config(server.speculative_config)
     if num_tokens := method.pop("num_speculative_tokens", None):
         if nodes is not None:
-            raise UsageError("--nodes and num_speculative_tokens both set the size of drafts; give one of them")
+            raise UsageError("--nodes and num_speculative_tokens both set the size of drafts; pass one of them")
         nodes = str(num_tokens + 1)
     if server.no_spec and (nodes is not None or method):
-        raise UsageError("--no-spec is plain decoding; drop it, or drop --nodes and --speculative-config")
+        raise UsageError("--no-spec is plain decoding; omit it, or omit --nodes and --speculative-config")
     if server.replicas is not None and not server.port:
-        raise UsageError("--replicas: Ray Serve chooses no free port; give a --port other than 0")
+        raise UsageError("--replicas: Ray Serve does not choose a free port; pass a --port other than 0")
     if server.replicas is not None and (server.uds or server.ssl_certfile or server.root_path):
-        raise UsageError("--replicas: Ray Serve has no --uds, --ssl-certfile and --root-path; put a proxy before it")
+        raise UsageError("--replicas: Ray Serve does not support --uds, --ssl-certfile and --root-path; use a proxy")
     if server.uds is not None and not Path(server.uds).absolute().parent.is_dir():
         raise UsageError(f"--uds {server.uds}: its folder does not exist")
     if server.ssl_certfile is not None:
@@ -149,10 +149,10 @@ def serve(
 
     if not server.is_local and server.api_key is None:
         logger.warning(
-            "anybody who reaches port %d of %s may use the model: there is no --api-key", server.port, server.host
+            "anybody who reaches port %d of %s can use the model: no --api-key is set", server.port, server.host
         )
     with ExitStack() as ends:
-        # What can be wrong with the port or the template is found before the model is read.
+        # Detects errors of the port and the template before the model is loaded.
         sockets = None if server.replicas or server.uds else bind(server.host, server.port)
         for bound in sockets or ():
             ends.enter_context(bound)
@@ -164,21 +164,21 @@ def serve(
         with status("loading"):
             engine = ends.enter_context(AsyncLLM.from_engine_args(replace(args, tokenizer=tokenizer)))
         app = build(engine)
-        gc.freeze()  # as in `load_llm`: requests would wait for every full collection
-        with suppress(KeyboardInterrupt):  # uvicorn raises it once the server has ended
+        gc.freeze()  # see `load_llm`: requests would wait for every full collection
+        with suppress(KeyboardInterrupt):  # uvicorn raises it after the server has ended
             HttpServer(app, server).run(sockets)
 
 
 def check_certificate(certfile: str, keyfile: str | None) -> None:
-    """Raise UsageError if the files of a certificate and its key cannot be used, before a model is loaded."""
+    """Raise UsageError if a certificate or its key cannot be used; called before a model is loaded."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
-    except (OSError, ValueError) as error:  # ssl.SSLError, without the file's name
+    except (OSError, ValueError) as error:  # ssl.SSLError lacks the file's name
         raise UsageError(f"--ssl-certfile {certfile}, --ssl-keyfile {keyfile or certfile}: {error}") from None
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:
-    """Parse `--speculative-config`. `EngineOptions` checks what is in it, but for the number of tokens."""
+    """Parse `--speculative-config`. `EngineOptions` checks its contents, except for the number of tokens."""
     try:
         config = json.loads(text)
     except ValueError as error:
@@ -192,9 +192,9 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
 
 
 def default_params(llm: "LLM", generation_config: str | os.PathLike[str]) -> "SamplingParams":
-    """Return the sampling parameters of requests that give none.
+    """Return the default sampling parameters of requests.
 
-    Where the model's file says nothing, they are OpenAI's: temperature 1, and as many tokens as the context holds.
+    Values missing in the model's file are OpenAI's: temperature 1, and as many tokens as fit into the context.
     """
     from treespec.sampling_params import SamplingParams
 

@@ -14,9 +14,9 @@ from treespec.utils.interrupts import INTERRUPTED
 
 @flags(TrainingSettings)
 def train(as_json: Json = False, **settings: Any) -> None:
-    """Train small draft models for a target, from its own continuations of your texts, or of prompts that it writes.
+    """Train small draft models for a target, on its own continuations of your texts, or of prompts that it writes.
 
-    Ctrl-C stops after the current step and keeps what is trained; --resume continues.
+    Ctrl-C stops after the current step and keeps the trained drafts; --resume continues.
     """
     from treespec.training.loop import Paused
     from treespec.training.run import train_drafts

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from treespec.engine.round_record import RoundRecord
 
 NODES = "16"
-FIRST_ROUNDS = 8  # without --round, draw the one of these rounds that accepted most tokens
+FIRST_ROUNDS = 8  # without --round, draw the one of the first rounds that accepted the most tokens
 
 
 @flags(EngineOptions, "device", "dtype")
@@ -42,7 +42,7 @@ def tree(
         typer.Option(
             "--round",
             metavar="N",
-            help=f"The round to draw, from 1. Default: the one of the first {FIRST_ROUNDS} that accepted most.",
+            help=f"The round to draw, from 1. Default: the best of the first {FIRST_ROUNDS}, by accepted tokens.",
         ),
     ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="F", help="Also write an SVG to F.")] = None,
@@ -53,7 +53,7 @@ def tree(
 ) -> None:
     """Draw the token tree of a round with sources, probabilities and the accepted path.
 
-    Trees have 16 nodes unless --nodes or --branching is given.
+    Trees have 16 nodes by default (--nodes, --branching).
     """
     if number is not None and number < 1:
         raise UsageError(f"--round {number}: rounds count from 1")
@@ -86,7 +86,7 @@ def tree(
     if svg is not None:
         typer.echo(f"picture written to {svg}", err=True)
     if not llm.stats()["drafts"] and len(shown.tree) == 1:
-        typer.echo("no drafts: the tree is its root; add some with --draft", err=True)
+        typer.echo("no drafts: the tree is only its root; add drafts with --draft", err=True)
 
 
 def _document(shown: "RoundRecord", num_rounds: int, drawn: Any) -> dict[str, Any]:

@@ -19,12 +19,12 @@ class EngineArgs(EngineOptions):
     `LLM(**dataclasses.asdict(args))` and `LLM.from_engine_args(args)` build the engine.
     """
 
-    __setattr__ = object.__setattr__  # vLLM's users change it in place
+    __setattr__ = object.__setattr__  # vLLM's users modify it in place
     __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     def add_cli_args(cls, parser: _Parser) -> _Parser:
-        """Add `--max-model-len` and so on to a parser or to one of its groups, and return it.
+        """Add flags such as `--max-model-len` to a parser or one of its groups, and return it.
 
         The namespace holds vLLM's own names only if the command line sets them, so that `LLM(**vars(args))` works.
         """
@@ -38,7 +38,7 @@ class EngineArgs(EngineOptions):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Create an instance from a parsed command line, which may also hold options of other parsers."""
+        """Create an instance from a parsed command line, which may also contain options of other parsers."""
         return cls(**{option.name: getattr(args, option.name) for option in fields(cls) if hasattr(args, option.name)})
 
 

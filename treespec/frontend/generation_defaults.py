@@ -15,7 +15,7 @@ _VALID = f"{', '.join(map(repr, _NAMED))}, or a folder with a {GENERATION_CONFIG
 
 
 def stated_params(generation_config: str | os.PathLike[str]) -> SamplingParams | None:
-    """Return the sampling parameters that `generation_config` states; None for those of the model."""
+    """Return the sampling parameters of `generation_config`; None if it refers to the model's."""
     if not isinstance(generation_config, str | os.PathLike):
         raise ConfigError(f"generation_config={generation_config!r}; valid: {_VALID}")
     if generation_config in _NAMED:
@@ -27,7 +27,7 @@ def stated_params(generation_config: str | os.PathLike[str]) -> SamplingParams |
 
 
 def params_of(raw: Mapping[str, Any], folder: Path) -> SamplingParams:
-    """Return the sampling parameters of a generation config, that of the model in `folder`."""
+    """Return the sampling parameters of the generation config of the model in `folder`."""
     try:
         return SamplingParams(**_options(raw))
     except ConfigError as error:
@@ -37,13 +37,13 @@ def params_of(raw: Mapping[str, Any], folder: Path) -> SamplingParams:
 
 
 def _options(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of `SamplingParams`. As in vLLM, a temperature without `do_sample` means sampling."""
+    """Return options of `SamplingParams`. As in vLLM, a temperature without `do_sample` enables sampling."""
     options: dict[str, Any] = {}
     names, sampled = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}, raw.get("do_sample")
     if sampled is not None and not isinstance(sampled, bool):
         raise ConfigError(f"do_sample={sampled!r}; valid: true or false")
     if sampled is True or (sampled is None and raw.get("temperature") is not None):
-        options = {"temperature": 1.0} | ({"top_k": 50} if sampled else {})  # transformers' defaults
+        options = {"temperature": 1.0} | ({"top_k": 50} if sampled else {})  # defaults of transformers
         names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
     options |= {option: raw[name] for name, option in names.items() if raw.get(name) is not None}
     for name in {"top_k", "max_tokens"} & options.keys():  # some tools write 50.0

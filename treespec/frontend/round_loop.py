@@ -1,4 +1,4 @@
-"""Run the rounds of one engine for callers in several threads."""
+"""Execution of one engine's rounds for callers in several threads."""
 
 import time
 from collections import deque
@@ -29,10 +29,10 @@ class RoundLoop:
     def run(self, requests: Sequence[Request]) -> Iterator[Request]:
         """Add requests, run rounds until all have ended, and yield each request after every round that changed it."""
         self.check_threads()
-        open_requests = dict.fromkeys(requests, 0)  # request -> number of tokens yielded
+        open_requests = dict.fromkeys(requests, 0)  # number of yielded tokens by request
 
         def changed() -> list[Request]:
-            """Return requests that have ended or have new tokens, by a round of any thread or by an abort."""
+            """Return requests that have ended or have new tokens, from rounds of any thread or an abort."""
             advanced = [r for r, seen in open_requests.items() if r.finished or r.num_generated > seen]
             for request in advanced:
                 open_requests[request] = request.num_generated
@@ -52,13 +52,13 @@ class RoundLoop:
                         requests_to_yield = changed()
                 yield from requests_to_yield
                 self.yield_lock()
-        finally:  # also after Ctrl-C, an error, or a caller that stops iterating
+        finally:  # also after Ctrl-C, an error, or if the caller stops iterating
             with self.lock:
                 self.end(requests)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold the lock. `yield_lock` of other threads gives way to a thread that waits for it."""
+        """Hold the lock. Other threads' `yield_lock` gives way to threads waiting here."""
         caller = object()
         self._waiting.add(caller)
         try:
@@ -71,7 +71,7 @@ class RoundLoop:
             self.lock.release()
 
     def step(self) -> None:
-        """Run one round; the caller holds the lock. If it raises, all running requests end, in no defined state."""
+        """Run one round; the caller holds the lock. If it raises, all running requests end in an undefined state."""
         if self._in_round:
             raise RequestError(
                 "a processor, drafter or observer cannot generate with the engine that called it, in the middle of a "
@@ -103,7 +103,7 @@ class RoundLoop:
             yield
 
     def end(self, requests: Sequence[Request]) -> None:
-        """Abort the unfinished ones of `requests`. A call from within a round takes effect after the round."""
+        """Abort the unfinished requests among `requests`. Calls from within a round take effect after it."""
         if self._in_round:
             self._ending.extend(requests)
             return
@@ -116,14 +116,14 @@ class RoundLoop:
         threads, tested = torch.get_num_threads(), self._config.num_threads
         if threads != tested:
             raise ConfigError(
-                f"torch has {threads} threads now and had {tested} when this engine passed its self-test; "
+                f"torch has {threads} threads now, but had {tested} when this engine passed its self-test; "
                 f"call torch.set_num_threads({tested}), or build a new LLM"
             )
 
     def yield_lock(self) -> None:
-        """Let a waiting thread take the lock, which this thread would otherwise take again immediately."""
+        """Let a waiting thread take the lock, which this thread would otherwise reacquire immediately."""
         waiting = len(self._waiting)
-        for _ in range(20 if waiting else 0):  # 1 ms at most
+        for _ in range(20 if waiting else 0):  # at most 1 ms
             time.sleep(5e-5)
             if len(self._waiting) < waiting:
                 break

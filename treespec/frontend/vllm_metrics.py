@@ -1,4 +1,4 @@
-"""Convert an engine's totals to vLLM's metrics."""
+"""Conversion of an engine's totals to vLLM's metrics."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from treespec.engine.engine import Engine
 
 @dataclass
 class Metric:
-    """A named value. `labels` distinguish metrics of the same name."""
+    """A named value. `labels` distinguish metrics with the same name."""
 
     name: str
     labels: dict[str, str]
@@ -36,7 +36,7 @@ class Vector(Metric):
 
 @dataclass
 class Histogram(Metric):
-    """Observations by upper bound of their bucket. treespec has no metric of this type."""
+    """Observations by upper bound of their bucket. treespec has no metrics of this type."""
 
     count: int
     sum: float
@@ -44,7 +44,7 @@ class Histogram(Metric):
 
 
 def as_metrics(engine: Engine) -> list[Metric]:
-    """Return totals over finished requests. Each round of a request is a draft; nodes below the root are its tokens."""
+    """Return totals over finished requests. Each round of a request is a draft; its tokens are the drafted nodes."""
     stats, scheduler = engine.stats, engine.scheduler
     counts = {
         "vllm:num_preemptions": stats.num_preemptions,

@@ -1,1 +1,1 @@
-"""The planner: which sources draft, how deep, and how many nodes the target verifies."""
+"""The planner: selects the drafting sources, the draft depth, and the number of verified nodes."""

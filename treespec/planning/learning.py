@@ -12,38 +12,38 @@ import numpy as np
 from treespec.planning.round_costs import EMA
 from treespec.tree import TokenTree
 
-# Durations are in rounds of plain decoding, weights of running means apply to the newest round.
-PAUSE, MAX_PAUSE = 64, 1024  # of the first pause, and of the longest one (always 64: +2.3 %, useless drafts)
-# Loss that speculation of one request may accumulate before it pauses, the same after a pause, and the most that gains
-# accumulate. Acceptance comes in bursts: with a fifth of the credit, lookup paused through most texts and gained 1.11
-# to 1.15 instead of 1.52 to 1.61. A batch of n requests gets an n-th, because the bursts of its requests average out.
+# Durations are in rounds of plain decoding; weights of running means are those of the newest round.
+PAUSE, MAX_PAUSE = 64, 1024  # first and longest pause (always 64: +2.3 %, useless drafts)
+# Loss that a request's speculation may accumulate before it pauses, the same after a pause, and the limit of
+# accumulated gains. Acceptance comes in bursts: with a fifth of the credit, lookup paused through most texts and gained
+# 1.11 to 1.15 instead of 1.52 to 1.61. A batch of n requests gets an n-th, because its requests' bursts average out.
 CREDIT, RETRY_CREDIT, MAX_CREDIT = 10.0, 5.0, 20.0
-MARGIN = 0.04  # gain over plain decoding that counts as none, about the error of modelled seconds
-# Calibration of node values: its prior, the weight of the prior and the memory of observations, both in levels.
+MARGIN = 0.04  # gain over plain decoding that counts as zero, about the error of modelled seconds
+# Calibration of node values: prior, weight of the prior and memory of observations, both in levels.
 INITIAL_CALIBRATION, PRIOR_LEVELS, MEMORY = 0.85, 8.0, 60.0
-# Accepted tokens of rounds in which SSMs draft: prior for a first level, its weight in rounds, and the least weight of
-# the newest round. A request's own rounds are weighed against those of all requests, whose mean counts as many rounds.
+# Accepted tokens of rounds with SSM drafts: prior for a first level, its weight in rounds, and the minimum weight of
+# the newest round. A request's own rounds are weighted against the mean of all, which counts as PRIOR_ROUNDS rounds.
 FIRST_ACCEPTED, PRIOR_ROUNDS, ACCEPTED_EMA = 1.0, 8, 0.03
-# Decay towards the priors per round in which nothing is drafted (without: +15 %, when the text becomes predictable).
+# Decay towards the priors per round without drafts (without: +15 %, when the text becomes predictable).
 RECOVERY = 0.0015
-EXPLORATION = 0.0008  # by which the promise of a tree's shape recovers in every round
+EXPLORATION = 0.0008  # step per round by which the expected tokens of tree shapes recover
 
 
 class SpeculationBackoff:
     """Exponential backoff of one kind of speculation (without: +30 % of useless drafts).
 
     A credit absorbs the time that speculation loses against plain decoding; gains restore it up to a limit. When the
-    credit is used up, speculation pauses, each time for twice as long. At the upper limit the pause is reset.
+    credit is used up, speculation pauses, each time for twice as long. At the limit, the pause is reset.
     """
 
     def __init__(self, requests: int) -> None:
-        self.pause_left, self._pause = 0, PAUSE  # rounds left of the current pause, and length of the next one
-        self._requests, self._credit = requests, CREDIT / requests  # the smallest batch that shares the credit
+        self.pause_left, self._pause = 0, PAUSE  # remaining rounds of the current pause, and length of the next one
+        self._requests, self._credit = requests, CREDIT / requests  # smallest batch that shares the credit
 
     def observe(self, gain: float, rounds: float) -> None:
-        """Update the credit from a round with a `gain` in tokens per second over plain decoding.
+        """Update the credit from a round with a relative `gain` in tokens per second over plain decoding.
 
-        `rounds` is its duration, in rounds of plain decoding.
+        `rounds`: its duration in rounds of plain decoding.
         """
         self._credit += (gain - 1 - MARGIN) * rounds
         if self._credit < 0:
@@ -54,10 +54,10 @@ class SpeculationBackoff:
 
 
 class Calibration:
-    """Ratio of accepted to predicted levels, by which a node's value is multiplied once per level of its depth.
+    """Ratio of accepted to predicted levels; a node's value is multiplied by it once per level of its depth.
 
-    A draft that is too sure of its next token is so again of the one after it, so the error of a value grows with its
-    depth. Levels count as far as the accepted path led, and the one that it did not reach.
+    A draft that is overconfident of its next token is equally so of the following one, so a value's error grows with
+    depth. Counted levels are those of the accepted path, and the first one after it.
     """
 
     def __init__(self) -> None:
@@ -65,28 +65,28 @@ class Calibration:
 
     @property
     def value(self) -> float:
-        """Accepted over predicted levels, clipped to [0.1, 1]: values never increase along a path."""
+        """Accepted over predicted levels, clipped to [0.1, 1], so that values never increase along a path."""
         return min(max(self._accepted / self._predicted, 0.1), 1.0)
 
     def add(self, tree: TokenTree, accepted: int) -> None:
         """Update with a verified tree and its number of accepted nodes."""
-        reached = np.bincount(tree.depths, tree.values).tolist()  # probability to reach each depth, as predicted
+        reached = np.bincount(tree.depths, tree.values).tolist()  # predicted probability of reaching each depth
         tried = min(accepted + 1, len(reached) - 1)
         kept = 1 - tried / MEMORY
         self._accepted = kept * self._accepted + min(accepted, tried)
         self._predicted = kept * self._predicted + sum(min(b / a, 1.0) for a, b in pairwise(reached[: tried + 1]))
 
     def recover(self, share: float) -> None:
-        """Move towards the initial value."""
+        """Move towards the initial value by `share`."""
         self._accepted += share * (INITIAL_CALIBRATION * PRIOR_LEVELS - self._accepted)
         self._predicted += share * (PRIOR_LEVELS - self._predicted)
 
 
 class DraftedMeans:
-    """Means of rounds in which SSMs draft: accepted tokens per request, and seconds of all after the first level."""
+    """Means over rounds with SSM drafts: accepted tokens per request, and seconds of all levels after the first."""
 
     def __init__(self, rounds: float = 0.0) -> None:
-        self.rounds = rounds  # number of rounds behind the means
+        self.rounds = rounds  # number of rounds in the means
         self.accepted, self.later_seconds = FIRST_ACCEPTED, 0.0
 
     def add(self, accepted: float, later_seconds: float) -> None:
@@ -96,20 +96,20 @@ class DraftedMeans:
         self.later_seconds += weight * (later_seconds - self.later_seconds)
 
     def recover(self, share: float) -> None:
-        """Move towards the prior."""
+        """Move towards the prior by `share`."""
         self.accepted += share * (FIRST_ACCEPTED - self.accepted)
         self.later_seconds *= 1 - share
 
 
 @dataclass(frozen=True)
 class RoundShapes:
-    """Tree shapes that captured rounds exist for."""
+    """Tree shapes of captured rounds."""
 
     max_depth: int  # D, the maximum number of draft levels
-    nodes: tuple[int, ...]  # rows per request of the target pass, by graph, ascending; the first is 1 (plain decoding)
+    nodes: tuple[int, ...]  # target pass rows per request, by graph, ascending; the first is 1 (plain decoding)
 
     def fitting(self, nodes: int) -> int:
-        """Return the rows of the smallest graph with room for `nodes` nodes, or of the largest graph."""
+        """Return the rows of the smallest graph that fits `nodes` nodes, or of the largest graph."""
         return next((size for size in self.nodes if size >= nodes), self.nodes[-1])
 
 
@@ -118,19 +118,19 @@ class TreeYield:
 
     Node values are acceptance probabilities, so the expected accepted tokens of a tree are the sum of its values. A
     verified tree therefore yields an estimate for every smaller shape: the sum of its best values within that shape.
-    All shapes start from the assumption that every node is accepted, so the largest is tried first, which yields an
-    estimate for all of them.
+    All shapes start from the assumption that every node is accepted, so the largest shape is tried first, which yields
+    an estimate for all of them.
     """
 
     def __init__(self, shapes: RoundShapes):
         self.shapes = shapes
         self._rows, self._levels = np.array(shapes.nodes), np.arange(1, shapes.max_depth + 1)
-        self._most = np.minimum(self._levels[:, None], self._rows - 1.0)  # [levels, nodes]: all accepted
-        self.promised = self._most.copy()  # [levels, nodes]: expected accepted tokens
-        self._seen = np.zeros_like(self.promised)  # number of rounds that each shape was estimated from
+        self._most = np.minimum(self._levels[:, None], self._rows - 1.0)  # [levels, nodes], if all nodes are accepted
+        self.promised = self._most.copy()  # [levels, nodes], expected accepted tokens
+        self._seen = np.zeros_like(self.promised)  # number of rounds in each shape's estimate
 
     def observe(self, levels: int, nodes: int, trees: Sequence[TokenTree], calibration: float = 1.0) -> None:
-        """Update from a round's verified adaptive trees, which have at most the round's `levels` and `nodes`."""
+        """Update from a round's verified adaptive trees, which have at most `levels` levels and `nodes` nodes."""
         columns = self.shapes.nodes.index(nodes) + 1
         observed = np.mean([self._value_sums(tree, levels, columns, calibration) for tree in trees], axis=0)
         region = np.s_[:levels, :columns]
@@ -140,11 +140,11 @@ class TreeYield:
         self.promised = np.maximum.accumulate(np.maximum.accumulate(self.promised, 0), 1)
 
     def recover(self, share: float = EXPLORATION) -> None:
-        """Move every shape towards its maximum, so that shapes that promised little are tried again."""
+        """Move every shape towards its maximum, so that shapes with low estimates are retried."""
         self.promised += share * (self._most - self.promised)
 
     def _value_sums(self, tree: TokenTree, levels: int, columns: int, calibration: float) -> np.ndarray:
-        """Return the sums of one tree's best values within each smaller shape, float64 [levels, columns]."""
+        """Return the sum of one tree's best values within each smaller shape, float64 [levels, columns]."""
         order = 1 + np.argsort(-tree.values[1:], kind="stable")
         depth = tree.depths[order]
         value = tree.values[order] * calibration**depth

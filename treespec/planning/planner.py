@@ -1,11 +1,11 @@
-"""The planner: chooses draft levels and verified nodes so as to maximise tokens per second.
+"""The planner: chooses draft levels and verified nodes to maximise tokens per second.
 
 Objective. The value p(v) of a drafted node v is the product of the edge probabilities on its path, the estimated
 probability that it is accepted. A round over a batch of B requests with the drafted nodes T emits an expected
 
     tokens(T) = B + sum of c ** depth(v) * p(v) over v in T
 
-tokens, where the calibration c is the observed ratio of accepted to predicted levels: a draft that is too sure is so at
+tokens, where the calibration c is the observed ratio of accepted to predicted levels: an overconfident draft is so at
 every level. (If no requests are queued, the tokens of requests that end early weigh less, see `_weights_of_tokens`.)
 Throughput is total tokens over total seconds of many rounds. This is a fractional program (Dinkelbach 1967): at the
 optimum, every round maximises
@@ -13,26 +13,26 @@ optimum, every round maximises
     tokens(T) - rate * seconds(T),
 
 where `rate` is the throughput that the rounds achieve. `rate` is estimated by a running mean and is at least that of
-plain decoding. It puts a price on time, which turns every decision into a comparison of marginal gain and cost:
+plain decoding. As a price of time, it turns every decision into a comparison of marginal gain and cost:
 
 - Draft a level of depth d if c ** d * (open mass of the frontier) * (coverage) > rate * (seconds of the level and of a
   row). Open mass is the probability that the frontier is reached and no other source covers the next token; coverage is
   the share of it that a level's nodes hold, predicted by that of the level before.
-- Draft a first level if rounds that draft, from a prior on, are faster than plain decoding: their mean of accepted
-  tokens against the seconds of drafting and of rows. The text decides how many rounds there are in which nothing else
-  proposes, so they are compared with plain decoding, not with the rate.
+- Draft a first level if drafting rounds (starting from a prior) are faster than plain decoding: compare their mean
+accepted tokens with the seconds of drafting and of rows. The comparison is with plain decoding instead of the rate,
+because the text determines how many rounds have no other proposals.
 - Verify the N nodes with the largest c ** depth(v) * p(v) over all requests, where N maximises their sum less
   rate * (seconds of the target pass with N more rows). Values never increase along a path, so these nodes form
   subtrees. A larger batch makes rows more expensive and trees smaller, down to plain decoding.
 
-The host executor reads trees back while they grow, so it asks before each level (`LevelRule`) and cuts afterwards
+The host executor reads trees back while they grow, so it asks before each level (`LevelRule`) and prunes afterwards
 (`cut`). A captured round reads nothing back: the planner chooses its levels and nodes in advance, by the largest
 tokens(T) / seconds(T) predicted from earlier trees (`TreeYield`).
 
-Measured once per machine and set of models: the `CostCurve` (target passes by rows, draft levels, their start).
-Learned from rounds: corrections of the curve (`RoundCosts`), the calibration c, the gain over plain decoding, and
-backoff. Gain and backoff use modelled seconds and counted tokens, so that one disturbed round does not pause
-speculation. Percentages in comments: see round_costs.py.
+Measured once per machine and set of models: the `CostCurve` (target passes by rows, draft levels, their start). Learned
+from rounds: corrections of the curve (`RoundCosts`), the calibration c, the gain over plain decoding, and backoff. Gain
+and backoff use modelled seconds and counted tokens, so that one disturbed round does not pause speculation. Percentages
+in comments: see round_costs.py.
 """
 
 from __future__ import annotations
@@ -72,20 +72,19 @@ PLAIN, OFF, NO_ROOM = _plain(), _plain("off"), _plain("room")
 DRAFTING_PAUSED, DRAFTING_COST = _plain("drafting_paused"), _plain("drafting_cost")
 MODEL_FREE_PAUSED, ALL_PAUSED = _plain("model_free_paused"), _plain("drafting_paused", "model_free_paused")
 GAIN_EMA = 0.03  # weight of the newest round in running means of gains
-INITIAL_GAIN, LEAST_GAIN = 1.2, 1.08  # prior, and minimum that is assumed of a request whose SSMs have not read it
-# Rows over which the marginal cost of a row is averaged, because two neighbouring row counts may measure the same time
-# by chance (1 row: +7 %).
+INITIAL_GAIN, LEAST_GAIN = 1.2, 1.08  # prior, and assumed minimum for a request that its SSMs have not read
+# Window for averaging the marginal cost of a row, because two neighbouring row counts may measure the same time by
+# chance (1 row: +7 %).
 ROW_WINDOW = 16
-LEVEL_COVERAGE = 0.8  # share of its open mass that a level's nodes are expected to hold
-MOST_TO_LEARN = 3.0  # cost of a first level, in tokens of plain decoding, that is not paid to learn what it takes
-# Share of a request's time that its first levels, and reading its prompt, may cost to learn its own acceptance. Without
-# it, a text that drafts predict well would stay plain after many texts that they do not.
+LEVEL_COVERAGE = 0.8  # expected share of a level's open mass that its nodes cover
+MOST_TO_LEARN = 3.0  # maximum cost of an exploratory first level, in tokens of plain decoding
+# Share of a request's time for exploring its own acceptance: first levels, and reading its prompt. Without it, a
+# predictable text would stay plain after many unpredictable ones.
 EXPLORED = 0.02
-# Share by which the promises of tree shapes recover when a request begins.
+# Share by which the estimates of tree shapes recover when a request begins.
 RETRIED = 0.02
-SPEED_PRIOR = 4  # pseudo-count, in rounds of plain decoding, for a request's tokens per round
-# Rounds for which a batch that does not pay is decoded plainly before it is reconsidered; deciding in every round costs
-# 3 % of a short one.
+SPEED_PRIOR = 4  # weight of the prior for a request's tokens per round, in rounds of plain decoding
+# Number of plain rounds before an unprofitable batch is reconsidered; deciding in every round costs 3 % of a short one.
 IDLE_ROUNDS = 8
 
 
@@ -93,26 +92,26 @@ class _BatchSizeState:
     """Gain and backoff of batches of `requests` to 2 * `requests` - 1 requests (one state for all sizes: +4 %)."""
 
     def __init__(self, requests: int) -> None:
-        self.gain = INITIAL_GAIN  # mean of tokens per second over plain decoding's, of rounds that speculate (1: +59 %)
-        self.drafted = DraftedMeans(PRIOR_ROUNDS)  # of all requests
-        self.ssms = SpeculationBackoff(requests)  # of rounds in which SSMs draft
-        self.model_free = SpeculationBackoff(requests)  # of rounds in which only sources without a model draft
+        self.gain = INITIAL_GAIN  # mean relative speed of speculating rounds against plain decoding (1: +59 %)
+        self.drafted = DraftedMeans(PRIOR_ROUNDS)  # means over all requests
+        self.ssms = SpeculationBackoff(requests)  # backoff of rounds with SSM drafts
+        self.model_free = SpeculationBackoff(requests)  # backoff of rounds with model-free drafts only
 
 
 @dataclass
 class PlannedRound:
-    """What the planner needs of a round when it observes it; the next one may be planned already."""
+    """A planned round, kept until it is observed; the next round may already be planned by then."""
 
     batch: Sequence[Request]
-    costed: CostedBatch  # what costs depend on
-    token_weights: list[float]  # by request, see `_weights_of_tokens`
+    costed: CostedBatch  # cost parameters of the batch
+    token_weights: list[float]  # weights by request, see `_weights_of_tokens`
     asks_sources: bool = False  # whether any source is asked to draft
-    adaptive_depth: int = 0  # most levels of a captured round's adaptive trees
-    # Weighted tokens that a second, and a further row of the target pass, are worth; None until they are asked for
+    adaptive_depth: int = 0  # maximum levels of a captured round's adaptive trees
+    # Value of a second, and of another row of the target pass, in weighted tokens; computed on first use
     prices: tuple[float, float] | None = None
-    rule: LevelRule | None = None  # None until it is asked for
-    plans: list[DraftPlan] | None = None  # also of further rounds of the batch, until one is observed; None = none
-    others_wait: bool = False  # as of `Planner.draft_plans`
+    rule: LevelRule | None = None  # computed on first use
+    plans: list[DraftPlan] | None = None  # also for further rounds of the batch, until one is observed
+    others_wait: bool = False  # see `Planner.draft_plans`
 
     @property
     def size(self) -> int:
@@ -120,29 +119,29 @@ class PlannedRound:
 
 
 class Planner:
-    """Chooses what each round drafts and verifies; see the module docstring.
+    """Chooses draft levels and verified nodes of each round; see the module docstring.
 
-    Speculation that gains nothing over plain decoding is paused with exponential backoff, separately for SSMs and for
-    sources without a model.
+    Speculation without gain over plain decoding is paused with exponential backoff, separately for SSMs and for
+    model-free sources.
     """
 
     def __init__(
         self,
-        cost: CostCurve,  # with `shapes`, that of a whole batch by rows per request
-        shapes: RoundShapes | None = None,  # of captured rounds, chosen in advance; None if trees are cut after growth
+        cost: CostCurve,  # with `shapes`, the cost of a whole batch by rows per request
+        shapes: RoundShapes | None = None,  # shapes of captured rounds; None if trees are pruned after growth
     ):
         self.shapes = shapes
         self.costs = RoundCosts(cost)
         self._yield = None if shapes is None else TreeYield(shapes)
         self._states: dict[int, _BatchSizeState] = {}
-        self._num_drafted = 0  # rounds
+        self._num_drafted = 0  # number of rounds with drafts
         self._calibrations = {samples: Calibration() for samples in (False, True)}  # by whether requests sample
-        self._best_shapes: dict[int, tuple[int, int]] = {}  # by depth, chosen since the last observation
-        # The round that was planned last, or that is observed; of one request, until a batch is planned.
+        self._best_shapes: dict[int, tuple[int, int]] = {}  # by depth, cached until the next observation
+        # The last planned or currently observed round; for one request until a batch is planned.
         self.round = PlannedRound((), self.costs.batch, [1.0])
 
     def expects_ssms(self, requests: Sequence[Request]) -> bool:
-        """Return whether a first draft level is expected to pay for a batch of these requests.
+        """Return whether a first draft level is expected to pay off for a batch of these requests.
 
         Call it between rounds only, because it overwrites the state of the current batch.
         """
@@ -154,13 +153,13 @@ class Planner:
         self,
         requests: Sequence[Request],
         max_model_len: int,
-        # Returns the tokens of a request that the leading SSM must read before it drafts; None without SSMs
+        # Returns the number of a request's tokens that the leading SSM must read before drafting; None without SSMs
         unread: Callable[[Request], int] | None = None,
-        others_wait: bool = False,  # whether requests are queued, so that one that ends frees its place for another
+        others_wait: bool = False,  # whether requests are queued, so that an ended request is replaced
     ) -> list[DraftPlan]:
-        """Return the draft plan of each request; depth 0 where drafting does not pay.
+        """Return the draft plan of each request; depth 0 if drafting does not pay off.
 
-        With `shapes`, a plan is exactly what is drafted and verified; without, it is an upper bound.
+        With `shapes`, plans are exact; without, they are upper bounds.
         """
         self._begin(requests)
         if all(request.spec.is_plain for request in requests):
@@ -174,7 +173,7 @@ class Planner:
             return self._shaped_plans(requests, max_model_len, self._yield)
         adaptive = all(request.spec.is_adaptive for request in requests)
         if adaptive and state.model_free.pause_left and state.ssms.pause_left:
-            # early exit: this round then takes as long as plain decoding
+            # early exit: this round then takes no longer than plain decoding
             return [MODEL_FREE_PAUSED if unread is None else ALL_PAUSED] * len(requests)
         if not others_wait:
             self.round.token_weights = self._weights_of_tokens(requests)
@@ -200,7 +199,7 @@ class Planner:
             if spec.is_adaptive and depth and state.model_free.pause_left:
                 depth, reasons = 0, ["model_free_paused"]
             if spec.is_adaptive and levels:
-                # A request repays the reading of its own prompt by the time that drafting is expected to save.
+                # Reading a request's prompt must be repaid by the expected savings of drafting.
                 repays = unread is None or unread(request) <= time_left * (gain - 1)
                 levels = levels if drafts[i] and repays and not state.ssms.pause_left else 0
                 if not levels and unread is not None:
@@ -218,9 +217,9 @@ class Planner:
         return plans
 
     def last_plans(self, requests: Sequence[Request], max_model_len: int, others_wait: bool) -> list[DraftPlan] | None:
-        """Return the plans of the last round for another one; None if it was observed, or had another batch.
+        """Return the last round's plans for another round; None if it was observed or had another batch.
 
-        Arguments as of `draft_plans`.
+        Arguments as in `draft_plans`.
         """
         last = self.round
         if last.plans is None or last.batch != requests or last.others_wait != others_wait:
@@ -232,7 +231,7 @@ class Planner:
         return last.plans
 
     def _begin(self, requests: Sequence[Request]) -> None:
-        """Begin a round; a curve of whole batches counts its batch as one request."""
+        """Begin a round; with a curve for whole batches, the batch counts as one request."""
         self.costs.begin(requests, None if self.shapes is None else 1)
         self.round = PlannedRound(requests, self.costs.batch, [1.0] * len(requests))
 
@@ -241,7 +240,7 @@ class Planner:
             backoff.pause_left = max(backoff.pause_left - 1, 0)
 
     def _begin_request(self, request: Request) -> None:
-        """End the pauses: what earlier texts lost says little about another one."""
+        """End the pauses: losses on earlier texts say little about a new one."""
         request.drafted = DraftedMeans()
         for backoff in (self._state.ssms, self._state.model_free):
             backoff.pause_left = 0
@@ -249,10 +248,10 @@ class Planner:
             self._yield.recover(RETRIED)
 
     def _first_level_pays(self) -> list[bool]:
-        """Return for which requests a first level is expected to pay.
+        """Return for which requests a first level is expected to pay off.
 
-        The whole mass is still open: proposals of other sources only reduce it, so a level that does not pay now never
-        will.
+        The whole mass is still open: other sources' proposals only reduce it, so a level that does not pay off now
+        never will.
         """
         rule = self.level_rule()
         return rule.pays([rule.first_gain * weight for weight in rule.token_weights], begins=True)
@@ -290,7 +289,7 @@ class Planner:
         return plans
 
     def _best_shape(self, tree_yield: TreeYield, depth: int) -> tuple[int, int]:
-        """Return the (levels, nodes) with the most expected tokens per second, at most `depth` levels.
+        """Return the (levels, nodes) with the most expected tokens per second, for at most `depth` levels.
 
         Returns (0, 1), plain decoding, unless the gain over it exceeds the margin.
         """
@@ -310,12 +309,12 @@ class Planner:
 
     @property
     def calibration(self) -> float:
-        """The factor of node values per level, of this batch's requests."""
+        """Factor on node values per level, for this batch's requests."""
         factors = [self._calibrations[request.is_sampled].value for request in self.round.batch]
         return sum(factors) / len(factors)
 
     def _observe_draft(self, requests: Sequence[Request], emitted: Sequence[int], rows: int, drafted: Drafted) -> None:
-        """Update the means of a round in which SSMs drafted."""
+        """Update the means with a round in which SSMs drafted."""
         count, costs = self.round.size, self.costs
         later = max(costs.speculative(rows, drafted) - costs.speculative(2 * count, Drafted(1, 1, count)), 0.0)
         self._state.drafted.add(sum(emitted) / len(requests) - 1, later)
@@ -324,10 +323,10 @@ class Planner:
                 request.drafted.add(tokens - 1, later)
 
     def _drafted_gain(self, cost: float) -> float:
-        """Return the tokens that a request of this batch gains in a round with drafts, on average.
+        """Return the mean tokens that a request of this batch gains in a round with drafts.
 
-        A request's own mean is weighed with that of all requests. As long as a request may spend time on learning its
-        own, it gains at least the `cost` of a first level, in tokens.
+        A request's own mean is weighted with the mean of all requests. While a request may spend time on learning its
+        own mean, the gain is at least the `cost` of a first level, in tokens.
         """
         of_all, gains = self._state.drafted, list[float]()
         for request in self.round.batch:
@@ -344,7 +343,7 @@ class Planner:
 
     @property
     def rate(self) -> float:
-        """Price of time in weighted tokens per second: recent throughput of this batch, at least plain decoding's."""
+        """Price of time in weighted tokens per second: the batch's recent throughput, at least plain decoding's."""
         return self._prices[0]
 
     @property
@@ -360,8 +359,8 @@ class Planner:
 
         Such a batch ends with its slowest request, whose tokens weigh 1. A token of a request that ends earlier saves
         only that request's share of a round; the weight approaches this share as the expected remaining time decreases.
-        With the square, a request that ends after seven tenths of the time counts as the last one by half. Equal
-        weights: +9 %.
+        Since it is squared, a request that ends after seven tenths of the time has half of the last request's weight.
+        Equal weights: +9 %.
         """
         count = len(requests)
         if count == 1:
@@ -373,7 +372,7 @@ class Planner:
 
     @property
     def least_value(self) -> float:
-        """Minimum value at which a node pays for its row of the target pass."""
+        """Minimum value at which a node pays off its row of the target pass."""
         return self._prices[1] / max(self.round.token_weights)
 
     @property
@@ -384,7 +383,7 @@ class Planner:
         return self._states[size]
 
     def _least_addition(self) -> float:
-        """Return the share of the drafted tokens above which what an SSM adds pays for its pass."""
+        """Return the minimum share of drafted tokens that an SSM must add to pay off its pass."""
         count = self.round.size
         drafted = LEVEL_COVERAGE * self.calibration * count
         curve = self.costs.curve
@@ -392,10 +391,10 @@ class Planner:
         return self.rate * level / drafted
 
     def level_rule(self) -> LevelRule:
-        """Return the rule by which the levels of this round are drafted, at the cost of one SSM's passes.
+        """Return the rule for drafting this round's levels, at the cost of one SSM's passes.
 
-        The first rounds of all draft, unless that seems very expensive: a machine that was busy when the curve was
-        measured distorts it, and only drafting shows what it costs.
+        The very first rounds draft unless that seems very expensive: a busy machine distorts the measured curve, and
+        only drafting shows the actual cost.
 
         A level also costs a row of the target pass, for at least one of its nodes.
         """
@@ -419,17 +418,17 @@ class Planner:
         return self.round.rule
 
     def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[TokenTree]:
-        """Return the nodes of each tree to verify: as many as configured or, with nodes="auto", those that pay.
+        """Prune each tree to the nodes to verify: the configured number or, with nodes="auto", those that pay off.
 
-        These are the nodes with the largest values, calibrated with nodes="auto". Trees with random draws stay whole:
-        removing a draw because of its token would change the distribution of the others.
+        These are the nodes with the largest values, calibrated with nodes="auto". Trees with random draws are not
+        pruned: removing a draw because of its token would change the distribution of the others.
         """
         factors = [self.calibration if request.spec.is_adaptive else 1.0 for request in requests]
         sizes = self._sizes(requests, trees)
         return [tree.best(size, factor) for tree, size, factor in zip(trees, sizes, factors, strict=True)]
 
     def _sizes(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[int]:
-        """Return how many nodes of each tree to verify."""
+        """Return the number of nodes of each tree to verify."""
         draws = [tree.draw_rows is not None for tree in trees]
         sizes = [
             len(tree) if drawn else min(len(tree), request.spec.max_nodes)
@@ -461,8 +460,8 @@ class Planner:
         emitted: Sequence[int],
         seconds: RoundSeconds | None = None,  # measured time of the round; None keeps the modelled costs
         drafted: Drafted = NOTHING_DRAFTED,
-        rows: int | None = None,  # rows of the target pass as the cost curve counts them; None = all nodes of all trees
-        planned: PlannedRound | None = None,  # the round, if another one was planned after it
+        rows: int | None = None,  # target pass rows as counted by the cost curve; None for all nodes of all trees
+        planned: PlannedRound | None = None,  # this round, if another one was planned after it
     ) -> None:
         """Update costs, calibration, gain and backoff from verified requests, their trees and emitted tokens."""
         if not requests:
@@ -477,7 +476,7 @@ class Planner:
             self.costs.learn(seconds, rows, drafted, speculates or grows)
         if self._yield is not None:
             self._yield.recover()
-        if not drafted.levels:  # so that SSMs that stopped drafting are eventually retried
+        if not drafted.levels:  # lets SSMs that stopped drafting be retried eventually
             for calibration in self._calibrations.values():
                 calibration.recover(RECOVERY)
             for means in (self._state.drafted, *(request.drafted for request in requests)):
@@ -487,7 +486,7 @@ class Planner:
             state = self._state
             rounds = self.costs.speculative(rows, drafted) / self.costs.plain
             weight_of = dict(zip(self.round.batch, self.round.token_weights, strict=True))
-            weights = [weight_of[request] for request in requests]  # without failed requests of the batch
+            weights = [weight_of[request] for request in requests]  # excludes failed requests of the batch
             gain = sum(w * tokens for w, tokens in zip(weights, emitted, strict=True)) / sum(weights) / rounds
             state.gain += GAIN_EMA * (gain - state.gain)
             if drafted.levels:
@@ -503,4 +502,4 @@ class Planner:
                     self._yield.observe(drafted.levels, self._yield.shapes.fitting(rows), tried, self.calibration)
         self._best_shapes.clear()
         if self._yield is not None and (depth := self.round.adaptive_depth):
-            self._best_shape(self._yield, depth)  # now, when the device may be busy, rather than before the next launch
+            self._best_shape(self._yield, depth)  # cached now, while the device may be busy

@@ -3,15 +3,15 @@
     seconds(round) = target pass(rows, requests) + draft start + levels * draft level + requests * host work
 
 The target pass is a pass over one row of each request plus the cost of all further rows. Passes and drafting are
-modelled by the `CostCurve`, measured on an idle machine, times learned corrections; the host's work is learned alone.
+modelled by the `CostCurve`, measured on an idle machine, times learned corrections; host work is only learned.
 
 All modelled seconds are those of the idle machine. Measured rounds contribute ratios: each part of a round is divided
 by the slowdown of its own target pass. Otherwise a busy machine would make drafting look expensive.
 
-Percentages in comments are the time per token without them, relative to that with them: the largest of 37 cases,
-which replay recorded trees of the embedded models and of SmolLM2 (greedy and sampled, batches of 1 to 7, useless
-drafts) with assumed costs of six machines, and with curves that are wrong by a factor of two. Most were taken in a
-planner with further mechanisms, which changed less and are gone.
+Percentages in comments are the relative increase of time per token without a mechanism: the largest of 37 cases, which
+replay recorded trees of the embedded models and of SmolLM2 (greedy and sampled, batches of 1 to 7, useless drafts) with
+assumed costs of six machines, and with curves that are wrong by a factor of two. Most were measured in a planner with
+additional mechanisms, which had smaller effects and were removed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from treespec.planning.draft_plan import Drafted
 if TYPE_CHECKING:
     from treespec.request import Request
 
-# The host's work in a round: "plain": plain decoding; "search": sources are asked and propose nothing; "tree": trees
-# of sources without a model; "drafted": trees grown by SSMs.
+# Host work in a round: "plain": plain decoding; "search": sources were asked and proposed nothing; "tree": trees from
+# model-free sources; "drafted": trees grown by SSMs.
 HostWork = Literal["plain", "search", "tree", "drafted"]
 
 EMA = 0.1  # weight of the newest round in running means
 # Clipping of a measured time, as a share of the running mean (without: +10 %). Interruptions of many times a round's
-# length hit its parts at random. Clipping is symmetric, since noise alone would move the mean otherwise.
+# length hit its parts at random. Clipping is symmetric, since noise alone would otherwise move the mean.
 CLIP = 0.3
-WARMUP = 5  # number of first times whose median initialises a running mean
-# Minimum size of a row beyond each request's first in the correction of the curve, as a share of a pass over one row. A
+WARMUP = 5  # number of first measurements; their median initialises a running mean
+# Minimum size of a row beyond each request's first in the correction of the curve, as a share of a one-row pass. A
 # disturbed curve may assign rows no cost, and scaling would keep it at zero.
 MIN_ROW_SHARE = 0.03
 
@@ -47,16 +47,16 @@ MIN_ROW_SHARE = 0.03
 class CostCurve:
     """Costs measured on this machine, in seconds."""
 
-    rows: tuple[int, ...]  # row counts of the measured target passes of one request, ascending
-    verify_seconds: tuple[float, ...]  # time of each of these passes
-    draft_seconds: float  # draft level of one SSM for one request, host work included
+    rows: tuple[int, ...]  # numbers of rows of the measured target passes of one request, ascending
+    verify_seconds: tuple[float, ...]  # seconds of each of these passes
+    draft_seconds: float  # draft level of one SSM for one request, including host work
     draft_start_seconds: float = 0.0  # fixed cost of a round's drafting, independent of its levels
     draft_request_seconds: float = 0.0  # marginal cost of a request in a draft pass (without: +3 %, in a batch)
     ssm_seconds: float = 0.0  # marginal cost of an SSM in a draft level
     read_seconds: float = 0.0  # cost of one prompt token in an SSM
-    context: int = 0  # committed positions of each request during the measurement of all of the above
-    position_seconds: float = 0.0  # marginal cost of a committed position in a target pass over one row
-    # Marginal cost of a committed position for each further row that attends to it (without both: +14 %, where contexts
+    context: int = 0  # committed positions of each request in all measurements above
+    position_seconds: float = 0.0  # marginal cost of a committed position in a one-row target pass
+    # Marginal cost of a committed position for each additional row that attends to it (without both: +14 %, if contexts
     # of 6,000 positions alternate with short ones)
     row_position_seconds: float = 0.0
 
@@ -64,7 +64,7 @@ class CostCurve:
         """Return the seconds of target passes over `rows` rows, by linear inter- and extrapolation of the curve."""
         x, y = self._points
         # Extrapolate with the mean slope of the upper half of the rows: the last two points may measure the same time
-        # by chance, or be the two sides of a step.
+        # by chance, or lie on both sides of a step.
         middle = np.searchsorted(x, x[-1] - x[-1] // 2, side="right") - 1
         slope = (y[-1] - y[middle]) / (x[-1] - x[middle]) if len(x) > 1 else y[-1] / x[-1]
         return np.interp(rows, x, y) + np.maximum(np.asarray(rows) - x[-1], 0) * slope
@@ -77,28 +77,28 @@ class CostCurve:
 
     @cached_property
     def _points(self) -> tuple[np.ndarray, np.ndarray]:
-        # A pass over fewer rows that measured slower was disturbed, so the curve is made non-decreasing.
+        # A slower pass over fewer rows was disturbed, so the curve is made non-decreasing.
         return np.array(self.rows, float), np.minimum.accumulate(self.verify_seconds[::-1])[::-1]
 
 
 class RoundSeconds(NamedTuple):
-    """Measured seconds of a round by part."""
+    """Measured seconds of the parts of a round."""
 
     draft: float  # drafting by the SSMs, without `read`
-    read: float  # reading committed tokens, such as prompts, that the SSMs had not read yet
+    read: float  # reading committed tokens, such as prompts, before drafting
     forward: float  # the target pass
     host: float  # everything else
 
 
 class RobustMean:
-    """Running mean with clipped steps. It starts as the median of the first `WARMUP` times, and is 0 before."""
+    """Running mean with clipped steps. It is 0 until `WARMUP` measurements, then starts from their median."""
 
     def __init__(self) -> None:
         self.value, self._first = 0.0, list[float]()
 
     @property
     def is_warm(self) -> bool:
-        """Whether the first times are complete."""
+        """Whether the first measurements are complete."""
         return len(self._first) == WARMUP
 
     def add(self, seen: float) -> None:
@@ -111,30 +111,30 @@ class RobustMean:
 
 
 class _ExtraRowCost:
-    """Online linear regression of pass times on the size of their extra rows, those beyond each request's first.
+    """Online linear regression of pass times on the size of their extra rows (beyond each request's first row).
 
-    Every pass measures the error of the curve together with the current speed of the machine. The regression separates
-    the two: a slowdown scales all passes alike, whereas an error of the curve makes the residual depend on the size. So
-    a machine that becomes slower does not make rows look expensive. Without: +9 %.
+    Every pass measures the curve's error together with the machine's current speed. The regression separates them: a
+    slowdown scales all passes alike, whereas an error of the curve makes the residual depend on the size. Thus a slower
+    machine does not make rows look expensive. Without: +9 %.
 
     The size of extra rows is their modelled time plus `MIN_ROW_SHARE` for each. All times are in modelled passes over
     one row of each request.
     """
 
     def __init__(self) -> None:
-        self.slowdown = RobustMean()  # of measured over expected pass times
+        self.slowdown = RobustMean()  # measured over expected pass times
         self.excess = 0.0  # measured minus modelled time of extra rows, as a share of their size; at least -1
         self._mean = self._variance = 0.0  # running mean and variance of the sizes
 
     def add(self, seconds: float, expected: float, size: float) -> None:
-        """Update with a target pass: its measured time, the one `expected`, and the size of its extra rows."""
+        """Update with a target pass: its measured and `expected` time, and the size of its extra rows."""
         if not self.slowdown.value:
             self._mean = size
         deviation = size - self._mean
         self._mean += EMA * deviation
         self._variance += EMA * (max(deviation**2, MIN_ROW_SHARE**2) - self._variance)
         if self.slowdown.value:
-            # The second bound: a size close to the mean cannot explain a large error.
+            # Second bound: a size close to the mean cannot explain a large error.
             limit = min(CLIP * expected, (1 + abs(self.excess)) * abs(deviation))
             error = _clipped(seconds / self.slowdown.value - expected, limit)
             self.excess = max(self.excess + EMA * error * deviation / max(deviation**2, self._variance), -1.0)
@@ -146,9 +146,9 @@ def _clipped(value: float, limit: float) -> float:
 
 
 class CostedBatch(NamedTuple):
-    """What costs depend on of a batch."""
+    """Cost parameters of a batch."""
 
-    requests: int  # number of requests, as the curve counts them
+    requests: int  # number of requests, as counted by the curve
     extra_context: float  # mean context length relative to the curve's
 
 
@@ -161,10 +161,10 @@ class RoundCosts:
         self._rows = _ExtraRowCost()
         self._hosts: dict[HostWork, RobustMean] = {}
         self._by_rows = curve.verify(np.arange(128))  # the curve's seconds by number of rows
-        self._listed: list[float] = self._by_rows.tolist()  # an element of a list takes less time than one of an array
+        self._listed: list[float] = self._by_rows.tolist()  # list elements are faster to access than array elements
 
     def begin(self, requests: Sequence[Request], count: int | None = None) -> None:
-        """Set the batch; `count` is 1 for a curve that was measured for whole batches, and None for all requests."""
+        """Set the batch; `count` is 1 for a curve of whole batches; None counts all requests."""
         self._extend(len(requests))
         context = sum(request.context_len for request in requests) / len(requests)
         self.batch = CostedBatch(len(requests) if count is None else count, context - self.curve.context)
@@ -181,7 +181,7 @@ class RoundCosts:
     def one_row(self, requests: int) -> float:
         """Return the seconds of a target pass over one row of each of `requests` requests."""
         seconds = self._listed[requests] + requests * self.batch.extra_context * self.curve.position_seconds
-        return max(seconds, self.curve.verify_seconds[0] / 2)  # contexts shorter than the curve's subtract
+        return max(seconds, self.curve.verify_seconds[0] / 2)  # shorter contexts than the curve's are subtracted
 
     def verify(self, rows: int) -> float:
         """Return the seconds of a target pass over `rows` rows."""
@@ -193,13 +193,13 @@ class RoundCosts:
         return self._modelled(rows, self._by_rows, np.maximum)[1]
 
     def host(self, work: HostWork) -> float:
-        """Return the host's seconds per request; work that was not measured yet takes as long as the quickest."""
+        """Return the host's seconds per request; unmeasured kinds of work are assumed to be as fast as the fastest."""
         measured = self._hosts.get(work)
         return measured.value if measured else min((average.value for average in self._hosts.values()), default=0.0)
 
     @property
     def draft_scale(self) -> float:
-        """Correction of the curve's seconds of drafting, after some rounds."""
+        """Correction factor of the curve's seconds of drafting, after some rounds."""
         return self._drafting.value if self._drafting.is_warm else 1.0
 
     def draft(self, drafted: Drafted) -> float:
@@ -207,7 +207,7 @@ class RoundCosts:
         return self.curve.draft(drafted.levels, drafted.passes, drafted.request_passes) * self.draft_scale
 
     def learn(self, seconds: RoundSeconds, rows: int, drafted: Drafted, drafting: bool) -> None:
-        """Update the corrections with a round, in which sources were asked if it was `drafting`."""
+        """Update the corrections with a round; `drafting`: whether sources were asked."""
         plain = self.one_row(self.batch.requests)
         size, expected = self._size_and_seconds(rows)
         self._rows.add(seconds.forward / plain, expected / plain, size / plain)
@@ -218,7 +218,7 @@ class RoundCosts:
             self._drafting.add(seconds.draft / slowdown / modelled)
 
     def _work(self, rows: int, drafted: Drafted) -> HostWork:
-        """Return the kind of the host's work in a round that asks sources."""
+        """Return the kind of host work in a round that asks sources."""
         return "drafted" if drafted.levels else "tree" if rows > self.batch.requests else "search"
 
     def _size_and_seconds(self, rows: int) -> tuple[float, float]:
@@ -227,7 +227,7 @@ class RoundCosts:
         return self._modelled(rows, self._listed, max)
 
     def _modelled(self, rows: Any, by_rows: Any, maximum: Callable[[Any, float], Any]) -> tuple[Any, Any]:
-        """Return what `_size_and_seconds` does, of one number of rows or of an array."""
+        """Compute `_size_and_seconds` for one number of rows or an array."""
         count, context = self.batch
         one_row, further = self.one_row(count), rows - count
         difference = by_rows[rows] - by_rows[count] + further * (context * self.curve.row_position_seconds)

@@ -100,7 +100,7 @@ def test_a_fence_before_products(before: str, after: str, last: str, fenced: boo
     if fenced:
         assert proxy_fences(ptx) == (1, 1)
         return
-    with pytest.raises(OrderError, match=r"m64n128k16.* reads shared memory that no fence\.proxy\.async orders"):
+    with pytest.raises(OrderError, match=r"m64n128k16.* reads shared memory without a preceding fence\.proxy\.async"):
         proxy_fences(ptx)
 
 

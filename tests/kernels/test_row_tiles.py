@@ -121,12 +121,12 @@ def test_the_order_follows_the_descriptors() -> None:
 @pytest.mark.parametrize(
     ("ptx", "message"),
     [
-        (code(4611686293305294848 + 4 * 4), r"a tile of 64 x 32 multiplies by .*x=\(4, 0\)"),
-        (code(accumulates="%p6"), "accumulates only where %p6 is set"),
-        (code().replace("m64n32k16", "m64n16k16"), "multiplies by .*m64n16k16"),
+        (code(4611686293305294848 + 4 * 4), r"a tile of 64 x 32 multiplies in the order .*x=\(4, 0\)"),
+        (code(accumulates="%p6"), "accumulates only if %p6 is set"),
+        (code().replace("m64n32k16", "m64n16k16"), "multiplies in the order .*m64n16k16"),
         (
             code().replace("add.rn.f32", "fma.rn.f32"),
-            r"other numbers of operations per thread: {'add.rn.f32': \(0, 1\)",
+            r"different numbers of operations per thread: {'add.rn.f32': \(0, 1\)",
         ),
         ("mma.sync.aligned.m16n8k16 {%r1}, {%r2}, {%r3}, {%r1};", "the kernel has no wgmma"),
     ],

@@ -26,14 +26,14 @@ from treespec.text.prompt_tokenizer import TokenizerThreads
 
 logger = logging.getLogger("treespec")
 
-_Wakes = dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]]  # of readers that wait
+_Wakes = dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]]  # futures of waiting readers
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
-    """The outputs of one request of an `AsyncLLM`, for one reader.
+    """The outputs of one request of an `AsyncLLM`, for a single reader.
 
-    The next output is made when the reader asks for it, and holds all that the rounds until then have added: a slow
-    reader delays no round, and outputs do not pile up. If the wait for it is cancelled, the next one returns it.
+    The next output is created when the reader asks for it, and contains all tokens added until then, so a slow reader
+    delays no round and outputs do not pile up. If waiting for an output is cancelled, the next wait returns it.
     """
 
     def __init__(self, engine: "AsyncLLM", request_id: str, samples: list[Request]):
@@ -41,16 +41,16 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._engine, self._samples = engine, samples
         self._kind = samples[0].params.output_kind
         self._unread = UnreadSamples(samples)
-        self._lock = threading.Lock()  # of the three below, which the reader and the thread of the rounds share
+        self._lock = threading.Lock()  # guards the three attributes below, shared by the reader and the round thread
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         self._undelivered: RequestOutput | Exception | None = None  # None while a reader waits
-        self._has_ended = False  # no round changes the samples any more
+        self._has_ended = False  # whether the samples can no longer change
         self._last_lock = threading.Lock()
         self._last: RequestOutput | Exception | None = None
         self._is_exhausted = False
 
     async def __anext__(self) -> RequestOutput:
-        """Return the next output. Raises RequestError or DraftError if the request has failed."""
+        """Return the next output. Raises RequestError or DraftError if the request failed."""
         if self._is_exhausted:
             raise StopAsyncIteration
         if (wake := self._begin_wait()) is not None:
@@ -68,7 +68,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return output
 
     def _begin_wait(self) -> asyncio.Future[None] | None:
-        """Return what the thread of the rounds sets when there is an output, or None if there is one already."""
+        """Return a future that the round thread sets when there is an output, or None if there already is one."""
         with self._lock:
             if self._has_ended or self._undelivered is not None:
                 return None
@@ -83,17 +83,17 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return [sample.output_token_ids for sample in self._samples]
 
     def close(self) -> None:
-        """End the request and free its pages, after the round that is running. Idempotent."""
+        """End the request and free its pages, after the running round. Idempotent."""
         self._is_exhausted = True
         if not self._has_ended:
-            with suppress(ConfigError):  # a shutdown ends it
+            with suppress(ConfigError):  # a shutdown has ended it
                 self._engine._submit(partial(self._engine.llm.rounds.end, self._samples))
 
     def _is_running(self) -> bool:
         return any(not sample.finished for sample in self._samples)
 
     def _hand_over(self, wakes: _Wakes) -> None:
-        """Make what is new for a waiting reader, and add the reader to `wakes`. Called between rounds."""
+        """Create the next output for a waiting reader, and add the reader to `wakes`. Called between rounds."""
         ends = not self._is_running()
         is_read_at_the_end = self._kind is RequestOutputKind.FINAL_ONLY
         if not ends and (self._waiting is None or is_read_at_the_end or not self._unread.changed()):
@@ -108,23 +108,23 @@ class RequestStream(AsyncIterator[RequestOutput]):
             wakes[loop].append(wake)
 
     def _make_last(self) -> RequestOutput | Exception:
-        """Return the output of a request that has ended: the same one to a reader that asks again."""
+        """Return the final output of an ended request, the same one on repeated calls."""
         with self._last_lock:
             if self._last is None:
                 self._last = self._make()
             return self._last
 
     def _make(self) -> RequestOutput | Exception:
-        """Return the next output, or the error of making it, which ends the reader and no round."""
+        """Return the next output, or the error of creating it, which ends the reader but no round."""
         try:
             if self._samples[0].params.logprobs is not None and not self._has_ended:
-                self._engine.llm.engine.run_deferred()  # those of a round that overlaps with the next one
+                self._engine.llm.engine.run_deferred()  # deferred updates of a round that overlaps with the next one
             return self._take()
-        except Exception as error:  # of a tokenizer, too
+        except Exception as error:  # including errors of a tokenizer
             return error
 
     def _take(self) -> RequestOutput:
-        """Return the output that the kind asks for. Raises the error of a sample that has failed."""
+        """Return the output in the requested kind. Raises the error of a failed sample."""
         factory, ends = self._engine.llm.request_factory, not self._is_running()
         if self._kind is RequestOutputKind.DELTA:
             new = [factory.delta(sample, self._unread.take(sample)) for sample in self._unread.changed()]
@@ -140,16 +140,16 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
 @dataclass(eq=False)
 class _Creation:
-    """A request that is being created, which ends when it is admitted if it `is_aborted` by then."""
+    """A request that is being created. If it `is_aborted` by then, it ends on admission."""
 
     request_id: str | None
     is_aborted: bool = False
 
 
 class AsyncLLM:
-    """Runs the engine of an `LLM` for asyncio programs, in one thread, while there are requests.
+    """Runs the engine of an `LLM` for asyncio programs, in one thread, as long as there are requests.
 
-    Requests join and leave between rounds. What a request generates depends on no other request.
+    Requests join and leave between rounds. The output of a request does not depend on other requests.
 
     `with AsyncLLM(llm) as engine:` shuts it down at the end.
 
@@ -159,11 +159,11 @@ class AsyncLLM:
 
     def __init__(self, llm: LLM):
         self.llm = llm
-        self._streams: dict[int, RequestStream] = {}  # by id(): those with running requests or a waiting reader
+        self._streams: dict[int, RequestStream] = {}  # by id(): streams with running requests or a waiting reader
         self._creations = set[_Creation]()
-        self._calls: deque[tuple[Callable[[], object], Future[None]]] = deque()  # to make between rounds
+        self._calls: deque[tuple[Callable[[], object], Future[None]]] = deque()  # calls to make between rounds
         self._wake = threading.Event()
-        self._lock = threading.Lock()  # of `_is_closed`
+        self._lock = threading.Lock()  # guards `_is_closed`
         self._is_closed = False
         self._creator = TokenizerThreads()  # create requests while another thread runs rounds
         self._thread = threading.Thread(target=self._run, name="treespec-rounds", daemon=True)
@@ -187,14 +187,14 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate for one prompt and yield outputs as rounds add to them. Leaving the loop ends the request.
+        """Generate for one prompt and yield outputs as rounds extend them. Leaving the loop ends the request.
 
-        `SamplingParams.output_kind` states what an output holds. A reader that asks rarely gets fewer and larger ones.
+        `SamplingParams.output_kind` determines the contents of outputs. A slow reader gets fewer and larger ones.
 
         Args:
-            prompt, sampling_params, spec, tokenization_kwargs, priority, lora_request: as of `LLM.generate`, for one
+            prompt, sampling_params, spec, tokenization_kwargs, priority, lora_request: as in `LLM.generate`, for one
                 prompt.
-            request_id: for `abort` and the outputs; None is a new one.
+            request_id: id for `abort` and the outputs; None creates one.
 
         Raises:
             ConfigError: an unknown keyword, or the engine is shut down.
@@ -230,8 +230,8 @@ class AsyncLLM:
     ) -> RequestStream:
         """Add a request to the next round and return its outputs, to be read with `async for`.
 
-        Arguments and errors are those of `generate`. `close()` of the result ends the request; it runs to its end,
-        even if nobody reads it, unless that is called.
+        Arguments and errors are those of `generate`. `close()` of the result ends the request; otherwise it runs to its
+        end, even if nobody reads it.
         """
         refuse_unknown(AsyncLLM.add_request, vllm_options)
         self.llm.rounds.check_threads()
@@ -253,7 +253,7 @@ class AsyncLLM:
         return stream
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests and free their pages, after the round that is running. Unknown ids are ignored.
+        """End requests and free their pages, after the running round. Unknown ids are ignored.
 
         Requests that `add_request` is still creating end when they are added. Cancelling the wait does not revoke an
         abort.
@@ -267,7 +267,7 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread of the rounds serves requests."""
+        """Whether the round thread serves requests."""
         return self._thread.is_alive()
 
     def get_num_unfinished_requests(self) -> int:
@@ -275,7 +275,7 @@ class AsyncLLM:
         return len(self._streams)
 
     def shutdown(self) -> None:
-        """Abort all requests, and end the threads. Idempotent."""
+        """Abort all requests and stop the threads. Idempotent."""
         with self._lock:
             self._is_closed = True
         self._wake.set()
@@ -290,7 +290,7 @@ class AsyncLLM:
         self.shutdown()
 
     def _seeded(self, params: Any) -> Any:
-        """Return parameters with a seed. Seeds are drawn in the order of arrival; threads create requests in any."""
+        """Return parameters with a seed. Seeds are drawn in order of arrival, before threads create requests."""
         params = self.llm.get_default_sampling_params() if params is None else params
         if isinstance(params, SamplingParams) and params.seed is None and params.temperature > 0:
             params = params.clone()
@@ -323,9 +323,9 @@ class AsyncLLM:
                 self.llm.rounds.end(stream._samples)
 
     def _submit(self, call: Callable[[], object]) -> Future[None]:
-        """Make a call between rounds. Raises ConfigError after `shutdown`."""
+        """Schedule a call between rounds. Raises ConfigError after `shutdown`."""
         made: Future[None] = Future()
-        made.set_running_or_notify_cancel()  # a cancelled wait does not cancel the call
+        made.set_running_or_notify_cancel()  # cancelling the wait does not cancel the call
         with self._lock:
             self._check_open()
             self._calls.append((call, made))
@@ -334,7 +334,7 @@ class AsyncLLM:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ConfigError("this AsyncLLM is shut down; build another one")
+            raise ConfigError("this AsyncLLM is shut down; create another one")
 
     def _run(self) -> None:
         """Run rounds until `shutdown`."""
@@ -350,7 +350,7 @@ class AsyncLLM:
                     if self._streams:
                         try:
                             rounds.step()
-                        except BaseException:  # its requests have ended, others go on; user code may raise anything
+                        except BaseException:  # the round's requests ended, others continue; any exception
                             logger.exception("a round failed")
                         self._hand_over()
                 rounds.yield_lock()
@@ -368,20 +368,20 @@ class AsyncLLM:
             call, made = self._calls.popleft()
             try:
                 call()
-            except Exception as error:  # the thread goes on with the others' requests
+            except Exception as error:  # the thread continues with the others' requests
                 logger.exception("a call between rounds failed")
                 made.set_exception(error)
             else:
                 made.set_result(None)
 
     def _hand_over(self) -> None:
-        """Give every waiting reader what is new, and forget the requests that have ended."""
+        """Hand new outputs to all waiting readers, and drop ended requests."""
         wakes: _Wakes = defaultdict(list)
         for key, stream in list(self._streams.items()):
             stream._hand_over(wakes)
             if stream._has_ended:
                 del self._streams[key]
-        for loop, readers in wakes.items():  # one call for all, as it wakes the loop by a write to a socket
+        for loop, readers in wakes.items():  # one call per loop, since each call wakes it through a socket
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_wake_up, readers)
 

@@ -17,14 +17,14 @@ class RequestMetrics:
     Attributes:
         target_passes: tree passes, without prefill.
         prefill_passes: passes over the prompt (all but its last token).
-        cached_tokens: prompt tokens whose KV cache was that of earlier requests.
+        cached_tokens: prompt tokens with K/V from earlier requests.
         generated_tokens: tokens emitted.
         acceptance_length: generated_tokens / target_passes, bonus tokens included; 1.0 for plain decoding.
         accepted_tokens: drafted tokens that were accepted; the target alone chose the other generated tokens.
-        accepted_by_source: accepted drafted tokens by source; a token that two sources proposed counts for both.
-        accepted_only_by_source: the same, for tokens that only this source proposed.
+        accepted_by_source: accepted drafted tokens by source; a token proposed by two sources counts for both.
+        accepted_only_by_source: the same for tokens proposed by this source only.
         accepted_lengths: entry i is the number of target passes that accepted i drafted tokens.
-        nodes_verified: rows of target passes, roots included.
+        nodes_verified: rows of target passes, including roots.
         queued: seconds from arrival to the start of prefill.
         ttft: seconds from arrival to the first token.
         seconds: seconds from arrival to the end.
@@ -124,4 +124,4 @@ class StreamChunk:
     token_ids: list[int]
     finish_reason: FinishReason | None
     output: RequestOutput | None
-    index: int = 0  # of the output among `n`
+    index: int = 0  # index of the output among `n`

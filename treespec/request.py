@@ -40,20 +40,20 @@ class PromptGroup:
 
     The first admitted sample is the leader and prefills the prompt. The others wait for its first token, which shows
     that the prompt's K/V is finite; they then share the prompt's full pages and copy its last, partial one. When the
-    leader ends, a running sample becomes the leader; if none runs, the group keeps the prompt's pages for the next
-    sample. A leader that ends before its first token leaves nothing behind.
+    leader ends, a running sample becomes the leader; if none is running, the group keeps the prompt's pages for the
+    next sample. A leader that ends before its first token leaves no pages.
     """
 
     group_id: str = field(default_factory=lambda: f"group-{next(_group_ids)}")  # holder of the group's pages
     leader: "Request | None" = field(default=None, repr=False)
-    kept: np.ndarray | None = None  # prompt pages held by the group; None while a sample leads or nothing is computed
+    kept: np.ndarray | None = None  # prompt pages held by the group; None while a sample leads or before prefill
     waiting: int = 0  # number of samples not yet admitted
-    mixture: MixtureWeights | None = None  # in the SSMs after the prompt; None if they have not prefilled it
-    without_ssms: bool = False  # the SSMs never prefill the prompt: no sample was expected to gain from them
+    mixture: MixtureWeights | None = None  # mixture weights after the prompt; None if the SSMs have not prefilled it
+    without_ssms: bool = False  # the SSMs never prefill the prompt: no sample was expected to gain from it
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether further samples must wait for the leader."""
+        """Whether other samples must wait for the leader."""
         return self.leader is not None and not self.leader.has_verified_prompt
 
 
@@ -76,25 +76,25 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     detokenizer: Detokenizer | None = None
     undecoded: list[int] = field(default_factory=list)  # accepted tokens that the detokenizer has not read
-    sampler: Sampler | None = None  # None = argmax of the logits
+    sampler: Sampler | None = None  # None: argmax of the logits
     seed: int | None = None
     group: PromptGroup | None = None
     sample: int = 0
     request_id: str = field(default_factory=new_request_id)
     output_id: str = ""
-    priority: int = 0  # lower ones are admitted first
+    priority: int = 0  # lower values are admitted first
     lora: Lora | None = None  # adapter of the target; drafts have none
-    order: int = 0  # of arrival at the scheduler
+    order: int = 0  # order of arrival at the scheduler
     passed: int = 0  # number of later requests that were admitted before it
     num_preemptions: int = 0
     tokens: list[int] = field(init=False)
     context_len: int = 0
-    prefill_len: int = field(init=False)  # positions that prefill computes: those of all tokens but the last
+    prefill_len: int = field(init=False)  # positions to prefill: all tokens but the last
     pages: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     reserved_len: int = 0  # number of tokens up to which the pages suffice for a round
-    page_keys: list[bytes] = field(default_factory=list)  # of the prompt's full pages, see `prefix_cache`
-    num_cached: int = 0  # prompt tokens whose K/V another request computed
-    draft_lengths: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))  # as in `Prefix`
+    page_keys: list[bytes] = field(default_factory=list)  # keys of the prompt's full pages, see `prefix_cache`
+    num_cached: int = 0  # prompt tokens with K/V from other requests
+    draft_lengths: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))  # see `Prefix`
     ended: FinishReason | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -105,19 +105,19 @@ class Request:
     first_token_at: float | None = None
     finished_at: float | None = None
     poisoned: bool = False  # a draft computed NaN: zero its slots before the pages are reused
-    runs_ahead: bool = False  # a round that may not be the request's next one writes behind its context
+    runs_ahead: bool = False  # whether a round that may not be the request's next one writes behind its context
     target_passes: int = 0
     prefill_passes: int = 0
-    num_prefilled: int = 0  # positions that these passes computed
+    num_prefilled: int = 0  # positions computed in these passes
     nodes_verified: int = 0
     num_rounds: int = 0
     accepted_tokens: int = 0
-    accepted_lengths: list[int] = field(default_factory=list)  # [i]: rounds that accepted i drafted tokens
+    accepted_lengths: list[int] = field(default_factory=list)  # [i]: number of rounds that accepted i drafted tokens
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_only_by_source: Counter[str] = field(default_factory=Counter)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     drafted: "DraftedMeans | None" = None  # learned by the planner; None before its first round
-    # If a list, the log-probabilities are appended to it as `LogprobRows.packed`, and not to `logprobs`
+    # If a list, log-probabilities are appended to it as `LogprobRows.packed` instead of to `logprobs`
     packed_logprobs: list[np.ndarray] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
 
@@ -163,17 +163,17 @@ class Request:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the temperature is above 0."""
+        """Whether the temperature is greater than 0."""
         return self.sampler is not None and self.sampler.temperature > 0
 
     @property
     def draws_at_random(self) -> bool:
-        """Whether drafts sample randomly for this request and its verification rule relies on it."""
+        """Whether drafts use random draws for this request, as its verification rule requires."""
         return self.is_sampled and self.spec.verification in RANDOM_DRAWS
 
     @property
     def restriction(self) -> Restriction | None:
-        """Restriction of the allowed tokens; None = all allowed."""
+        """Restriction to allowed tokens; None allows all."""
         return None if self.sampler is None else self.sampler.restriction
 
     @property
@@ -190,7 +190,7 @@ class Request:
 
     @property
     def has_verified_prompt(self) -> bool:
-        """Whether the pages hold the whole prompt, and a first token was computed from it, so its K/V is finite."""
+        """Whether the pages hold the whole prompt and a first token was computed from it, so that its K/V is finite."""
         verified = self.num_generated or (self.context_len and not self.prefill_passes)
         return bool(verified) and not self.needs_prefill
 
@@ -199,7 +199,7 @@ class Request:
         return self.finish_reason is not None
 
     def accept(self, tokens: Sequence[int]) -> list[int]:
-        """The verified tokens to emit, up to a stop, or to one that the tokenizer fails to decode (`failure`)."""
+        """Return the verified tokens to emit, up to a stop or to a token that cannot be decoded (`failure`)."""
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         for count, token in enumerate(tokens, start=1):
@@ -216,7 +216,7 @@ class Request:
         return list(tokens)
 
     def decode(self) -> None:
-        """Let the detokenizer read the accepted tokens. Raises RequestError; those behind it are still `undecoded`."""
+        """Detokenize the accepted tokens. Raises RequestError; the tokens after the failed one remain `undecoded`."""
         while self.undecoded:
             assert self.detokenizer is not None
             self.detokenizer.push(self.undecoded.pop(0))
@@ -234,7 +234,7 @@ class Request:
         return self.ended is not None
 
     def _stopped_by(self, token: int, may_stop: bool) -> str | None:
-        """Return the stop string that a token completes, or None; without stop strings, `decode` reads the token."""
+        """Return the stop string that a token completes, or None; without stop strings, leave the token to `decode`."""
         if self.detokenizer is None:
             return None
         if not self.params.stop:

@@ -38,7 +38,7 @@ BAD: list[tuple[Any, str, int]] = [
     (DEEP, "", 400),
     ({"prompt": "x", "model": "absent"}, "model 'absent'", 404),
     ({}, "prompt: Field required", 400),
-    ({"prompt": []}, "give at least one", 400),
+    ({"prompt": []}, "pass at least one prompt", 400),
     ({"prompt": ""}, "an empty prompt", 400),
     (
         {"prompt": "x" * 3000},
@@ -222,7 +222,7 @@ def test_other_addresses(engine: AsyncLLM, tmp_path: Path) -> None:
         (["--speculative-config", "{"], "is not JSON"),
         (["--speculative-config", '{"method": "eagle3"}'], "'eagle3'} is not supported; use drafts="),
         (["--speculative-config", '{"num_speculative_tokens": 0}'], "num_speculative_tokens=0"),
-        (["--speculative-config", '{"num_speculative_tokens": 3}', "--nodes", "8"], "give one of them"),
+        (["--speculative-config", '{"num_speculative_tokens": 3}', "--nodes", "8"], "pass one of them"),
         (["--no-spec", "--nodes", "8"], "--no-spec is plain decoding"),
         (["--chat-template", "/absent"], "/absent"),
         (["--tool-call-parser", "xml"], "'xml'; valid: 'auto', 'hermes', 'llama3_json', 'mistral', 'qwen3_coder'"),

@@ -263,7 +263,7 @@ def test_a_conversation_in_the_terminal(
         "no command /halp",
         "[6 tokens",
     ]
-    assert told[1].endswith("/new starts another conversation") and told[2].endswith("tokens/s, cut off]")
+    assert told[1].endswith("/new starts another conversation") and told[2].endswith("tokens/s, truncated]")
 
     stream = LLM.stream
 

@@ -76,8 +76,8 @@ class SamplingParams(VllmSamplingParams):
             the untransformed logits.
         prompt_logprobs: the same for prompt tokens except the first, in `RequestOutput.prompt_logprobs`. Bit-identical
             to the `logprobs` of decoding the token, unless `LLM(exact=False)`.
-        output_kind: what the outputs of `AsyncLLM.generate` hold: everything so far ("CUMULATIVE"), what is new
-            ("DELTA"), or everything, once, at the end ("FINAL_ONLY"). A `RequestOutputKind` or its name.
+        output_kind: contents of the outputs of `AsyncLLM.generate`: all tokens so far ("CUMULATIVE"), new tokens
+            ("DELTA"), or all tokens once at the end ("FINAL_ONLY"). A `RequestOutputKind` or its name.
 
     NumPy scalars are converted. vLLM's other options are accepted at their default values, otherwise rejected with the
     alternative.
@@ -110,13 +110,13 @@ class SamplingParams(VllmSamplingParams):
     logits_processors: Sequence[Any] | None = None
     logprobs: int | None = option(None, least=-1, valid="an int of at least 0, -1 for all tokens")
     prompt_logprobs: int | None = option(None, least=-1, valid="an int of at least 0, -1 for all tokens")
-    # How outputs are read, not what they are.
+    # Affects how outputs are read, not their tokens.
     output_kind: RequestOutputKind | str = field(default=RequestOutputKind.CUMULATIVE, compare=False)
 
     def __post_init__(self) -> None:
         self._check_together()
 
-    if not TYPE_CHECKING:  # with this method a type checker would accept any attribute
+    if not TYPE_CHECKING:  # with this method, type checkers would accept any attribute
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name in _ABSENT:
@@ -139,7 +139,7 @@ class SamplingParams(VllmSamplingParams):
         return params
 
     def _check_together(self) -> None:
-        """Raise ConfigError for contradictory fields; checked late, as fields may be set one by one."""
+        """Raise ConfigError for contradictory fields; checked late, since fields may be set one by one."""
         if self.stop and not self.detokenize:
             raise ConfigError(f"stop={self.stop!r} is searched in the text and needs detokenize=True")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -1,4 +1,4 @@
-"""The protocol of draft sources, and that of custom drafters."""
+"""The protocols of draft sources and of custom drafters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,7 +11,7 @@ from treespec.errors import ConfigError, DraftError
 from treespec.request import Request
 from treespec.tree import TokenTree
 
-RESERVED = ("ssm", "lookup", "suffix", "table", "grammar")  # names of the engine's own sources in `SpecConfig.sources`
+RESERVED = ("ssm", "lookup", "suffix", "table", "grammar")  # names of the built-in sources in `SpecConfig.sources`
 _METHODS = ("propose", "commit", "release")
 
 Failures: TypeAlias = dict[Request, DraftError]
@@ -54,7 +54,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class Proposals:
-    """The trees that one source proposes in a round, by request id; a request may have none."""
+    """The trees proposed by one source in a round, by request id; some requests may have none."""
 
     trees: Mapping[str, TokenTree]
     # Receives the accepted path through each of these trees, int64, root first, up to the first accepted token that is
@@ -67,13 +67,13 @@ class DraftSource(ABC):
     """A source of proposals that the SSMs extend: lookup, the table, drafts with other tokenizers, custom drafters."""
 
     name: str
-    stage = "search"  # its stage of `StageClock`
-    nbytes = 0  # maximum size of what it remembers
+    stage = "search"  # stage of `StageClock` for its time
+    nbytes = 0  # maximum size of the data learned from outputs
     is_captured = True  # whether it may propose for captured rounds
 
     @property
     def remembered(self) -> int:
-        """Number of tokens of earlier outputs that it proposes from."""
+        """Number of stored tokens of earlier outputs."""
         return 0
 
     def may_draft(self, request: Request) -> bool:
@@ -81,9 +81,9 @@ class DraftSource(ABC):
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float) -> Proposals:
-        """Propose trees below the requests' last tokens, at most `max_depths[i]` deep.
+        """Propose trees rooted at the requests' last tokens, at most `max_depths[i]` deep.
 
-        Adaptive trees need nodes of at least `least_value`. The proposals of the round before may be committed later.
+        `least_value` is the minimum value of adaptive trees' nodes. Earlier proposals may be committed later.
         """
 
     @abstractmethod
@@ -91,10 +91,10 @@ class DraftSource(ABC):
         """Release a finished request."""
 
     def evict(self, request: Request) -> None:  # noqa: B027
-        """Release the K/V of a preempted request, whose tokens stay."""
+        """Release the K/V of a preempted request; its tokens remain."""
 
     def forget(self, running: Sequence[Request]) -> None:  # noqa: B027
-        """Forget all outputs. Future tokens of running requests are remembered."""
+        """Discard all data learned from outputs; learn only from future tokens of running requests."""
 
 
 def check_drafter(draft: Any) -> None:

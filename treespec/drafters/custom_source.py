@@ -1,4 +1,4 @@
-"""Custom drafters as draft sources, with their calls guarded and their trees validated."""
+"""Custom drafters as draft sources, with guarded calls and validated trees."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from treespec.verification.reference import MAX_DEPTH
 logger = logging.getLogger("treespec")
 
 _REMEDY = "return a list with one TokenTree per request; TokenTree.root(request.tokens[-1]) proposes nothing"
-_DTYPES: dict[str, tuple[Any, str]] = {  # by tree array: its dtype, and the numpy kinds that are cast to it
+_DTYPES: dict[str, tuple[Any, str]] = {  # dtype of each tree array, and the numpy kinds that are cast to it
     "tokens": (np.int64, "iu"),
     "parents": (np.int64, "iu"),
     "depths": (np.int64, "iu"),
@@ -33,7 +33,7 @@ class CustomSource(DraftSource):
         self.drafter, self.name, self._vocab_size = drafter, drafter.name, vocab_size
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float) -> Proposals:
-        """As `DraftSource.propose`; the drafter is asked for depths above 0 only."""
+        """Like `DraftSource.propose`; calls the drafter only for depths greater than 0."""
         trees: dict[str, TokenTree] = {}
         proposals = Proposals(trees, self._commit)
         asked = [(r, depth) for r, depth in zip(requests, max_depths, strict=True) if depth > 0 and self.may_draft(r)]
@@ -68,7 +68,7 @@ class CustomSource(DraftSource):
         return failures
 
     def release(self, request: Request) -> None:
-        """Release a finished request. It has ended already, so an exception is only logged."""
+        """Release a finished request. It has already ended, so exceptions are only logged."""
         failures: Failures = {}
         with self._guarded("release", [request], failures):
             self.drafter.release(request)
@@ -98,9 +98,9 @@ class CustomSource(DraftSource):
 
 
 def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -> TokenTree:
-    """Return what a drafter proposed for a request, any object, with canonical dtypes.
+    """Validate a drafter's proposal for a request; return the tree with canonical dtypes.
 
-    Raises DraftError unless it is a well-formed tree rooted at the request's last token.
+    Raises DraftError unless `tree` is a well-formed TokenTree rooted at the request's last token.
     """
 
     def error(proposal: str) -> DraftError:

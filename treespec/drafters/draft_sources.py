@@ -9,7 +9,7 @@ from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 
 @dataclass
 class DraftSources:
-    """The draft sources of an engine. The others propose first, and the SSMs extend what they propose."""
+    """The draft sources of an engine. The others propose first, and the SSMs extend their proposals."""
 
     ssms: SsmDrafter | None = None
     others: list[DraftSource] = field(default_factory=list)

@@ -201,7 +201,7 @@ class GraphExecutor(Executor[GraphExecution]):
         return time.perf_counter() - began
 
     def _search(self, execution: GraphExecution) -> list[TokenTree | None]:
-        """Return what the sources other than SSMs propose, None where that is nothing, and record it."""
+        """Return and record the proposals of the sources other than SSMs, None for empty ones."""
         requests, depths = execution.requests, [plan.max_depth for plan in execution.plans]
         for source in self.sources.others:
             execution.add(source.propose(requests, depths, LEAST_VALUE))

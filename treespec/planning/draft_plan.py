@@ -22,7 +22,7 @@ class DraftPlan:
     nodes: int  # tree size after pruning; only nodes that can be kept are expanded
     branching: Sequence[int] | None = None  # children per node by depth (static policy); None: selected by probability
     adaptive: bool = False  # whether growth stops as soon as another level is not expected to pay off
-    least_addition: float = 0.0  # minimum share of drafted tokens that an SSM must add to pay off its pass
+    least_addition: float = 0.0  # minimum share of drafted tokens that an SSM must add to pay for its pass
     max_ssms: int | None = None  # maximum number of SSMs that draft; None: all that pay off
     time_left: float = math.inf  # expected time until the request ends, in tokens that an SSM could read in it
     max_read: float = math.inf  # maximum committed tokens that the SSMs read in this round

@@ -372,7 +372,7 @@ class Planner:
 
     @property
     def least_value(self) -> float:
-        """Minimum value at which a node pays off its row of the target pass."""
+        """Minimum value at which a node pays for its row of the target pass."""
         return self._prices[1] / max(self.round.token_weights)
 
     @property
@@ -383,7 +383,7 @@ class Planner:
         return self._states[size]
 
     def _least_addition(self) -> float:
-        """Return the minimum share of drafted tokens that an SSM must add to pay off its pass."""
+        """Return the minimum share of drafted tokens that an SSM must add to pay for its pass."""
         count = self.round.size
         drafted = LEVEL_COVERAGE * self.calibration * count
         curve = self.costs.curve

@@ -22,7 +22,7 @@ struct Batch {
     void* out;  // [num_rows, hidden] in the model's dtype
     // All in the model's dtype, or null:
     const void* inputs;  // [num_rows, hidden]: the residual stream before the first layer, instead of embeddings
-    const void* qkv;     // [num_rows, (heads + 2 * kv_heads) * HEAD_DIM]: the first layer, unless from `inputs`
+    const void* qkv;     // [num_rows, (heads + 2 * kv_heads) * HEAD_DIM]: the first layer's projections
     void* states;        // [num_rows, num_states, hidden]: the residual stream before the layers `state_layers`
     const int64_t* state_layers;  // [num_states]; num_layers: after the last layer
     int64_t num_states;

@@ -33,7 +33,7 @@ struct Draft {  // an SSM or another draft; `forward`, `probs` and `pairs` are f
     // Outputs. out: [num_rows, width], probabilities after the `num_read` committed tokens that the SSM read (if
     // requested), followed by those of the scored nodes, level by level.
     float* out;
-    int64_t num_read, num_rows, passes, tree_passes;  // tree_passes: sum of the trees of all passes
+    int64_t num_read, num_rows, passes, tree_passes;  // tree_passes: number of trees, summed over the passes
 };
 
 struct Trees {  // a batch of trees to grow; the nodes proposed by other sources are its seeds

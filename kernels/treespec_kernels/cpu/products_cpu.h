@@ -9,8 +9,7 @@
 
 enum Then { STORE, ADD, ROUND };
 constexpr int64_t CHAINS = BF16 && !IN_PAIRS ? 2 : 1, BLOCK = 32;
-// Maximum number of rows, and panel vectors, with sums in registers: in 24 of AVX-512's 32 registers, or 12 of AVX2's
-// 16.
+// Maximum number of rows, and panel vectors, with sums in registers: 24 of AVX-512's 32 registers, 12 of AVX2's 16.
 constexpr int64_t FEW = 6, COLUMNS = LANES == 16 ? VECS : 2, PARTS = VECS / COLUMNS;
 constexpr int64_t MANY = 32;  // maximum number of rows that share a pass over a panel
 // A panel of several parts is read in stretches of 12 KiB, which stay in the L1 cache for all parts and rows, while the

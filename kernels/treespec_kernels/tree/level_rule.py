@@ -22,7 +22,7 @@ class LevelRule:
     start_cost: float  # cost of starting to draft
     level_cost: float  # cost of one tree's level
     marginal_cost: float  # cost of an additional tree in a level. All trees decided together: +4 %, see round_costs.py
-    least_value: float  # minimum value at which a node pays off its row of the target pass
+    least_value: float  # minimum value at which a node pays for its row of the target pass
 
     def select(self, trees: Sequence[int]) -> "LevelRule":
         """Return the rule for a batch of some of the trees."""

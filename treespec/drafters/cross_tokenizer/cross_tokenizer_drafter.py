@@ -133,7 +133,7 @@ class CrossTokenizerDrafter(DraftSource):
 
     @abstractmethod
     def _draft(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[tuple[Request, TokenTree]]:
-        """Return the trees of the requests that are drafted for."""
+        """Return the requests to draft for, with their trees."""
 
     @abstractmethod
     def _commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:

@@ -164,7 +164,7 @@ class LookupDrafter(DraftSource):
                 counts.cells *= DECAY
         for request in requests:  # all texts first, so that requests of a batch match each other's latest tokens
             self._remember(request)
-        found: dict[str, tuple[TokenTree, Matches]] = {}  # by request id, with the matches of the nodes
+        found: dict[str, tuple[TokenTree, Matches]] = {}  # tree and matches by request id
         for request, depth in zip(requests, max_depths, strict=True):
             if depth and (searched := self._search(request, depth, least_value)) is not None:
                 found[request.request_id] = searched

@@ -61,7 +61,7 @@ class TableDrafter(DraftSource):
         self._table = STRUCTS["Table"](len(self._frequencies), self._num_slots, **addresses)
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float) -> Proposals:
-        """Propose probable continuations; `least_value` is the minimum value of a node of adaptive trees."""
+        """Propose probable continuations; `least_value` is the minimum value of adaptive trees' nodes."""
         trees: dict[str, TokenTree] = {}
         for request, depth in zip(requests, max_depths, strict=True):
             spec = request.spec
@@ -70,7 +70,7 @@ class TableDrafter(DraftSource):
             least = max(least_value if spec.is_adaptive else 0.0, MIN_VALUE)
             temperature = request.sampler.temperature if request.sampler is not None else 0.0
             trees[request.request_id] = self.expand(*self._new(request), depth, spec.max_nodes, least, temperature)
-        return Proposals(trees, lambda *_: None)  # `propose` and `release` count the tokens that a request has grown by
+        return Proposals(trees, lambda *_: None)  # `propose` and `release` count new tokens
 
     def release(self, request: Request) -> None:
         if request.num_generated and request.spec.allows(NAME, NAME):

@@ -65,12 +65,12 @@ class LLM:
         stated = stated_params(options.generation_config)
         tokenizer = None if options.tokenizer is None else UserTokenizer(load_tokenizer(options.tokenizer, ""))
         if tokenizer is None and isinstance(options.model, str | os.PathLike):
-            check_sentencepiece(options.model)  # before the weights are loaded
+            check_sentencepiece(options.model)  # checked before the weights are loaded
         with own_passes(device), on_device(device):
             self._built = build(options)
         self._options: EngineOptions | None = options  # keeps models in memory alive; the engine holds no reference
         self.engine, self.config, self.loras = self._built.engine, self._built.config, self._built.loras
-        # What `AsyncLLM`, `LLMEngine`, the server and the integration into transformers share.
+        # Shared by `AsyncLLM`, `LLMEngine`, the server and the transformers integration.
         self.rounds = RoundLoop(self.engine, self.config)
         target, logits_device = self._built.target, self.engine.runner.target.device
         if stated is None:
@@ -121,25 +121,25 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
-        """Generate for every prompt and return the outputs in the order of the prompts.
+        """Generate for every prompt; return the outputs in the order of the prompts.
 
         Args:
             prompts: a string, token ids (a list, an array or a tensor), {"prompt": text} or {"prompt_token_ids": ids},
                 with an optional "prompt" for the record; or a list of these.
-            sampling_params: one for all prompts, or a list; None is `get_default_sampling_params()`.
-            spec: overrides the engine's for this call; "off" is plain decoding.
+            sampling_params: one for all prompts, or a list; None uses `get_default_sampling_params()`.
+            spec: overrides the engine's options for this call; "off" disables speculation.
             use_tqdm: show a progress bar of finished outputs; a callable replaces `tqdm.tqdm`.
-            priority: lower ones are served first, with `LLM(scheduling_policy="priority")`; one for all prompts, or a
+            priority: lower values are served first, with `LLM(scheduling_policy="priority")`; one for all prompts, or a
                 list.
-            tokenization_kwargs: `truncate_prompt_tokens` keeps the last so many tokens of a prompt, -1 as many as the
-                context holds. `add_special_tokens` adds the tokenizer's special tokens to a text; truncation keeps
-                them. `max_output_tokens` is a number of tokens for which the prompt must leave room; otherwise, an
+            tokenization_kwargs: `truncate_prompt_tokens` is the number of last prompt tokens to keep, -1 for as many as
+                fit into the context. `add_special_tokens` adds the tokenizer's special tokens to a text; truncation
+                keeps them. `max_output_tokens` is the number of tokens that must fit after the prompt; without it, an
                 output ends where the context does.
-            lora_request: the adapter of all prompts, with `LLM(enable_lora=True)`, or a list of one, or None, for each.
+            lora_request: the adapter of all prompts, with `LLM(enable_lora=True)`, or a list with one (or None) per prompt.
 
         Raises:
-            ConfigError: an unknown keyword, an unsupported one of vLLM, or parameters of another type.
-            RequestError, DraftError: all requests failed. Where some succeed, the failed ones are returned with
+            ConfigError: an unknown keyword, an unsupported vLLM keyword, or parameters of another type.
+            RequestError, DraftError: all requests failed. If some succeed, the failed ones are returned with
                 finish_reason "error" and `error`.
         """
         refuse_unknown(LLM.generate, vllm_options)
@@ -190,16 +190,16 @@ class LLM:
         Args:
             messages: a list of {"role": ..., "content": ...}, or a list of such lists. As in OpenAI's API, a content
                 may be a list of {"type": "text", "text": ...}, and the arguments of a tool call may be JSON text.
-            sampling_params, spec, use_tqdm, priority, tokenization_kwargs, lora_request: as of `generate`.
+            sampling_params, spec, use_tqdm, priority, tokenization_kwargs, lora_request: as in `generate`.
             chat_template: replaces the tokenizer's (Jinja, as in transformers).
             add_generation_prompt: append the start of the assistant's answer.
-            continue_final_message: continue the last message, which is the assistant's; needs
+            continue_final_message: continue the last message, which must be the assistant's; requires
                 add_generation_prompt=False.
             tools: JSON schemas of functions, for the template.
-            chat_template_kwargs: further variables of the template, such as enable_thinking.
+            chat_template_kwargs: additional variables for the template, such as enable_thinking.
 
         Raises:
-            ConfigError: an unknown keyword, no tokenizer or no template. RequestError: as of `generate`.
+            ConfigError: an unknown keyword, no tokenizer or no template. RequestError: as in `generate`.
         """
         refuse_unknown(LLM.chat, vllm_options)
         options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
@@ -222,19 +222,19 @@ class LLM:
         lora_request: LoRARequest | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> Generator[StreamChunk, None, None]:
-        """Generate for one prompt or conversation and yield what each round adds. Leaving the loop ends the request.
+        """Generate for one prompt or conversation and yield each round's new output. Leaving the loop ends the request.
 
         The texts of all chunks concatenate to the final text: incomplete characters and possible beginnings of stop
         strings are held back.
 
         Args:
-            prompt: a prompt of `generate`, or the messages of a conversation as `chat` takes them.
-            sampling_params, spec, priority, tokenization_kwargs, lora_request: as of `generate`.
-            chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs: as of `chat`,
+            prompt: a prompt of `generate`, or the messages of a conversation, as in `chat`.
+            sampling_params, spec, priority, tokenization_kwargs, lora_request: as in `generate`.
+            chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs: as in `chat`,
                 for a conversation.
 
         Raises:
-            ConfigError: an unknown keyword, several prompts or conversations, or a conversation that `chat` refuses.
+            ConfigError: an unknown keyword, several prompts or conversations, or a conversation that `chat` rejects.
             RequestError: the request is invalid, or fails later.
         """
         refuse_unknown(LLM.stream, vllm_options)
@@ -250,21 +250,21 @@ class LLM:
         for request in self.rounds.run(samples):
             if request not in unread:
                 continue  # another thread's round ended it before its last chunk
-            with self.rounds.lock:  # tokens and text of the same round
+            with self.rounds.lock:  # so that tokens and text are of the same round
                 _, tokens, text = unread.take(request)
-                # Several samples may end in one round; only the last chunk has the whole output.
+                # Several samples may end in one round; only the last chunk has the complete output.
                 final = None if unread else self.request_factory.output(samples)
                 chunk = StreamChunk(request.output_id, text, tokens, request.finish_reason, final, request.sample)
             if tokens or text or request not in unread:
                 yield chunk
 
     def abort(self, request_id: str) -> None:
-        """End a request, at once or after the round that is running, from any thread. An unknown id is ignored."""
+        """End a request, immediately or after the running round, from any thread. Unknown ids are ignored."""
         with self.between_rounds():
             self.rounds.end(self.engine.scheduler.find(request_id))
 
     def reset_suffix_cache(self) -> None:
-        """Forget all earlier outputs, which the sources "suffix" and "table" draft from."""
+        """Discard all earlier outputs from the sources "suffix" and "table"."""
         with self.between_rounds():
             scheduler = self.engine.scheduler
             preempted = [request for request in scheduler.waiting if request.num_preemptions]
@@ -277,7 +277,7 @@ class LLM:
 
     @property
     def model_path(self) -> Path:
-        """The target's folder or GGUF file; of a model in memory, the folder that it names."""
+        """The target's folder or GGUF file; for a model in memory, the folder that it names."""
         return self._built.target.folder
 
     @property
@@ -288,11 +288,11 @@ class LLM:
         return (*models, *(name for name in others if name not in models))
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return a copy of the parameters of calls that give none."""
+        """Return a copy of the sampling parameters used for calls without any."""
         return self._default_params.clone()
 
     def stats(self) -> dict[str, Any]:
-        """Return totals since the start, and the settings that bits depend on, under "frozen"."""
+        """Return totals since the start, and under "frozen" the settings that determine bits."""
         with self.between_rounds():
             return self._built.stats()
 
@@ -306,7 +306,7 @@ class LLM:
         spec.check_sources(models, self._built.memory["suffix"] > 0, self.draft_names[len(models) :])
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached prefixes; running requests keep theirs. The arguments and the result are vLLM's."""
+        """Discard all cached prefixes; running requests keep theirs. Arguments and result are as in vLLM."""
         with self.between_rounds():
             if (prefixes := self.engine.cache.prefixes) is not None:
                 prefixes.clear()
@@ -331,7 +331,7 @@ class LLM:
         return self.rounds.between()
 
     def release_models(self) -> None:
-        """Drop the references to models in memory. Their owner keeps them alive; generating after that is an error."""
+        """Drop the references to models in memory. Their owner keeps them alive; generating afterwards is an error."""
         self._options = None
 
 
@@ -346,22 +346,22 @@ def new_requests(
     *,
     stream: bool = False,
 ) -> list[list[Request] | RequestOutput]:
-    """Return for each prompt its samples, or, if it is invalid, its finished output with the error.
+    """Return each prompt's samples or, if it is invalid, its finished output with the error.
 
-    Counts nothing, so that a thread may call it while another runs a round.
+    Updates no counters, so that a thread may call it while another one runs a round.
     """
     params = llm._default_params if params is None else params
     if not isinstance(params, Sequence):
         params = [params] * len(prompts)
     if len(params) != len(prompts):
-        raise ConfigError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
+        raise ConfigError(f"{len(params)} sampling_params for {len(prompts)} prompts; pass one, or one per prompt")
     if wrong := [value for value in params if not isinstance(value, SamplingParams)]:
         raise ConfigError(f"sampling_params={wrong[0]!r}; valid: a SamplingParams, or a list of them")
     priority = to_python(0 if priority is None else priority)
     priorities = priority if isinstance(priority, Sequence) else [priority] * len(prompts)
     if len(priorities) != len(prompts) or not all(type(value) is int for value in priorities):
         raise ConfigError(
-            f"priority={short_repr(priority)} for {len(prompts)} prompts; valid: an int, or a list of one for each"
+            f"priority={short_repr(priority)} for {len(prompts)} prompts; valid: an int, or a list with one per prompt"
         )
     if any(priorities) and llm.config.scheduling_policy != "priority":
         raise ConfigError(f'priority={short_repr(priority)} requires LLM(scheduling_policy="priority")')
@@ -371,7 +371,7 @@ def new_requests(
     slots = min(llm.config.max_tree_slots, llm.engine.runner.max_rows or llm.config.max_tree_slots)
     if resolved.max_nodes > slots:
         raise ConfigError(
-            f"a tree of {resolved.max_nodes} nodes, but this engine keeps {slots} slots for one; give the larger "
+            f"a tree of {resolved.max_nodes} nodes, but this engine keeps {slots} slots for one; pass the larger "
             "SpecConfig to LLM"
         )
     tokenization = Tokenization.resolve(tokenization_kwargs, llm.config.max_model_len)
@@ -400,6 +400,6 @@ def _loras(llm: LLM, asked: Any, count: int) -> list[Lora | None]:
 
 
 def refuse_unknown(method: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Handle the further keywords of a method: vLLM's options, or unknown ones, with the nearest valid name."""
+    """Handle additional keywords of a method: vLLM's options, or unknown ones, suggesting the closest valid name."""
     check_absent(method.__name__, options, CALLS)
     reject_unknown(method.__name__, options.keys() - CALLS.keys(), list(inspect.signature(method).parameters)[1:-1])

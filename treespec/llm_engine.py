@@ -25,7 +25,7 @@ class LLMEngine:
     def __init__(self, llm: LLM):
         self.llm = llm
         self._open: dict[str, list[Request]] = {}
-        self._seen: dict[str, int] = {}  # request id -> number of tokens returned by `step`
+        self._seen: dict[str, int] = {}  # number of tokens returned by `step`, by request id
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -44,7 +44,7 @@ class LLMEngine:
         lora_request: LoRARequest | None = None,
         **vllm_options: Unpack[CallOptions],
     ) -> None:
-        """Add a request to the next round. Arguments are those of `LLM.generate`, for one prompt.
+        """Add a request to the next round. Arguments as in `LLM.generate`, for one prompt.
 
         Raises:
             ConfigError: an unknown keyword, or an id that is in use.
@@ -54,7 +54,7 @@ class LLMEngine:
         if params is not None and params.output_kind is RequestOutputKind.DELTA:
             raise ConfigError("output_kind='DELTA': LLMEngine.step returns all tokens so far; use AsyncLLM")
         if request_id in self._open:
-            raise ConfigError(f"request_id={request_id!r} is in use; give another one")
+            raise ConfigError(f"request_id={request_id!r} is in use; choose another one")
         llm = self.llm
         with llm.between_rounds():
             arguments = params, spec, tokenization_kwargs, priority, lora_request
@@ -68,13 +68,13 @@ class LLMEngine:
             self._open[request_id], self._seen[request_id] = samples, 0
 
     def step(self) -> list[RequestOutput]:
-        """Run one round. Returns the requests with new tokens or that have ended, with all of their tokens so far."""
+        """Run one round. Return the requests that have new tokens or have ended, with all of their tokens so far."""
         rounds = self.llm.rounds
         rounds.check_threads()
         with rounds.between():
             if any(not sample.finished for samples in self._open.values() for sample in samples):
                 rounds.step()
-                self.llm.engine.run_deferred()  # the outputs tell what this round accepted
+                self.llm.engine.run_deferred()  # makes the outputs reflect this round's acceptance
             outputs = []
             for request_id, samples in list(self._open.items()):
                 generated, finished = sum(s.num_generated for s in samples), all(s.finished for s in samples)
@@ -96,7 +96,7 @@ class LLMEngine:
         return bool(self._open)
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests that are not yet returned as finished."""
+        """Return the number of requests not yet returned as finished."""
         return len(self._open)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

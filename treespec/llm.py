@@ -135,7 +135,7 @@ class LLM:
                 fit into the context. `add_special_tokens` adds the tokenizer's special tokens to a text; truncation
                 keeps them. `max_output_tokens` is the number of tokens that must fit after the prompt; without it, an
                 output ends where the context does.
-            lora_request: the adapter of all prompts, with `LLM(enable_lora=True)`, or a list with one (or None) per prompt.
+            lora_request: the adapter of all prompts, with `LLM(enable_lora=True)`, or a list of one or None per prompt.
 
         Raises:
             ConfigError: an unknown keyword, an unsupported vLLM keyword, or parameters of another type.

@@ -77,8 +77,8 @@ FAULTS = (
     Fault(
         "engine: a preempted sample decides for its group",
         f"{ENGINE}engine/engine.py",
-        "request.spec.is_adaptive and not request.num_generated:",
-        "request.spec.is_adaptive:",
+        "adaptive and not request.num_generated:",
+        "adaptive:",
         "engine/test_preemption.py::test_a_preempted_sample_does_not_change_what_its_group_has_decided",
     ),
     Fault(

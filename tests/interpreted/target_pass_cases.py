@@ -62,9 +62,12 @@ def with_a_drafter(
     prompts: list[list[int]] = SHORT,
     **options: Any,
 ) -> LLM:
-    """An engine whose rounds go step by step, since a drafter is asked that knows the output."""
+    """An engine whose rounds go step by step, with a drafter that knows the output."""
     oracle = OracleDrafter([[*p, *tokens] for p, tokens in zip(prompts, plain, strict=True)], depth, wrong, vocab=64)
-    return open_llm(target, [oracle], spec=TREES, max_num_seqs=2, **options, **ON_GPU)
+    llm = open_llm(target, [oracle], spec=TREES, max_num_seqs=2, **options, **ON_GPU)
+    for source in llm.engine.sources.others:
+        source.is_captured = False  # like a draft with another tokenizer
+    return llm
 
 
 def test_trees_of_a_drafter(gpu: Gpu, target: Path) -> None:

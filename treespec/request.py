@@ -18,6 +18,7 @@ from treespec.sampling.restriction import Restriction
 from treespec.sampling.sampler import Sampler
 from treespec.sampling_params import SamplingParams
 from treespec.text.detokenizer import Detokenizer
+from treespec_kernels.recurrent.request_state import RecurrentState, StateRows
 
 if TYPE_CHECKING:
     from treespec.planning.learning import DraftedMeans
@@ -91,6 +92,7 @@ class Request:
     context_len: int = 0
     prefill_len: int = field(init=False)  # positions to prefill: all tokens but the last
     pages: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    state: RecurrentState | None = field(default=None, repr=False)  # of the target's recurrent layers, if it has any
     reserved_len: int = 0  # number of tokens up to which the pages suffice for a round
     page_keys: list[bytes] = field(default_factory=list)  # keys of the prompt's full pages, see `prefix_cache`
     num_cached: int = 0  # prompt tokens with K/V from other requests
@@ -142,6 +144,10 @@ class Request:
     def max_len(self) -> int:
         """Maximum number of positions that the request may reach."""
         return self.num_prompt + self.max_tokens
+
+    def state_rows(self, commits: bool = False) -> StateRows | None:
+        """Return the state for a pass of the target, as in `RequestRows`."""
+        return None if self.state is None else StateRows(self.state, commits)
 
     @property
     def output_token_ids(self) -> list[int]:

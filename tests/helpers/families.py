@@ -32,6 +32,8 @@ _GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 _CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 30.0}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
+_DELTA |= {"linear_value_head_dim": 20, "full_attention_interval": 2}
 _PHI3 = {"head_dim": None, "hidden_size": 64}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 _BETAS = {"factor": 8.0, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}
@@ -67,6 +69,8 @@ TYPICAL = {
     "mistral": _case("mistral", sliding_window=WINDOW, num_key_value_heads=1),
     "qwen2": _case("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "qwen3": _case("qwen3", head_dim=24, tie_word_embeddings=True),
+    "qwen3_5": _case("qwen3_5_text", **_DELTA, rope_parameters=_partial(0.5)),
+    "lfm2": _case("lfm2", block_auto_adjust_ff_dim=False, conv_L_cache=3, full_attn_idxs=[1]),
     "gemma2": _case("gemma2", **_CAPS, sliding_window=WINDOW, query_pre_attn_scalar=40, tie_word_embeddings=True),
     "gemma3": _case("gemma3_text", **_GEMMA3, sliding_window=WINDOW, tie_word_embeddings=True),
     "phi3": _case("phi3", **_PHI3, sliding_window=WINDOW, num_key_value_heads=4, rope_parameters=_partial(0.75)),
@@ -76,12 +80,21 @@ TYPICAL = {
 }
 """One of each family, with what is its own: windows shorter than the context, caps, partial rotary."""
 
+HYBRIDS = ("qwen3_5", "lfm2")
+"""Those of `TYPICAL` with recurrent layers, which are no drafts."""
+
 CASES = TYPICAL | {
     "llama, dynamic": _case("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
     "llama, yarn with betas, large eps": _case("llama", rope_parameters=_YARN | _BETAS, rms_norm_eps=0.1),
     "llama, scaled as 3.1, heads of 12": _case("llama", rope_parameters=_LLAMA3, head_dim=12, num_key_value_heads=4),
     "mistral, no window, wide heads": _case("mistral", sliding_window=None, head_dim=40),
     "mistral, a window of one position": _case("mistral", sliding_window=1, tie_word_embeddings=True),
+    "qwen3_5, one group of heads, rope of a quarter": _case(
+        "qwen3_5_text", **_DELTA | {"linear_num_key_heads": 4}, linear_conv_kernel_dim=2, rms_norm_eps=0.05
+    ),
+    "lfm2, first keys, adjusted MLP": _case(
+        "lfm2", block_multiple_of=16, conv_L_cache=5, full_attn_idxs=[0, 2], head_dim=None
+    ),
     "qwen2, no window, yarn": _case("qwen2", rope_parameters=_YARN, num_key_value_heads=1),
     "qwen3, biases, windows by layer": _case(
         "qwen3", **_BY_LAYER, attention_bias=True, num_key_value_heads=1, rms_norm_eps=0.05
@@ -147,6 +160,8 @@ def fitting(case: Case) -> dict[str, Any]:
     if case.model_type == "opt":
         return {"hidden_size": 64, "ffn_dim": 80, "word_embed_proj_dim": 64}
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 80}
+    if case.model_type == "qwen3_5_text":
+        sizes |= {"linear_num_value_heads": 16, "linear_key_head_dim": 32, "linear_value_head_dim": 80}
     derived = case.model_type in ("phi3", "gpt_neox")  # heads are as wide as the rotations that their cases name
     return sizes if derived else sizes | {"head_dim": 32 if case.config.get("head_dim") else 16}
 
@@ -161,7 +176,8 @@ def make_model(folder: Path, case: Case, seed: int, dtype: torch.dtype = torch.f
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                centre = 0.0 if name.endswith("bias") or case.model_type.startswith("gemma") else 1.0
+                added = case.model_type.startswith(("gemma", "qwen3_5")) and "linear_attn" not in name
+                centre = 0.0 if name.endswith("bias") or added else 1.0
                 parameter.normal_(centre, 0.2)
             elif any(part in name for part in ("embed", "wte", "wpe")):
                 parameter.normal_(0.0, 5.0 * parameter.shape[1] ** -0.5 if "embed_out" in name else 1.0)

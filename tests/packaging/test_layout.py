@@ -36,7 +36,7 @@ LAYERS = {
     ),
     "treespec_kernels": (
         ("comparison", "launch"),
-        ("linear", "tree"),
+        ("linear", "recurrent", "tree"),
         ("attention", "sampling"),
         ("cpu", "tuning"),
         ("ops",),

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from treespec.cache.prefix_cache import PrefixCache
+from treespec.cache.state_pool import StatePool
 from treespec.utils.memory import lazy_zeros
 from treespec_kernels.attention.kv_commit import kv_commit_cpu, kv_commit_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.recurrent.request_state import RecurrentState
 from treespec_weights.rules import ModelShape
 
 NO_PAGES = np.empty(0, dtype=np.int64)
@@ -36,7 +38,7 @@ class FeatureShape:
     hidden_size: int  # hidden size of the target, even
 
     @property
-    def num_layers(self) -> int:
+    def kv_layers(self) -> int:
         return len(self.layers)
 
     @property
@@ -67,6 +69,7 @@ def pages_for(num_slots: int) -> int:
 class KVCache:
     """Page pools with reference counts."""
 
+    states: StatePool | None = None  # of the target's recurrent layers; None without any
     prefixes: PrefixCache | None = None  # contents of pages that later requests may share; None without prefix caching
 
     def __init__(
@@ -99,14 +102,14 @@ class KVCache:
     def allocate(
         shape: ModelShape | FeatureShape, num_pages: int, dtype: torch.dtype, device: torch.device | str
     ) -> Tensor:
-        """Allocate zeros [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim]: unwritten slots stay finite. On
+        """Allocate zeros [kv_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim]: unwritten slots stay finite. On
         a CPU, memory is committed on first write."""
-        size = (shape.num_layers, 2, num_pages, shape.num_kv_heads, PAGE_SIZE, shape.head_dim)
+        size = (shape.kv_layers, 2, num_pages, shape.num_kv_heads, PAGE_SIZE, shape.head_dim)
         return lazy_zeros(size, dtype, torch.device(device))
 
     @staticmethod
     def bytes_per_page(shapes: Sequence[ModelShape | FeatureShape], dtype: torch.dtype) -> int:
-        per_slot = sum(2 * shape.num_layers * shape.num_kv_heads * shape.head_dim for shape in shapes)
+        per_slot = sum(2 * shape.kv_layers * shape.num_kv_heads * shape.head_dim for shape in shapes)
         return per_slot * PAGE_SIZE * dtype.itemsize
 
     @property
@@ -140,6 +143,14 @@ class KVCache:
             self.prefixes.touch(shared)
         return self.grow(request_id, num_slots)
 
+    def reserve_state(self, request_id: str, length: int = 0) -> RecurrentState | None:
+        """Return a state of recurrent layers after `length` tokens of zeros; None if the target has no such layers."""
+        if self.states is None:
+            return None
+        state = self.states.reserve(request_id)
+        state.length = length
+        return state
+
     def grow(self, request_id: str, num_slots: int) -> np.ndarray:
         """Allocate the pages that a holder lacks for `num_slots` slots; return all of its pages."""
         held = self._held[request_id]
@@ -162,6 +173,8 @@ class KVCache:
 
         Pages with other holders are zeroed when the last holder releases them.
         """
+        if self.states is not None:
+            self.states.release(request_id)
         pages = self._held.pop(request_id)
         self._holders[pages] -= 1
         self._dirty[pages] |= scrub

@@ -128,6 +128,8 @@ class Engine:
         for request in batch.prefill:
             if request.error is not None:
                 self.finish(request, "error", request.error)
+            else:
+                self.scheduler.keep_state(request)
         batch.decode[:] = [request for request in batch.decode if not request.finished]
         if (ssms := self.sources.ssms) is not None:
             computed = [r for r in batch.prefill if not r.finished and not r.spec.is_plain]
@@ -261,6 +263,7 @@ class Engine:
             assert request.needs_prefill or request.context_len == len(request.tokens) - 1, request.request_id
         if self.scheduler.is_idle:
             assert self.cache.num_free == self.cache.num_pages, "an idle engine holds pages"
+            assert self.cache.states is None or not self.cache.states.num_held, "an idle engine holds states"
 
 
 @one_thread()

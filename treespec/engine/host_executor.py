@@ -129,6 +129,9 @@ class HostExecutor(Executor[HostExecution]):
         pages = [verified.request.pages for verified in execution.verified]
         lengths = [verified.request.context_len for verified in execution.verified]
         self.runner.cache.commit_target(pages, lengths, [verified.path for verified in execution.verified])
+        for verified in execution.verified:
+            if verified.request.state is not None:
+                verified.request.state.commit(verified.path)
 
 
 def verify_request(request: Request, tree: TokenTree, choices: Choices) -> tuple[np.ndarray, int]:

@@ -31,10 +31,11 @@ class Choices(NamedTuple):
 def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
     """Attention rows of a tree after the request's committed positions."""
     if len(tree) == 1:
-        return RequestRows.chain(request.context_len, 1, request.pages, request.max_len, request.adapter)
+        own = request.adapter, request.state_rows()
+        return RequestRows.chain(request.context_len, 1, request.pages, request.max_len, *own)
     nodes = np.arange(len(tree))
-    seen = tree.depths, tree.visible, tree.depths
-    return RequestRows(request.context_len, nodes, *seen, request.pages, request.max_len, request.adapter)
+    seen, own = (tree.depths, tree.visible, tree.depths), (request.adapter, request.state_rows())
+    return RequestRows(request.context_len, nodes, *seen, request.pages, request.max_len, *own)
 
 
 class CapturedPasses(Protocol):
@@ -57,8 +58,9 @@ class Runner:
         captured: CapturedPasses | None = None,  # captured tree passes; None to launch all kernels one by one
     ):
         self.target, self.cache, self.max_rows, self.captured = target, cache, max_rows, captured
-        # Hidden states that heads read take further calls.
-        self._compiled = target.compiled if captured is None and cache.features is None else None
+        # Hidden states that heads read, and states of recurrent layers, take further calls.
+        is_one_call = captured is None and cache.features is None and cache.states is None
+        self._compiled = target.compiled if is_one_call else None
 
     def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Prefill the next `counts[i]` tokens of each request in one pass: of the prompt, or of a preempted request.
@@ -69,7 +71,7 @@ class Runner:
         if not requests:
             return
         rows = [
-            RequestRows.chain(r.context_len, count, r.pages, r.max_len, r.adapter)
+            RequestRows.chain(r.context_len, count, r.pages, r.max_len, r.adapter, r.state_rows(commits=True))
             for r, count in zip(requests, counts, strict=True)
         ]
         tokens = [t for r, n in zip(requests, counts, strict=True) for t in r.tokens[r.context_len : r.context_len + n]]

@@ -131,7 +131,7 @@ class Scheduler:
         While other requests decode, there are only as many rows as take `MAX_STALL` at the last measured speed.
         """
         prefilling = sorted((request for request in self.running if request.needs_prefill), key=rank)
-        left = {request: request.prefill_len - request.context_len for request in prefilling}
+        left = {request: self._prefill_end(request) - request.context_len for request in prefilling}
         shortest_first = sorted(prefilling, key=lambda request: (request.priority, left[request]))
         counts, budget = dict.fromkeys(prefilling, 0), self.prefill_chunk
         if len(prefilling) < len(self.running):
@@ -142,6 +142,16 @@ class Scheduler:
             counts[request] += count
             budget -= count
         return {request: count for request, count in counts.items() if count}
+
+    def _prefill_end(self, request: Request) -> int:
+        """Return where the next prefill chunk of a request must end at the latest.
+
+        States of recurrent layers are kept after passes, so the prompt's last page ends one if prefixes are cached.
+        """
+        end = request.prefill_len // PAGE_SIZE * PAGE_SIZE
+        if self.cache.states is None or self.cache.prefixes is None or request.context_len >= end:
+            return request.prefill_len
+        return end
 
     def observe_prefill(self, num_rows: int, seconds: float) -> None:
         """Record the time of a step's prefill, which bounds the next chunks."""
@@ -226,23 +236,47 @@ class Scheduler:
     def _hold(self, request: Request, pages: np.ndarray) -> None:
         request.pages, request.reserved_len = pages, len(pages) * PAGE_SIZE - self.scratch
 
+    def keep_state(self, request: Request) -> None:
+        """Keep a copy of the recurrent state after a prefill pass: at the end of a group's prompt for its waiting
+        samples, because the leader's moves on, and at the end of a page for later requests."""
+        group, states, length = request.group, self.cache.states, request.context_len
+        if states is None or request.state is None:
+            return
+        if group is not None and group.leader is request and group.waiting and length == request.num_prompt - 1:
+            states.keep(group.group_id, request.state)
+        if self.cache.prefixes is not None and length % PAGE_SIZE == 0 and request.page_keys:
+            states.keep(request.page_keys[length // PAGE_SIZE - 1], request.state)
+
+    def _forks(self, group: PromptGroup | None) -> bool:
+        """Whether the next sample of a group finds its prompt computed; a recurrent layer's part of it may be gone."""
+        if group is None or group.leader is None:
+            return False
+        return self.cache.states is None or self.cache.states.find(group.group_id) is not None
+
     def _shared(self, request: Request) -> Prefix:
         """Return the pages that a waiting request would share: its leader's full ones, its group's, or a prefix's."""
         group, prefixes = request.group, self.cache.prefixes
         if group is not None and group.kept is not None:
             return Prefix(group.kept, NO_LENGTHS)
-        if group is not None and group.leader is not None:
+        if group is not None and group.leader is not None and self._forks(group):
             return Prefix(group.leader.pages[: (request.num_prompt - 1) // PAGE_SIZE], NO_LENGTHS)
         if prefixes is None:
             return Prefix(NO_PAGES, NO_LENGTHS)
         # The last token is left to decoding, and the leader of a group prefills at least one for the drafts.
         most = (request.prefill_len - (group is not None)) // PAGE_SIZE
-        return prefixes.find(request.page_keys[: max(most, 0)])
+        found, states = prefixes.find(request.page_keys[: max(most, 0)]), self.cache.states
+        if states is None:
+            return found
+        ends = (count for count in range(len(found.pages), 0, -1) if states.find(request.page_keys[count - 1]))
+        count = next(ends, 0)
+        return Prefix(found.pages[:count], np.minimum(found.draft_lengths, count * PAGE_SIZE))
 
     def _admit(self, request: Request) -> bool:
         """Reserve a request's pages, reusing what is in the cache. Return whether its group has the whole prompt."""
         shared, draft_lengths = self._shared(request)
+        forks, states = self._forks(request.group), self.cache.states
         self._hold(request, self.cache.reserve(request.request_id, self.slots_needed(request), shared))
+        request.state = self.cache.reserve_state(request.request_id)
         self.running.append(request)
         if request.admitted_at is None:
             request.admitted_at = time.perf_counter()
@@ -251,12 +285,17 @@ class Scheduler:
         if group is not None:
             group.waiting -= 1
             group.leader = leader or request
-        if leader is None:
+        if leader is None or not forks:
             if group is not None and group.kept is not None:
                 self._drop(group)
                 request.context_len = prefix
                 return prefix > 0
             request.context_len, request.draft_lengths = PAGE_SIZE * len(shared), draft_lengths
+            if states is not None and request.state is not None and len(shared):
+                kept = states.find(key := request.page_keys[len(shared) - 1])
+                assert kept is not None
+                request.state.copy_from(kept)
+                states.keep(key, kept)  # used last
             if not request.num_preemptions:
                 request.num_cached = request.context_len
             return False
@@ -264,6 +303,12 @@ class Scheduler:
             tail = len(shared)
             self.cache.copy_slots(leader.pages[tail], request.pages[tail], prefix % PAGE_SIZE)
         request.context_len, request.poisoned = prefix, leader.poisoned
+        if states is not None and group is not None and request.state is not None:
+            kept = states.find(group.group_id)
+            assert kept is not None
+            request.state.copy_from(kept)
+            if not group.waiting:
+                self._drop(group)
         return prefix > 0
 
     def cache_prefix(self, request: Request) -> None:
@@ -275,18 +320,27 @@ class Scheduler:
         self.cache.prefixes.insert(keys, request.pages[:count], request.draft_lengths)
 
     def _drop(self, group: PromptGroup) -> None:
+        """Free what a group keeps for its waiting samples."""
         if group.kept is not None:
             self.cache.release(group.group_id)
             group.kept = None
+        elif self.cache.states is not None:
+            self.cache.states.drop(group.group_id)
 
     def _leave(self, request: Request, scrub: bool) -> None:
-        """Free a request's pages, or keep the prompt's for the waiting samples of its group."""
-        group = request.group
+        """Free a request's pages, or keep the prompt's for the waiting samples of its group.
+
+        The state of recurrent layers after the prompt is kept only while a sample runs, which bounds their number.
+        """
+        group, request.state = request.group, None
         if group is not None and group.leader is request:
             group.leader = next((other for other in self.running if other.group is group), None)
             prefix = request.num_prompt - 1
             last = request.pages[prefix // PAGE_SIZE : pages_for(prefix)]  # of the prompt, if it is not a full one
+            if group.leader is None and self.cache.states is not None:
+                self._drop(group)
             is_kept = group.leader is None and group.waiting and request.has_verified_prompt
+            is_kept = is_kept and self.cache.states is None
             if is_kept and (self.cache.num_holders(last) == 1).all():
                 group.kept = self.cache.transfer(request.request_id, group.group_id, prefix, scrub)
                 return

@@ -23,6 +23,7 @@ from treespec.models.layer import take_layer, take_projection
 from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import take_head_norm
+from treespec.models.recurrent import MAX_KERNEL, STATE_LANES, recurrent_sizes, take_mixer
 from treespec.utils.memory import drop_mapped
 from treespec_kernels.attention.tree_batch import RequestRows, UpdatedRows, updated_rows
 from treespec_kernels.cpu.compiled_plan import CompiledPlan, plan_compiled
@@ -52,6 +53,10 @@ def check_compiled(configs: Sequence[ModelConfig], dtype: torch.dtype, device: t
     for config in configs:
         shape = config.shape
         reason = unsupported_reason(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype)
+        if (recurrent := shape.recurrent) is not None:
+            sizes = recurrent.heads, recurrent.key_dim, recurrent.value_dim
+            if recurrent.kernel > MAX_KERNEL or any(size % STATE_LANES for size in sizes):
+                reason = f"a convolution of {recurrent.kernel} tokens, or states of {sizes}: no multiples of 16"
         if reason:
             raise KernelError(f"{config.folder}: compile=True does not support {reason}; use compile=False")
     head_dims = dict.fromkeys(config.shape.head_dim for config in configs)
@@ -99,6 +104,8 @@ class CompiledDecoder(Decoder):
             len(config.ropes),
             self.embed_scale,
             config.score_cap,
+            config.shape.output_gate,
+            **recurrent_sizes(config),
         )
         blocks = self.embed_blocks
         embed = self.embed if blocks is None else BlockWeight(blocks.kind, blocks.rows, blocks.release)
@@ -121,11 +128,14 @@ class CompiledDecoder(Decoder):
 
     def _take_layers(self, weights: Weights) -> Iterator[CompiledLayerWeights]:
         """Yield the layers' weights, and drop those of one layer from memory when the next one is asked for."""
-        for i, kind in tracked(f"packing {self.config.folder.name}", [*enumerate(self.config.layers)]):
+        config = self.config
+        for i, kind in tracked(f"packing {config.folder.name}", [*enumerate(config.layers)]):
             prefix = f"layers.{i}."
             head_norm = take_head_norm(weights, prefix, self.heads, self.kv_heads)
             dense = [value for name, value in weights.items() if name.startswith(prefix) and isinstance(value, Tensor)]
             parts = take_layer(weights, i, joins=False)
+            if kind.recurrent:
+                parts |= take_mixer(weights, prefix, config)
             yield CompiledLayerWeights(head_norm=head_norm, rope=kind.rope, window=kind.window, **parts)
             del parts
             drop_mapped(dense)
@@ -147,7 +157,7 @@ class CompiledDecoder(Decoder):
         return self.model.nbytes + dequantized
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
-        plan = plan_compiled(requests, self.config.first_rotation)
+        plan = plan_compiled(requests, self.config.first_rotation, self.config.shape.recurrent is not None)
         updated = updated_rows((rows.adapter, rows.num_rows) for rows in requests)
         return self.layout(plan, int(plan.positions.numpy().max()) + 1, updated)
 
@@ -172,9 +182,12 @@ class CompiledDecoder(Decoder):
         return self._joined
 
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
-        layer_kv, plan, rotation = kv[:num_layers], layout.attention, layout.rotation
-        sizes, updated = (len(layer_kv), layout.positions), layout.updated
-        return self.model.forward(tokens, plan, rotation, layer_kv, *sizes, updated=updated)
+        plan, rotation, updated = layout.attention, layout.rotation, layout.updated
+        count = num_layers if plan.states is not None else len(kv[:num_layers])
+        final = self.model.forward(tokens, plan, rotation, kv[:count], count, layout.positions, updated=updated)
+        if plan.states is not None:
+            plan.states.finish()
+        return final
 
     def tree_logits(
         self,
@@ -203,6 +216,8 @@ class CompiledDecoder(Decoder):
         plan, rotation, positions = layout.attention, layout.rotation, layout.positions
         arguments = rows, qkv, streams, of, layout.updated
         final = self.model.forward(tokens, plan, rotation, kv, None, positions, *arguments)
+        if plan.states is not None:
+            plan.states.finish()
         if (normed := self.config.shape.num_layers + 1) in of:
             streams[:, of.index(normed)] = final
         return HiddenStates(final, streams)

@@ -6,6 +6,7 @@ each), so the decoder makes few calls and creates views once per pass.
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
@@ -24,12 +25,14 @@ from treespec.models.layer_kinds import RotaryEmbedding
 from treespec.models.low_rank import LowRank, Updates, fused_updates
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
+from treespec.models.recurrent import RecurrentLayer, StatePass, state_shape
 from treespec.utils.memory import drop_mapped
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows, UpdatedRows, updated_rows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
-from treespec_kernels.linear.activations import ACTIVATIONS, soft_cap
+from treespec_kernels.linear.activations import ACTIVATIONS, sigmoid, soft_cap
 from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
+from treespec_kernels.recurrent.request_state import StateShape
 from treespec_weights.blocks import Blocks, Weights
 
 if TYPE_CHECKING:
@@ -67,6 +70,7 @@ class Pass:
     attention: Any  # a plan for each of the model's windows
     positions: Tensor | None = None  # int64 [num_rows], for learned positions
     updated: Sequence[UpdatedRows] = ()  # rows with the low-rank updates of adapters, results of `Decoder.updates`
+    states: Any = None  # rows of recurrent layers; None in models without any. The pass changes the requests' states
 
 
 class StreamInput(NamedTuple):
@@ -185,10 +189,10 @@ class Decoder:
         return self.embed_blocks.dequantize(self.dtype)
 
     def _take(self, weights: Weights) -> None:
-        shape = self.config.shape
         assert self.linear != "compiled" and self.linear != "triton"
-        self.layers = [
-            Layer(weights, i, self.config, self.linear, self.dtype, self._library) for i in range(shape.num_layers)
+        kinds = [RecurrentLayer if kind.recurrent else Layer for kind in self.config.layers]
+        self.layers: list[Layer] = [
+            kind(weights, i, self.config, self.linear, self.dtype, self._library) for i, kind in enumerate(kinds)
         ]
         self._stream = STREAMS[self.config.rules.norm]
         self.final_norm = self._stream.take(weights.pop("final_norm"), weights.pop("final_norm_bias", None))
@@ -245,6 +249,10 @@ class Decoder:
         model._select_layers(sorted(kinds.values()))
         return model, len(kinds)
 
+    def state_shape(self, num_nodes: int) -> StateShape | None:
+        """Return the sizes of a request's state, with trees of up to `num_nodes` nodes; None if it needs none."""
+        return state_shape(self.config, num_nodes, self.dtype)
+
     def weight_forms(self) -> Sequence[object]:
         """Return for each layer a value that is equal for layers of one form, such as int4 in groups of 32."""
         return [None] * len(self.config.layers)
@@ -265,6 +273,7 @@ class Decoder:
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             self._learned_at(positions),
             updated_rows((rows.adapter, rows.num_rows) for rows in requests),
+            None if self.config.shape.recurrent is None else StatePass(requests, num_rows),
         )
 
     def updates(self, matrices: Mapping[str, LowRank]) -> Any:
@@ -289,7 +298,8 @@ class Decoder:
         """Run a pass: write the rows' K/V to their slots and return hidden states after the final norm.
 
         Tokens, int64 [num tokens], are in the order of the planned rows; `kv` is this model's pool, [num_layers, 2,
-        num_pages, num_kv_heads, PAGE_SIZE, head_dim]. Returns [layout.num_rows, hidden_size]; padding rows last.
+        num_pages, num_kv_heads, PAGE_SIZE, head_dim], of its layers with K/V. Returns [layout.num_rows, hidden_size];
+        padding rows last.
         """
         return self._forward(tokens, layout, kv, num_layers, {})
 
@@ -357,10 +367,14 @@ class Decoder:
             qkv = None if start.qkv is None else F.pad(start.qkv, (0, 0, 0, missing))
         rotation = layout.rotation.split(1, 1)
         stream = self._stream(x, self.config.norm_eps)
-        for i, (layer, cache) in enumerate(zip(self.layers[:num_layers], kv, strict=False)):
+        caches, recurrent = iter(kv), itertools.count()
+        for i, layer in enumerate(self.layers[:num_layers]):
             if i in states:
                 states[i] = stream.x.clone()
+            cache = next(caches) if layer.mixer is None else next(recurrent)
             self._run(layer, stream, rotation, layout, cache, None if i else qkv)
+        if layout.states is not None:
+            layout.states.finish()
         if len(self.layers) in states:
             states[len(self.layers)] = stream.x.clone()
         return stream.norm(self.final_norm)
@@ -379,13 +393,18 @@ class Decoder:
         stream: RmsStream | LayerStream,
         rotation: tuple[Tensor, ...],
         layout: Pass,
-        cache: Tensor,  # the layer's pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim]
+        # The layer's pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim]; of a recurrent layer, its number among those
+        cache: Any,
         qkv: Tensor | None,  # the layer's projections, if they are given
     ) -> None:
         """Run one layer in place on the stream."""
-        if qkv is None:
-            qkv = self._apply("qkv", layer, stream.norm(layer.attn_norm), layout)
-        update = self._attend(layer, qkv, rotation, layout, cache)
+        if layer.mixer is not None:
+            mixed = layer.mixer(stream.norm(layer.attn_norm), layout.states, cache)
+            update = self._apply("o", layer, mixed, layout)
+        else:
+            if qkv is None:
+                qkv = self._apply("qkv", layer, stream.norm(layer.attn_norm), layout)
+            update = self._attend(layer, qkv, rotation, layout, cache)
         if layer.attn_post_norm is not None:
             update = stream.norm_of(update, layer.attn_post_norm)
         if self.config.parallel:  # parallel block: the MLP does not see the attention output
@@ -406,7 +425,10 @@ class Decoder:
         q, (k_cache, v_cache) = self._write(layer, qkv, rotation, layout, cache), cache
         plan = layout.attention[layer.window]
         out = self.attention(q, k_cache, v_cache, plan, self.config.query_scale, self.config.score_cap)
-        return self._apply("o", layer, out.view(len(qkv), -1).to(self.dtype), layout)
+        out = out.view(len(qkv), -1)
+        if (first := (self.heads + 2 * self.kv_heads) * self.head_dim) < qkv.shape[1]:
+            out = out.float() * sigmoid(qkv[:, first:])
+        return self._apply("o", layer, out.to(self.dtype), layout)
 
     def _apply(self, name: str, layer: Layer, x: Tensor, layout: Pass, activation: str | None = None) -> Tensor:
         """Apply a linear layer, with the updates of the rows that have any, and then an activation."""
@@ -430,8 +452,8 @@ class Decoder:
             cos, sin = rotation[layer.rope : layer.rope + 2]
             turned = qk.roll(head_dim // 2, -1).mul_(sin)
             qk.mul_(cos).add_(turned)  # not addcmul, so that SIMD body and tail both round products and sum separately
-        new = qkv[:, heads:].reshape(-1, head_dim)  # K and V of a row adjacent, as in `layout.slots`
-        cache.view(-1, head_dim).index_copy_(0, layout.slots, new.to(cache.dtype))
+        new = qkv[:, heads : heads + 2 * self.kv_heads]  # K and V of a row adjacent, as in `layout.slots`
+        cache.view(-1, head_dim).index_copy_(0, layout.slots, new.reshape(-1, head_dim).to(cache.dtype))
         return qkv[:, :heads].to(cache.dtype)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:

@@ -103,7 +103,12 @@ def take_layer(weights: Weights, i: int, fuses_gate: bool = True, joins: bool = 
     """
     prefix = f"layers.{i}."
     layer: dict[str, Any] = {}
-    for name, fused in fused_matrices(f"{prefix}gate" in weights, fuses_gate).items():
+    products = fused_matrices(f"{prefix}gate" in weights, fuses_gate)
+    if f"{prefix}attn_gate" in weights:
+        products["qkv"] += ("attn_gate",)
+    if f"{prefix}mix_out" in weights:
+        products["o"] = ("mix_out",)
+    for name, fused in products.items():
         layer[name] = take_projection(weights, prefix, fused, joins) if prefix + fused[0] in weights else None
         biases = [weights.pop(f"{prefix}{matrix}_bias", None) for matrix in fused]
         present = [bias for bias in biases if bias is not None]
@@ -117,6 +122,8 @@ class Layer:
 
     `index` is the layer's, `rope` indexes its cos in `Pass.rotation`, `window` its plan in `Pass.attention`.
     """
+
+    mixer: Any = None  # what a recurrent layer has in place of attention
 
     def __init__(
         self,

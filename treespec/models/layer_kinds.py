@@ -79,6 +79,7 @@ class LayerKind(NamedTuple):
 
     rope: int  # index into the model's ropes
     window: int | None  # visible positions, including the row's own; None = all
+    recurrent: bool = False  # whether it has a state of fixed size in place of attention
 
 
 def read_layers(

@@ -41,7 +41,7 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(dict.fromkeys(layer.window for layer in self.layers))
+        return tuple(dict.fromkeys(layer.window for layer in self.layers if not layer.recurrent))
 
     @cached_property
     def short_context(self) -> int:
@@ -91,6 +91,7 @@ class ModelConfig:
         if isinstance(eps, str):
             eps = positive(folder, eps, raw.get(eps, 1e-5 if rules.norm == "layer" else 1e-6), float)
         ropes, layers = read_layers(folder, raw, rules, shape, min(max_model_len or max_positions, max_positions))
+        layers = tuple(kind._replace(recurrent=shape.is_recurrent(i)) for i, kind in enumerate(layers))
         parallel = rules.parallel is not None and raw.get(rules.parallel, True)
         if not isinstance(parallel, bool):
             raise ModelError(f"{folder}: {rules.parallel}={parallel!r}; expected true or false")

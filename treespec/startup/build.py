@@ -18,6 +18,7 @@ from treespec.adapter.experts import has_routed_experts
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache.kv_cache import KVCache, pages_for
 from treespec.cache.prefix_cache import PrefixCache
+from treespec.cache.state_pool import StatePool
 from treespec.config.configs import EngineConfig
 from treespec.config.engine_options import EngineOptions
 from treespec.drafters.custom_source import CustomSource
@@ -122,6 +123,8 @@ def load_target(resolved: Resolved, plan: MemoryPlan) -> tuple[Decoder, KVCache,
     if plan.features is not None:
         decoder.check_states(plan.features.layers)
     cache = KVCache(plan.shapes, plan.num_pages, plan.cache_dtype, loader.device, plan.stacks, plan.features)
+    if plan.state is not None:
+        cache.states = StatePool(plan.state, max(resolved.options.max_num_seqs, 2), plan.num_kept_states)
     if resolved.options.exact and isinstance(config, AdapterConfig):
         decoder, fixed_rows = _exact_adapter(resolved, plan, config, cache)
     elif resolved.options.exact:
@@ -293,6 +296,7 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
             "target_weights": decoder.nbytes,
             "draft_weights": sum(model.nbytes for model in drafts),
             "kv_cache": cache.nbytes + sum(drafter.cache.nbytes for drafter in cross_tokenizer),
+            "recurrent_states": 0 if cache.states is None else cache.states.nbytes,
             "captured_rounds": 0 if rounds is None else rounds.nbytes,
             "suffix": sum(source.nbytes for source in sources.others if source.name == "lookup"),
             "table": sum(source.nbytes for source in sources.others if source.name == "table"),

@@ -141,6 +141,8 @@ def measure(
         for request in scratch:  # reading zeros as K/V costs the same, and a real prefill would take long
             request.context_len = len(request.tokens) - 1
             cache.scrub(request.pages)  # pages of a CPU that were never written share one page of memory
+            if request in (requests[0], long):  # the others are for drafts
+                request.state = cache.reserve_state(request.request_id, request.context_len)
         [first] = least_seconds([partial(star_pass, runner, requests[0], 1)], 1)
         quick = first * len(fitting) * 12 < seconds
         slow = not quick and first * len(FEW_ROWS) * 5 > seconds
@@ -207,6 +209,7 @@ def is_outdated(runner: Runner, curve: CostCurve) -> bool:
     request = Request([1] * (curve.context + 1), SamplingParams(), SpecConfig())
     request.pages = runner.cache.reserve(request.request_id, curve.context + LONG_ROWS)
     request.context_len = curve.context
+    request.state = runner.cache.reserve_state(request.request_id, request.context_len)
     runner.cache.scrub(request.pages)
     passes = [partial(star_pass, runner, request, n) for n in (1, LONG_ROWS)]
     waited, start = _waiting_seconds(), time.perf_counter()
@@ -271,9 +274,10 @@ def with_drafting(curve: CostCurve, times: dict[Any, float], ssms: int, requests
 
 def star_pass(runner: Runner, request: Request, rows: int) -> None:
     """Run a target pass over a star of `rows` nodes (a root and its children), up to the argmax."""
-    star = RequestRows.tree(request.context_len, np.minimum(np.arange(rows), 1) - 1, request.pages)
+    parents, state = np.minimum(np.arange(rows), 1) - 1, request.state_rows()
+    star = RequestRows.tree(request.context_len, parents, request.pages, state=state)
     if rows == 1:
-        star = RequestRows.chain(request.context_len, 1, request.pages)
+        star = RequestRows.chain(request.context_len, 1, request.pages, state=state)
     target = runner.target
     target.best(target.logits(runner.run_pass([star], np.ones(rows, dtype=np.int64))))
     _synchronize(target.device)

@@ -14,9 +14,11 @@ from treespec.errors import CacheMemoryError, ConfigError
 from treespec.graphs.capture import SLOTS, planned_bytes, round_limits, stack_sizes
 from treespec.models.attention import make_attention
 from treespec.models.model_config import ModelConfig
+from treespec.models.recurrent import state_shape
 from treespec.startup.options import Resolved
 from treespec.utils.memory import free_memory
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
+from treespec_kernels.recurrent.request_state import StateShape
 from treespec_kernels.tree.growth_limits import MAX_EXPANDED
 from treespec_weights.load import covered, expected_tensors, quantizable, quantized_group
 from treespec_weights.quant_schemes import Form
@@ -44,6 +46,8 @@ class MemoryPlan:
     shapes: list[ModelShape]  # shapes of the models in the KV cache, target first
     stacks: list[int] | None  # numbers of consecutive models that share a tensor of the KV cache (see `KVCache`)
     features: FeatureShape | None  # hidden states of the target that draft heads read; None without heads
+    state: StateShape | None  # sizes of a request's state of recurrent layers; None without any
+    num_kept_states: int  # copies of states after prompts and prefixes
 
     @property
     def positions(self) -> int:
@@ -74,6 +78,9 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
             chunk = _prefill_chunk(resolved, scratch)
         reserved = _weight_bytes(resolved) + _round_bytes(resolved, scratch, chunk)
     max_num_seqs, cache_bytes = options.max_num_seqs, options.kv_cache_memory_bytes
+    state = None if isinstance(target, AdapterConfig) else state_shape(target, scratch, loader.dtype)
+    num_kept = max_num_seqs * (2 if options.enable_prefix_caching else 1)  # for prompts of samples, and for prefixes
+    reserved += 0 if state is None else (max_num_seqs + num_kept) * state.nbytes
     ssms = _natives(draft.config for draft in resolved.ssms)
     bytes_per_page = page + (0 if cache_bytes else cross_tokenizer_page)
     length = resolve_max_model_len(
@@ -92,6 +99,8 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         shapes=shapes,
         stacks=[1, *stack_sizes(ssms), *[1] * len(resolved.heads)] if triton else None,  # each head alone
         features=features,
+        state=state,
+        num_kept_states=num_kept,
     )
 
 
@@ -103,15 +112,16 @@ def resolve_max_model_len(
     seqs: int,
     scratch: int,  # slots after each request
     device: torch.device,
-    reserved: int,  # bytes reserved for weights and captured rounds
+    reserved: int,  # bytes reserved for weights, captured rounds and recurrent states
     cache_bytes: int | None,  # of a cache that must hold one request; None = of one that must hold all of them
 ) -> int:
     """Return the maximum number of positions of a request."""
     free = free_memory(device) - reserved
     if free <= 0:
         raise CacheMemoryError(
-            f"weights and captured rounds need {reserved / 2**30:.1f} GiB, and {(free + reserved) / 2**30:.1f} GiB of "
-            f"{device} are free; use a smaller model, or lower max_num_seqs, max_model_len or nodes"
+            f"weights, captured rounds and recurrent states need {reserved / 2**30:.1f} GiB, and "
+            f"{(free + reserved) / 2**30:.1f} GiB of {device} are free; use a smaller model, or lower max_num_seqs, "
+            "max_model_len or nodes"
         )
     share = 2  # of the free memory
     if cache_bytes is not None:

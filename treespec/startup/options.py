@@ -297,6 +297,7 @@ def resolve(options: EngineOptions) -> Resolved:
     if attention == "auto":
         attention = "cpu-packed" if device.type == "cpu" else "triton"
     _check_adapters(models, options.linear, device)
+    _check_recurrent(models, device, attention, options.enable_lora)
     dtype, compiles = _resolve_passes(options, models, target.dtype, device)
     quantization = resolve_quantization(options.quantization, target, dtype)
     linear: LinearImpl | Literal["compiled", "triton"] = "compiled"
@@ -433,6 +434,24 @@ def _read_model(
             raise UnsupportedModelError(error.folder, [*error.problems, also]) from refusal
         logger.info("no native family for %s (%s): backend=transformers", os.fspath(model), error)
         return source
+
+
+def _check_recurrent(
+    models: Sequence[ModelConfig | Source], device: torch.device, attention: str, enable_lora: bool
+) -> None:
+    """Raise an error for models with recurrent layers as drafts, on a GPU, or with adapters."""
+    for model in models:
+        if isinstance(model, ModelConfig) and (recurrent := model.shape.recurrent) is not None:
+            layers = f"{model.folder}: {len(recurrent.layers)} of {model.shape.num_layers} layers are recurrent"
+            if model is not models[0]:
+                raise ModelError(f"{layers}; such a model can be the target, but no draft")
+            if device.type != "cpu" or attention == "triton":
+                raise KernelError(f"{layers}, which run on a CPU only; use device='cpu'")
+            if enable_lora:
+                raise KernelError(
+                    f"{layers}, whose products take no low-rank updates yet: merge the adapter into the model "
+                    "(merge_and_unload of peft), and leave enable_lora out"
+                )
 
 
 def _check_adapters(models: Sequence[ModelConfig | Source], linear: str, device: torch.device) -> None:

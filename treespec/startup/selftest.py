@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from treespec.sampling.sampler import Sampler
 from treespec.sampling.transforms import Transforms
 from treespec.sampling_params import SamplingParams
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.recurrent.request_state import RecurrentState, StateRows
 
 logger = logging.getLogger("treespec")
 
@@ -61,64 +63,91 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512) -> lis
     model, num_layers = model.layer_subset(_WINDOW)
     pool = pool[:num_layers]
     available = pool.shape[2] - 1
-    pages = 1 + np.arange(min(_PAGES, available))
-    twin = 1 + len(pages) + np.arange(len(pages)) if available >= 2 * len(pages) else None
-    room = len(pages) * PAGE_SIZE
+    count = min(_PAGES, available)
+    room, shape = count * PAGE_SIZE, model.state_shape(len(_WIDE))
+    states: list[RecurrentState] | list[None] = [None, None] if shape is None else shape.allocate(2)
+    place = _Place(1 + np.arange(count), states[0])
+    twin = _Place(place.pages + count, states[1]) if available >= 2 * count else None
     differences = []
     ends = [end for window in model.windows if window is not None for end in (window, window + PAGE_SIZE)]
     borders = {end - 4 for end in ends if end > 4}  # so that the first position leaves the window of deeper nodes
     prefixes = [p for p in sorted({*_PREFIXES, *borders}) if p + len(_PARENTS) <= room]
     for prefix in prefixes:  # the head does not read the context, so that one prompt suffices
         prompt, head_rows = rng.integers(model.vocab_size, size=prefix), len(_PARENTS) * (prefix == prefixes[0])
-        differences += _compare_after_prompt(model, pool, prompt, _PARENTS, pages, twin, head_rows)
+        differences += _compare_after_prompt(model, pool, prompt, _PARENTS, place, twin, head_rows)
     if model.min_rows <= 2 and 30 + len(_WIDE) <= room:  # with fixed rows, no pass is larger
         prompt = rng.integers(model.vocab_size, size=30)
         head_rows = len(_WIDE) if model.compiled is None else _HEAD_ROWS
-        differences += _compare_after_prompt(model, pool, prompt, _WIDE, pages, None, head_rows)
+        differences += _compare_after_prompt(model, pool, prompt, _WIDE, place, None, head_rows)
     if model.min_rows <= 2 and model.compiled is None:  # compiled products have the same tiles for more than `_WIDE`
         prompt = rng.integers(model.vocab_size, size=min(largest_pass, room))
         few = [_FEW] * (len(prompt) // _FEW)
-        if not torch.equal(_prefill(model, pool, prompt, few, pages), _prefill(model, pool, prompt, (), pages)):
+        if not torch.equal(_prefill(model, pool, prompt, few, place), _prefill(model, pool, prompt, (), place)):
             differences.append(f"a pass of {len(prompt)} rows")
-    touched = pages if twin is None else np.union1d(pages, twin)
+    touched = place.pages if twin is None else np.union1d(place.pages, twin.pages)
     pool[:, :, torch.from_numpy(touched).to(pool.device)] = 0
     return differences
+
+
+class _Place(NamedTuple):
+    """Memory of a request."""
+
+    pages: np.ndarray
+    state: RecurrentState | None  # of recurrent layers, if the model has any
+
+    def chain(self, context_len: int, num_rows: int, commits: bool = False) -> RequestRows:
+        return RequestRows.chain(context_len, num_rows, self.pages, state=self.rows(commits))
+
+    def rows(self, commits: bool = False) -> StateRows | None:
+        return None if self.state is None else StateRows(self.state, commits)
+
+    def saved(self) -> RecurrentState | None:
+        return None if self.state is None else self.state.clone()
+
+    def restore(self, saved: RecurrentState | None) -> None:
+        if self.state is not None and saved is not None:
+            self.state.copy_from(saved)
 
 
 def _hidden(model: Decoder, pool: Tensor, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
     """Return hidden states after all layers of `pool`, [num tokens, hidden_size]; NaN, never equal, becomes 0."""
     ids = torch.from_numpy(tokens).to(model.device)
-    return model.forward(ids, model.plan(rows, pool), pool, len(pool))[: len(tokens)].nan_to_num()
+    num_layers = None if model.config.shape.recurrent else len(pool)  # a hybrid has only the layers of the test
+    return model.forward(ids, model.plan(rows, pool), pool, num_layers)[: len(tokens)].nan_to_num()
 
 
 def _prefill(
-    model: Decoder, pool: Tensor, prompt: np.ndarray, split: Sequence[int], pages: np.ndarray, begin: int = 0
+    model: Decoder, pool: Tensor, prompt: np.ndarray, split: Sequence[int], place: _Place, begin: int = 0
 ) -> Tensor:
     """Return the hidden states of a prompt's tokens from `begin` on; those before are in the cache.
 
     The last tokens are computed in passes of `split` rows, and those before, if there are any, in one pass; with fixed
     rows, no pass is larger.
     """
+    if place.state is not None and not begin:
+        place.state.reset()
     largest = model.min_rows if model.min_rows > 2 else len(prompt)
     ends, end = [len(prompt)], len(prompt)
     for size in [*reversed(split), *[largest] * len(prompt)]:
         if end > begin:
             end = max(end - min(size, largest), begin)
             ends.append(end)
-    passes = [RequestRows.chain(start, stop - start, pages) for stop, start in itertools.pairwise(ends)]
+    passes = [place.chain(start, stop - start, commits=True) for stop, start in itertools.pairwise(ends)]
     return torch.cat([_hidden(model, pool, [rows], prompt[rows.positions]) for rows in reversed(passes)])
 
 
-def _fill(model: Decoder, pool: Tensor, prompt: np.ndarray, pages: np.ndarray) -> int:
+def _fill(model: Decoder, pool: Tensor, prompt: np.ndarray, place: _Place) -> int:
     """Fill the cache in front of a prompt's last tokens, and return how many positions it filled.
 
     K and V of the first page are copied to the others, which takes less time: sums over them depend on their order too.
     """
     filled = max(len(prompt) - _LAST, 0)
     if filled:
-        _prefill(model, pool, prompt[: min(filled, PAGE_SIZE)], (), pages)
-    for page in pages[1 : -(-filled // PAGE_SIZE)]:
-        pool[:, :, page] = pool[:, :, pages[0]]
+        _prefill(model, pool, prompt[: min(filled, PAGE_SIZE)], (), place)
+    for page in place.pages[1 : -(-filled // PAGE_SIZE)]:
+        pool[:, :, page] = pool[:, :, place.pages[0]]
+    if place.state is not None:
+        place.state.length = filled
     return filled
 
 
@@ -127,30 +156,40 @@ def _compare_after_prompt(
     pool: Tensor,
     prompt: np.ndarray,
     parents: np.ndarray,
-    pages: np.ndarray,
-    twin: np.ndarray | None,  # pages of a second request in the batch
+    place: _Place,
+    twin: _Place | None,  # of a second request in the batch
     head_rows: int,  # number of last nodes whose logits are compared as well
 ) -> list[str]:
     """Compare a prompt and a tree after it."""
     prefix, differences = len(prompt), []
     tree = (np.arange(len(parents)) * 7919 + prefix) % model.vocab_size
-    rows = RequestRows.tree(prefix, parents, pages)
+    rows = RequestRows.tree(prefix, parents, place.pages, state=place.rows())
     assert rows.visible is not None
-    begin = _fill(model, pool, prompt, pages)
-    whole = _prefill(model, pool, prompt, (), pages, begin)
+    begin = _fill(model, pool, prompt, place)
+    filled = place.saved()
+    whole = _prefill(model, pool, prompt, (), place, begin)
+    after = place.saved()
     for split in _SPLITS:
         first = max(prefix - sum(split), 0)
-        if not torch.equal(_prefill(model, pool, prompt, split, pages, first), whole[first - begin :]):
+        if after is not None and first > begin:
+            place.restore(filled)
+            _prefill(model, pool, prompt[:first], (), place, begin)
+        elif first:
+            place.restore(filled)
+        if not torch.equal(_prefill(model, pool, prompt, split, place, first), whole[first - begin :]):
             differences.append(f"a prompt of {prefix} tokens in passes of {', '.join(map(str, split))}")
+    place.restore(after)
     hidden = _hidden(model, pool, [rows], tree)
     shown = slice(len(tree) - head_rows, len(tree))
     logits = model.logits(hidden[shown]) if head_rows else None
     if logits is not None:
         _check_head(model, logits[hidden[shown].isfinite().all(1)])
     if twin is not None:
-        for source, copied in zip(pages, twin, strict=True):
+        for source, copied in zip(place.pages, twin.pages, strict=True):
             pool[:, :, copied] = pool[:, :, source]
-        both = _hidden(model, pool, [replace(rows, pages=twin), rows], np.concatenate([tree, tree]))
+        twin.restore(after)
+        other = replace(rows, pages=twin.pages, state=twin.rows())
+        both = _hidden(model, pool, [other, rows], np.concatenate([tree, tree]))
         same = torch.equal(both[len(tree) :], hidden)
         if logits is not None:
             same = same and torch.equal(model.logits(both)[len(tree) :][shown], logits)
@@ -159,10 +198,13 @@ def _compare_after_prompt(
     computed: list[int] = []  # nodes whose K/V are in the slots behind the prompt
     for leaf in (len(tree) - 1, *_ALONE):
         path = np.flatnonzero(rows.visible[leaf]).tolist()
+        if after is not None:
+            computed = []
+            place.restore(after)
         pairs = zip(computed, path, strict=False)
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         for depth, node in enumerate(path[shared:], shared):
-            alone = _hidden(model, pool, [RequestRows.chain(prefix + depth, 1, pages)], tree[node : node + 1])
+            alone = _hidden(model, pool, [place.chain(prefix + depth, 1)], tree[node : node + 1])
             same = torch.equal(alone[0], hidden[node])
             if logits is not None and node == leaf >= shown.start:
                 same = same and torch.equal(model.logits(alone)[0], logits[node - shown.start])

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from treespec_weights.errors import CheckpointConfigError, CheckpointError
+from treespec_weights.families import family_config
 from treespec_weights.files import read_json
 from treespec_weights.gguf.config import generation_config, hf_config
 from treespec_weights.gguf.reader import GgufFile, read_gguf
@@ -60,8 +61,11 @@ def read_document(folder: Path, name: str) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed config.json of a checkpoint. Raises as `read_document`, and if it is not a JSON object."""
-    return _read_object(folder, CONFIG)
+    """Return the parsed config.json of a checkpoint, as `family_config` does.
+
+    Raises as `read_document`, and if it is not a JSON object.
+    """
+    return family_config(_read_object(folder, CONFIG))
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

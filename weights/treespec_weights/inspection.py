@@ -105,7 +105,7 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     else:
         shape = ModelShape.from_hf(config, rules, checkpoint.folder)
         parameters = shape.num_parameters()
-        kv_values = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+        kv_values = 2 * shape.kv_layers * shape.num_kv_heads * shape.head_dim
         scheme = scheme_of(config, checkpoint.folder)
         problems = len(match(checkpoint, shape, rules)[1])
         ignored = sorted(ignored_names(shape, rules.for_names(checkpoint.names())) & checkpoint.names())

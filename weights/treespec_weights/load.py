@@ -311,7 +311,7 @@ def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
             params = [param.replace("{i}", str(i)) for param in rule.params]
             if all(param in parameters for param in params):
                 shapes = {param: parameters[param] for param in params}
-                placements.append(Placement(rule.name.replace("{i}", str(i)), rule, shapes, shape.num_kv_heads))
+                placements.append(Placement(rule.name.replace("{i}", str(i)), rule, shapes, getattr(shape, rule.heads)))
     covered = [param for placement in placements for param in placement.params]
     assert sorted(covered) == sorted(parameters), f"rules of {rules.model_type!r} do not cover the decoder"
     return placements

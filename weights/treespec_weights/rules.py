@@ -4,7 +4,7 @@ Each family in `families/` is one declaration. No code depends on a family's nam
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,42 @@ MAX_DIMENSION = 2**31 - 1
 MAX_LAYERS = 10_000
 
 TensorShape = tuple[int, ...]
+
+FULL_ATTENTION = "full_attention"
+TILED = "tiled_value_heads"  # key of `RecurrentShape.tiled` in the config of a GGUF file
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentShape:
+    """Sizes of the layers that have a state of fixed size instead of K/V.
+
+    All of them have a causal convolution over the last `kernel` tokens in each channel. "delta" is a Gated DeltaNet
+    (arXiv 2412.06464): the convolution makes queries, keys and values, and each head has a state [key_dim, value_dim].
+    "conv" is LFM2's gated convolution, whose channels are the hidden dimensions.
+    """
+
+    kind: Literal["delta", "conv"]
+    layers: tuple[int, ...]  # their indices in the model
+    kernel: int
+    key_heads: int = 0  # of "delta"; each has heads / key_heads value heads
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    tiled: bool = False  # value head i reads key head i % key_heads (GGUF files), not i // (heads / key_heads)
+
+    def channels(self, hidden_size: int) -> int:
+        """Return the number of channels of the convolution."""
+        return hidden_size if self.kind == "conv" else 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    def parameters(self, hidden: int) -> dict[str, TensorShape]:
+        """Return the parameters of such a layer that take the place of q, k and v, and those of its output."""
+        channels, heads, inner = self.channels(hidden), self.heads, self.heads * self.value_dim
+        if self.kind == "conv":
+            return {"mix": (3 * hidden, hidden), "conv": (channels, 1, self.kernel), "mix_out": (hidden, hidden)}
+        parameters: dict[str, TensorShape] = {"mix": (channels, hidden), "mix_gate": (inner, hidden)}
+        parameters |= {"beta": (heads, hidden), "decay": (heads, hidden), "conv": (channels, 1, self.kernel)}
+        parameters |= {"dt_bias": (heads,), "decay_log": (heads,), "mix_gain": (self.value_dim,)}
+        return parameters | {"mix_out": (hidden, inner)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +73,16 @@ class ModelShape:
     post_norms: bool = False  # outputs of attention and MLP are normalised before the residual add
     gated: bool = True  # the MLP has a gate
     learned_positions: int = 0  # rows of the position embedding; 0 for none
+    output_gate: bool = False  # attention outputs are multiplied by sigmoid(attn_gate x)
+    recurrent: RecurrentShape | None = None  # layers without K/V
+
+    def is_recurrent(self, layer: int) -> bool:
+        return self.recurrent is not None and layer in self.recurrent.layers
+
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers with K/V."""
+        return sum(not self.is_recurrent(i) for i in range(self.num_layers))
 
     def parameters(self) -> dict[str, TensorShape]:
         """Return decoder parameter names and shapes, in order. A tied head is not a separate parameter."""
@@ -47,14 +93,18 @@ class ModelShape:
             names = [name, f"{name}_bias"] if self.norm_bias else [name]
             return dict.fromkeys(names, (hidden,))
 
-        layer: dict[str, TensorShape] = norm("attn_norm") | {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+        attention: dict[str, TensorShape] = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+        if self.output_gate:
+            attention |= {"attn_gate": (q, hidden)}
         if self.attention_bias:
-            layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+            attention |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
         if self.qk_norm:
-            layer |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
-        layer |= {"o": (hidden, q)}
+            attention |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
+        attention |= {"o": (hidden, q)}
         if self.o_bias:
-            layer |= {"o_bias": (hidden,)}
+            attention |= {"o_bias": (hidden,)}
+        recurrent = {} if self.recurrent is None else self.recurrent.parameters(hidden)
+        layer: dict[str, TensorShape] = {}
         if self.post_norms:
             layer |= norm("attn_post_norm")
         layer |= norm("mlp_norm")
@@ -69,7 +119,8 @@ class ModelShape:
         if self.learned_positions:
             result |= {"positions": (self.learned_positions, hidden)}
         for i in range(self.num_layers):
-            result |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+            parts = norm("attn_norm") | (recurrent if self.is_recurrent(i) else attention) | layer
+            result |= {f"layers.{i}.{name}": shape for name, shape in parts.items()}
         result |= norm("final_norm")
         if not self.tied:
             result["lm_head"] = (self.vocab_size, hidden)
@@ -108,6 +159,8 @@ class ModelShape:
                 values.get("learned_positions", -rules.extra_positions) + rules.extra_positions
             )
             problems = _contradictions(values, rules.config_keys)
+        if rules.recurrent is not None and not problems:
+            values["recurrent"], problems = rules.recurrent.read(config, values["num_layers"])
         if problems:
             raise CheckpointConfigError(folder, list(dict.fromkeys(problems)))  # one key may feed two fields
         return cls(**values)
@@ -152,6 +205,43 @@ class TensorRule:
     name: str
     params: tuple[str, ...]
     layout: Literal["stacked", "per_head", "transposed"] = "stacked"
+    heads: Literal["num_heads", "num_kv_heads"] = "num_kv_heads"  # number of heads of a "per_head" tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentRules:
+    """How config.json describes recurrent layers."""
+
+    kind: Literal["delta", "conv"]
+    layer_type: str  # their name in `layer_types`; all others are `FULL_ATTENTION`
+    interval: str | None = None  # key of n, if every n-th layer has attention where `layer_types` is missing
+    config_keys: Mapping[str, str]  # RecurrentShape field -> key of config.json
+    defaults: Mapping[str, int] = field(default_factory=dict)  # RecurrentShape field or interval -> value
+
+    def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[RecurrentShape | None, list[Problem]]:
+        """Return the shape, or None if no layer is recurrent, and the problems."""
+        keys = dict(self.config_keys) | ({} if self.interval is None else {"interval": self.interval})
+        values = {name: config.get(key, self.defaults.get(name)) for name, key in keys.items()}
+        wrong = {keys[name]: _wrong_value(name, value) for name, value in values.items()}
+        problems = [Problem("config", repr(key), message) for key, message in wrong.items() if message]
+        if problems:
+            return None, problems
+        interval = values.pop("interval", num_layers + 1)
+        types = config.get("layer_types")
+        if types is None:
+            types = [FULL_ATTENTION if (i + 1) % interval == 0 else self.layer_type for i in range(num_layers)]
+        known = {self.layer_type, FULL_ATTENTION}
+        if not isinstance(types, list) or len(types) != num_layers or not set(map(str, types)) <= known:
+            message = f"{types!r}; expected {self.layer_type!r} or {FULL_ATTENTION!r} for each of {num_layers} layers"
+            return None, [Problem("config", "'layer_types'", message)]
+        layers = tuple(i for i, kind in enumerate(types) if kind == self.layer_type)
+        if len(layers) == num_layers:
+            return None, [Problem("config", "'layer_types'", "no layer has attention: not supported")]
+        if values.get("heads", 0) % values.get("key_heads", 1):
+            message = f"{values['heads']} is not a multiple of {keys['key_heads']} {values['key_heads']}"
+            return None, [Problem("config", repr(keys["heads"]), message)]
+        tiled = config.get(TILED) is True and values["heads"] != values["key_heads"]
+        return (RecurrentShape(kind=self.kind, layers=layers, tiled=tiled, **values) if layers else None), []
 
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
@@ -179,6 +269,8 @@ class FamilyRules:
     tied_copy: str  # name of the output head; a file with a tied head may contain it, equal to the embedding
     ignored: tuple[str, ...] = ()  # names of derived buffers in old files
     prefix: str = ""  # prefix of all names, omitted by checkpoints of only the base model
+    # makes a parsed config.json one with `config_keys`, if some releases have other keys
+    normalize: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     config_keys: Mapping[str, str]  # ModelShape field -> key of config.json
     defaults: Mapping[str, Any] = field(default_factory=dict)  # ModelShape field -> value if config.json lacks its key
     # ModelShape field -> value that the family fixes without a key
@@ -192,6 +284,7 @@ class FamilyRules:
     norm_eps: str | float = "rms_norm_eps"  # key of the norm's epsilon, or a fixed value
     activation: str = "hidden_act"  # key of the MLP's activation, one of `ACTIVATIONS`
     rotary: bool = True  # whether q and k have rotary embeddings, as given by `rope_parameters` and its older spellings
+    recurrent: RecurrentRules | None = None  # how config.json describes layers without attention
     windows: bool = False  # whether config.json may limit layers to a sliding window (sliding_window, layer_types)
     # key of the switch that gives attention and MLP the same input; None if they never have
     parallel: str | None = None

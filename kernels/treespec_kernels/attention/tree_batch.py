@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from treespec_kernels.recurrent.request_state import StateRows
+
 PAGE_SIZE = 64
 """Slots per page of the KV cache. Attention tiles have the same size, so that a page is read as a view."""
 
@@ -31,18 +33,30 @@ class RequestRows:
     # Maximum number of positions of the request; its rotations may depend on it
     max_len: int = sys.maxsize
     adapter: Any = None  # the model's form of an adapter, whose updates the rows' products have; None for none
+    state: StateRows | None = None  # of recurrent layers, of which a pass changes it; None in models without any
 
     @classmethod
     def chain(
-        cls, context_len: int, num_rows: int, pages: np.ndarray, max_len: int = sys.maxsize, adapter: Any = None
+        cls,
+        context_len: int,
+        num_rows: int,
+        pages: np.ndarray,
+        max_len: int = sys.maxsize,
+        adapter: Any = None,
+        state: StateRows | None = None,
     ) -> "RequestRows":
         """Create the rows of consecutive tokens from position `context_len` on."""
         order = np.arange(num_rows)
-        return cls(context_len, order, order, None, None, pages, max_len, adapter)
+        return cls(context_len, order, order, None, None, pages, max_len, adapter, state)
 
     @classmethod
     def tree(
-        cls, context_len: int, parents: np.ndarray, pages: np.ndarray, max_len: int = sys.maxsize
+        cls,
+        context_len: int,
+        parents: np.ndarray,
+        pages: np.ndarray,
+        max_len: int = sys.maxsize,
+        state: StateRows | None = None,
     ) -> "RequestRows":
         """Create the rows of a whole tree with the root at position `context_len`. Parents precede their children."""
         nodes = np.arange(len(parents))
@@ -50,7 +64,7 @@ class RequestRows:
         for node in nodes[1:]:
             depths[node] = depths[parents[node]] + 1
             visible[node] |= visible[parents[node]]
-        return cls(context_len, nodes, depths, visible, depths, pages, max_len)
+        return cls(context_len, nodes, depths, visible, depths, pages, max_len, state=state)
 
     @property
     def num_rows(self) -> int:
@@ -80,6 +94,15 @@ class RequestRows:
     def path_lengths(self) -> np.ndarray:
         """Number of tree slots each row attends to, int64 [num_rows]: in a tree, its depth + 1."""
         return self.nodes + 1 if self.visible is None else self.visible.sum(1)
+
+    @cached_property
+    def parents(self) -> np.ndarray:
+        """Row of each row's parent, int64 [num_rows], -1 for the first; every row is its own tree slot."""
+        if self.visible is None:
+            return self.nodes - 1
+        nodes = np.arange(self.num_rows)
+        above = np.where(self.visible & (self.depths[None, :] < self.depths[:, None]), nodes, -1)
+        return above.max(1, initial=-1)
 
     @cached_property
     def ancestors(self) -> np.ndarray:

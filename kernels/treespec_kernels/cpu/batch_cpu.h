@@ -7,6 +7,13 @@ struct UpdatedRows {  // rows whose products have the low-rank updates of one ad
     int64_t first, count;
 };
 
+struct RequestState {  // of recurrent layers, and the request's rows of the pass (request_state.py)
+    float* matrices;  // [num_layers, state_heads, key_dim, value_dim]
+    void* inputs;     // [num_layers, stored_rows, channels + 2 * state_heads] in the model's dtype
+    int64_t stored_rows, replayed;  // replayed: rows that were committed since the states were stored
+    int64_t first_row, num_rows, commits;
+};
+
 struct Batch {
     int64_t num_rows, num_layers;
     const int64_t* tokens;             // [num_rows]
@@ -28,6 +35,9 @@ struct Batch {
     int64_t num_states;
     const UpdatedRows* updated;  // [num_updated]
     int64_t num_updated;
+    const RequestState* requests;  // of recurrent layers; null without any
+    const int64_t* parents;        // [num_rows], row of each row's parent among its request's; -1 for none
+    int64_t num_requests;
 };
 
 struct TreeRows {  // whole trees of a pass, one after another

@@ -1,6 +1,8 @@
 """Plan of a compiled CPU pass: the KV slots each row attends to, shared by all layers and models."""
 
+import ctypes
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +10,9 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.cpu.cpu_library import read_structs
+
+_State = read_structs(Path(__file__).with_name("batch_cpu.h"))["RequestState"]
 
 
 class CompiledPlan(NamedTuple):
@@ -19,10 +24,42 @@ class CompiledPlan(NamedTuple):
     pages: Tensor  # int64, pages of all requests
     paths: Tensor  # int64, slots of tree nodes, in position order
     positions: Tensor  # int64 [num_rows], rows of the rotations
+    states: "PlannedStates | None" = None  # of recurrent layers; None in models without any
+
+
+class PlannedStates:
+    """The requests' states of recurrent layers in a pass, which changes them."""
+
+    def __init__(self, requests: Sequence[RequestRows]):
+        self._requests = requests
+        self._parents = np.concatenate([rows.parents for rows in requests])
+        structs, first = list[ctypes.Structure](), 0
+        for rows in requests:
+            assert rows.state is not None, "a pass of recurrent layers needs the requests' states"
+            state, commits = rows.state
+            state.check(rows.context_len, rows.num_rows, commits)
+            addresses, replayed = (state.matrices.data_ptr(), state.inputs.data_ptr()), rows.context_len - state.length
+            structs.append(_State(*addresses, state.inputs.shape[1], replayed, first, rows.num_rows, commits))
+            first += rows.num_rows
+        self._structs = (_State * len(structs))(*structs)
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """Fields of a `Batch`."""
+        parents = self._parents.ctypes.data
+        return {"requests": ctypes.addressof(self._structs), "parents": parents, "num_requests": len(self._structs)}
+
+    def finish(self) -> None:
+        """Advance the states' lengths, after the pass."""
+        for rows in self._requests:
+            assert rows.state is not None
+            rows.state.state.length = rows.context_len + (rows.num_rows if rows.state.commits else 0)
 
 
 def plan_compiled(
-    requests: Sequence[RequestRows], first_rotation: Callable[[int], int] = lambda max_len: 0
+    requests: Sequence[RequestRows],
+    first_rotation: Callable[[int], int] = lambda max_len: 0,
+    recurrent: bool = False,
 ) -> CompiledPlan:
     """Plan a pass over the rows of all requests, in order.
 
@@ -59,5 +96,11 @@ def plan_compiled(
 
     positions = join([request.positions + first_rotation(request.max_len) for request in requests])
     return CompiledPlan(
-        sum(row_table.shape[1] for row_table in rows), join(slots), join(rows), join(pages), join(paths), positions
+        sum(row_table.shape[1] for row_table in rows),
+        join(slots),
+        join(rows),
+        join(pages),
+        join(paths),
+        positions,
+        PlannedStates(requests) if recurrent else None,
     )

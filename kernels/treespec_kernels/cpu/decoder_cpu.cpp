@@ -119,7 +119,9 @@ struct Norm {
 struct Layer {
     Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;
     const float* head_norm;  // [heads + kv_heads, HEAD_DIM], or null
-    Linear qkv, o, gate_up, down;
+    Linear qkv, o, gate_up, down;  // qkv: of a recurrent layer, the projections that `RecurrentRows` mixes
+    const float* conv;             // convolution of a recurrent layer, [kernel, channels]; null in layers with attention
+    const float *dt_bias, *rate, *gain;  // of a Gated DeltaNet, [state_heads] and [value_dim]
     int64_t rope, window;  // index of the layer's rope; number of positions that a row attends to, 0: all
 };
 
@@ -147,7 +149,8 @@ struct Model {
     Norm final_norm;
     int64_t hidden, mlp, threads;
     // As in `Architecture` (decoder_cpu.py); a score_cap of 0 is none.
-    int64_t num_heads, num_kv_heads, activation, layer_norm, parallel, num_ropes;
+    int64_t num_heads, num_kv_heads, activation, layer_norm, parallel, num_ropes, output_gate;
+    int64_t kernel, channels, key_heads, state_heads, key_dim, value_dim, tiled;
     float norm_eps, query_scale, embed_scale, score_cap;
 };
 
@@ -161,6 +164,7 @@ enum FactorForm { FLOATS, HALVES, CODES };  // fp32, fp16, or int8 times an fp16
 #include "linear_cpu.h"
 #include "pointwise_cpu.h"
 #include "attention_cpu.h"
+#include "recurrent_cpu.h"
 
 // One pass with its buffers: the residual stream `x`, fp32 [num_rows, hidden], and intermediate results.
 class Pass {
@@ -290,7 +294,7 @@ class Pass {
 
     // Writes the attention of the projections in `y` to `a`.
     void attend(const Layer& layer, scalar* k, scalar* v) {
-        const int64_t group = heads / kv_heads, blocks = scattered.size();
+        const int64_t group = heads / kv_heads, blocks = scattered.size(), size = heads * HEAD_DIM;
         for_rows([&](int64_t r) { rotate_and_write(layer, r, k, v); });
         parallel(threads, kv_heads * blocks, [&](int64_t index) {
             const int64_t i = index / blocks, r = index % blocks * block;
@@ -298,7 +302,13 @@ class Pass {
             static thread_local Memory memory;
             Attention attention(memory, batch, r, std::min(r + block, n), k + page, v + page, kv_heads, group,
                                 layer.window, model.score_cap);
-            attention.run(scattered[r / block], y + head, width, a + head, heads * HEAD_DIM);
+            attention.run(scattered[r / block], y + head, width, a + head, size);
+        });
+        if (!model.output_gate) return;
+        for_rows([&](int64_t r) {
+            const float* gate = y + (r + 1) * width - size;
+            for (int64_t i = 0; i < size; i += LANES)
+                store(a + r * size + i, widen(a + r * size + i) * sigmoid(load<vec>(gate + i)));
         });
     }
 
@@ -317,12 +327,18 @@ class Pass {
   public:
     Pass(const Model& model, const Batch& batch)
         : model(model), batch(batch), n(batch.num_rows), hidden(model.hidden), heads(model.num_heads),
-          kv_heads(model.num_kv_heads), mlp(model.mlp), width((heads + 2 * kv_heads) * HEAD_DIM),
+          kv_heads(model.num_kv_heads), mlp(model.mlp),
+          width((heads * (model.output_gate ? 2 : 1) + 2 * kv_heads) * HEAD_DIM),
           pool(batch.num_pages * kv_heads * PAGE * HEAD_DIM),
           threads(int(model.threads)), block(block_of(n, kv_heads, threads)) {
         stream.resize(n * hidden);
-        wide.resize(n * std::max({width, 2 * mlp, hidden}));
-        narrow.resize(n * std::max(heads * HEAD_DIM, mlp));
+        int64_t widest = std::max({width, 2 * mlp, hidden}), mixed = std::max(heads * HEAD_DIM, mlp);
+        for (int64_t l = 0; l < batch.num_layers; l++) {
+            if (!model.layers[l].conv) continue;
+            widest = std::max(widest, model.layers[l].qkv.stride), mixed = std::max(mixed, model.layers[l].o.inputs);
+        }
+        wide.resize(n * widest);
+        narrow.resize(n * mixed);
         normed_rows.resize(n * hidden);
         x = stream.data(), y = wide.data(), a = narrow.data(), h = normed_rows.data();
         for (int64_t r = 0; r < n; r += block) scattered.push_back(scattered_of(batch, r, std::min(r + block, n)));
@@ -338,14 +354,22 @@ class Pass {
 
     void run() {
         embed();
-        for (int64_t l = 0; l < batch.num_layers; l++) {
+        RecurrentRows recurrent(model, batch);
+        for (int64_t l = 0, attentions = 0; l < batch.num_layers; l++) {
             const Layer& layer = model.layers[l];
             keep(l);
             if (l == 0 && batch.qkv)
                 for (int64_t i = 0; i < n * width; i++) y[i] = to_float(((const scalar*)batch.qkv)[i]);
             else
                 project(layer);
-            attend(layer, keys(l), keys(l) + pool);
+            if (layer.conv) {
+                const int64_t index = l - attentions, step = layer.qkv.stride;
+                if (layer.gain) recurrent.mix_delta(layer, index, y, step, a, threads);
+                else recurrent.mix_conv(layer, index, y, step, a, threads);
+            } else {
+                attend(layer, keys(attentions), keys(attentions) + pool);
+                attentions++;
+            }
             if (model.parallel) norm(layer.mlp_norm, h);  // the input of the MLP excludes the output of attention
             add(layer, &Layer::o, &LayerUpdates::o, layer.attn_post_norm);
             if (!model.parallel) norm(layer.mlp_norm, h);

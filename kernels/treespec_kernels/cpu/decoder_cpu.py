@@ -26,6 +26,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the C++ e
 
 _LANES = 16
 _NORMS, _LINEARS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"), ("qkv", "o", "gate_up", "down")
+_FLOATS = ("head_norm", "conv", "dt_bias", "rate", "gain")
 _NormStruct, _LayerStruct, _LinearStruct = STRUCTS["Norm"], STRUCTS["Layer"], STRUCTS["Linear"]
 
 
@@ -49,6 +50,11 @@ class CompiledLayerWeights(NamedTuple):
     mlp_norm_bias: Tensor | None = None
     attn_post_norm: Tensor | None = None
     mlp_post_norm: Tensor | None = None
+    # Of a recurrent layer, whose `qkv` are mix, beta, decay and mix_gate. None in layers with attention
+    conv: Tensor | None = None  # [kernel, channels]
+    dt_bias: Tensor | None = None  # of a Gated DeltaNet, [state_heads]
+    rate: Tensor | None = None  # the factor of softplus in the logarithm of the decay, [state_heads]
+    gain: Tensor | None = None  # of the norm of its output, [value_dim]
 
 
 class Architecture(NamedTuple):
@@ -64,6 +70,14 @@ class Architecture(NamedTuple):
     num_ropes: int = 1  # number of different ropes, 0 for learned positions
     embed_scale: float = 1.0  # factor on the embeddings
     score_cap: float | None = None  # soft cap c: scores x become c tanh(x / c); None for no cap
+    output_gate: bool = False  # attention is multiplied by the sigmoid of further projections, after those of V
+    kernel: int = 1  # this and the rest: of recurrent layers, as in `RecurrentShape`
+    channels: int = 0  # of the convolution
+    key_heads: int = 0
+    state_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    tiled: bool = False
 
 
 class PassEntries(NamedTuple):
@@ -237,8 +251,8 @@ class CompiledModel:
     def _layer(self, layer: CompiledLayerWeights) -> ctypes.Structure:
         norms = {name: self._norm(getattr(layer, name), getattr(layer, f"{name}_bias", None)) for name in _NORMS}
         linears = {name: self._linear(getattr(layer, name), getattr(layer, f"{name}_bias")) for name in _LINEARS}
-        head_norm = self._floats(layer.head_norm)
-        return _LayerStruct(**norms, **linears, head_norm=head_norm, rope=layer.rope, window=layer.window or 0)
+        floats = {name: self._floats(getattr(layer, name)) for name in _FLOATS}
+        return _LayerStruct(**norms, **linears, **floats, rope=layer.rope, window=layer.window or 0)
 
     def _floats(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -368,6 +382,7 @@ class CompiledModel:
             rotation=rotation.data_ptr(),
             cache=kv.data_ptr(),
             num_pages=kv.shape[2],
+            **({} if plan.states is None else plan.states.arguments),
         )
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -20,6 +20,17 @@ def silu(x: Tensor) -> Tensor:
     return (y / (1 + torch.exp(-y))).to(x.dtype)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + exp(-x)) in fp32."""
+    return 1 / (1 + torch.exp(-x.float()))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """Return log(1 + exp(x)) in fp32, which does not overflow."""
+    y = x.float()
+    return torch.relu(y) + torch.log1p(torch.exp(-y.abs()))
+
+
 def gelu(x: Tensor) -> Tensor:
     """Return x Phi(x), with the normal distribution function Phi (arXiv 1606.08415)."""
     y = x.float()

@@ -11,13 +11,22 @@ from typing import Any
 from treespec_weights.errors import Problem, UnsupportedModelError
 from treespec_weights.families.gemma import GEMMA2, GEMMA3
 from treespec_weights.families.gpt import GPT2, GPT_NEOX, OPT
+from treespec_weights.families.lfm2 import LFM2
 from treespec_weights.families.llama import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
+from treespec_weights.families.qwen3_5 import QWEN3_5
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.rules import FamilyRules
 
 FAMILIES = {
-    rules.model_type: rules for rules in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GPT_NEOX, OPT, GPT2)
+    rules.model_type: rules
+    for rules in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, LFM2, GEMMA2, GEMMA3, PHI3, GPT_NEOX, OPT, GPT2)
 }
+
+
+def family_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a parsed config.json with the keys of its family's rules."""
+    rules = FAMILIES.get(str(config.get("model_type")))
+    return config if rules is None or rules.normalize is None else rules.normalize(config)
 
 
 def family_of(config: Mapping[str, Any], folder: Path | str = ".") -> FamilyRules:

@@ -1,0 +1,261 @@
+// Recurrent layers: a short causal convolution, and the gated delta rule along the paths of token trees. Included by
+// decoder_cpu.cpp; the reference is treespec_kernels/recurrent/state_update.py.
+//
+// A pass first computes the rows that a request has committed since its states were stored (replayed rows), from the
+// inputs that are kept, and stores the states after them. It then computes its own rows, each from its parent's state,
+// and keeps their inputs. A row has one order of operations, on whatever path it is computed.
+
+// log(1 + exp(x)). log(1 + t) = 2 artanh(s) with s = t / (2 + t), of which the series ends below 1e-8.
+inline vec softplus(vec x) {
+    const vec t = exp(x < 0.0f ? x : -x), s = t / (2.0f + t), square = s * s;
+    vec series = splat(1.0f / 15);
+    for (float odd : {13.0f, 11.0f, 9.0f, 7.0f, 5.0f, 3.0f, 1.0f}) series = fma(series, square, splat(1.0f / odd));
+    return (x < 0.0f ? vec{} : x) + 2.0f * s * series;
+}
+
+inline vec sigmoid(vec x) { return 1.0f / (1.0f + exp(-x)); }
+
+// Rows of a pass of recurrent layers, the same for all of them.
+class RecurrentRows {
+    struct Step {  // one update: row `row` of a request, from the state in buffer `from` to the one in `to`
+        int64_t row, from, to;
+    };
+    struct Of {  // a request
+        const RequestState* state;
+        std::vector<Step> steps;  // of the pass's own rows; buffer 0 is the stored state, the others are scratch
+        int64_t buffers;          // scratch buffers
+        int64_t first;            // its first row among all rows, replayed ones included
+    };
+
+    const Model& model;
+    const Batch& batch;
+    const int64_t history, channels, width, inner, total;  // width: inputs of a token; total: rows with replayed ones
+    std::vector<Of> requests;
+    std::vector<std::pair<int64_t, int64_t>> rows;  // request, and index among its rows, of all rows
+    static inline thread_local std::vector<scalar> fresh_rows;
+    static inline thread_local std::vector<float> made_rows, mixed_rows;
+
+    int64_t parent(const RequestState& state, int64_t row) const { return batch.parents[state.first_row + row]; }
+
+    // Sets the order of a request's updates: the last child of a node replaces its state, the others are computed before
+    // it in a further buffer. So a chain has one buffer, and a tree as many as nodes of a path have other children.
+    void order(Of& of, bool commits) {
+        const RequestState& state = *of.state;
+        std::vector<std::vector<int64_t>> children(state.num_rows);
+        std::vector<std::pair<int64_t, int64_t>> open;  // rows to compute, with the buffer of their parent's state
+        for (int64_t r = 1; r < state.num_rows; r++) children[parent(state, r)].push_back(r);
+        of.buffers = 0;
+        std::vector<bool> last(state.num_rows, commits);
+        for (const auto& own : children)
+            for (int64_t child : own) last[child] = child == own.back();
+        open.push_back({0, 0});
+        while (!open.empty()) {
+            const auto [row, from] = open.back();
+            const int64_t to = last[row] ? from : from + 1;
+            open.pop_back();
+            of.steps.push_back({row, from, to});
+            of.buffers = std::max(of.buffers, to);
+            // The last child is pushed first, so that it is computed after the others.
+            for (auto child = children[row].rbegin(); child != children[row].rend(); child++) open.push_back({*child, to});
+        }
+    }
+
+    // Sets the inputs that the convolution of a request's row reads, from the most recent one back.
+    void find_taps(const Of& of, int64_t layer, int64_t row, const scalar** taps) const {
+        const RequestState& state = *of.state;
+        const scalar* kept = (const scalar*)state.inputs + layer * state.stored_rows * width;
+        int64_t place = history + row;  // among the kept inputs
+        int64_t i = 0;
+        if (row >= state.replayed) {
+            for (int64_t own = row - state.replayed; own >= 0 && i <= history; own = parent(state, own))
+                taps[i++] = fresh_rows_at(state.first_row + own);
+            place = history + state.replayed - 1;
+        }
+        for (; i <= history; i++) taps[i] = kept + place-- * width;
+    }
+
+    const scalar* fresh_rows_at(int64_t row) const { return fresh + row * width; }
+
+    // Writes the convolution of a row to `out`.
+    void convolve(const float* weight, const scalar** taps, float* out) const {
+        for (int64_t i = 0; i < channels; i += LANES) {
+            vec sum = widen(taps[history] + i) * load<vec>(weight + i);
+            for (int64_t t = 1; t <= history; t++)
+                sum = fma(widen(taps[history - t] + i), load<vec>(weight + t * channels + i), sum);
+            store(out + i, sum);
+        }
+    }
+
+    // Divides a vector by its length, and multiplies it by `scale`.
+    static void normalize(float* x, int64_t size, float scale) {
+        Sums squares;
+        for (int64_t i = 0; i < size; i += LANES) {
+            const vec v = load<vec>(x + i);
+            squares.at(i) = fma(v, v, squares.at(i));
+        }
+        const float factor = scale / std::sqrt(squares.total() + 1e-6f);
+        for (int64_t i = 0; i < size; i += LANES) store(x + i, load<vec>(x + i) * factor);
+    }
+
+    // Makes q, k, v, beta and decay of a row from its inputs.
+    void make(const Layer& layer, const scalar** taps, float* out) const {
+        convolve(layer.conv, taps, out);
+        for (int64_t i = 0; i < channels; i += LANES) store(out + i, activate(SILU, load<vec>(out + i)));
+        const float length = 1.0f / std::sqrt(float(model.key_dim));
+        for (int64_t head = 0; head < 2 * model.key_heads; head++)
+            normalize(out + head * model.key_dim, model.key_dim, head < model.key_heads ? length : 1.0f);
+        const scalar *beta = taps[0] + channels, *decay = beta + model.state_heads;
+        float *to = out + channels, *decays = to + model.state_heads;
+        for (int64_t i = 0; i < model.state_heads; i += LANES) {
+            const vec rate = load<vec>(layer.rate + i), step = softplus(widen(decay + i) + load<vec>(layer.dt_bias + i));
+            store(to + i, sigmoid(widen(beta + i)));
+            store(decays + i, exp(rate * step));
+        }
+    }
+
+    static constexpr int64_t COLUMNS = 64;  // columns of a state that are updated at once
+
+    // Computes N vectors of columns of a state from those of another, which may be the same, and a row's output in them.
+    template <int N>
+    static void update(const float* from, float* to, int64_t step, const float* q, const float* k, const float* v,
+                       int64_t key_dim, float beta, float decay, float* out) {
+        vec read[N] = {}, sum[N] = {}, delta[N];
+        for (int64_t i = 0; i < key_dim; i++)
+            for (int j = 0; j < N; j++) read[j] = fma(load<vec>(from + i * step + j * LANES), splat(k[i]), read[j]);
+        for (int j = 0; j < N; j++) delta[j] = (load<vec>(v + j * LANES) - read[j] * decay) * beta;
+        for (int64_t i = 0; i < key_dim; i++)
+            for (int j = 0; j < N; j++) {
+                const vec state = fma(splat(k[i]), delta[j], load<vec>(from + i * step + j * LANES) * decay);
+                store(to + i * step + j * LANES, state);
+                sum[j] = fma(state, splat(q[i]), sum[j]);
+            }
+        for (int j = 0; j < N; j++) store(out + j * LANES, sum[j]);
+    }
+
+    // Updates `columns` columns, a multiple of 16, of a head's state by one row.
+    void update_head(int64_t head, int64_t column, int64_t columns, const float* from, float* to, const float* row,
+                     float* out) const {
+        const int64_t keys = model.key_heads * model.key_dim;
+        const int64_t key = model.tiled ? head % model.key_heads : head / (model.state_heads / model.key_heads);
+        const float *q = row + key * model.key_dim, *k = q + keys, *v = row + 2 * keys + head * model.value_dim + column;
+        const float beta = row[channels + head], decay = row[channels + model.state_heads + head];
+        constexpr int N = 4;
+        int64_t i = 0;
+        for (; i + N * LANES <= columns; i += N * LANES)
+            update<N>(from + i, to + i, model.value_dim, q, k, v + i, model.key_dim, beta, decay, out + i);
+        for (; i < columns; i += LANES)
+            update<1>(from + i, to + i, model.value_dim, q, k, v + i, model.key_dim, beta, decay, out + i);
+    }
+
+    // Runs a request's updates of some columns of one head.
+    void run_head(const Of& of, int64_t layer, int64_t head, int64_t column) const {
+        static thread_local std::vector<float> scratch;
+        const RequestState& state = *of.state;
+        const int64_t size = model.key_dim * model.value_dim, columns = std::min(COLUMNS, model.value_dim - column);
+        float* stored = state.matrices + (layer * model.state_heads + head) * size + column;
+        float dropped[COLUMNS];
+        const int64_t row_size = channels + 2 * model.state_heads;
+        for (int64_t i = 0; i < state.replayed; i++)
+            update_head(head, column, columns, stored, stored, made + (of.first + i) * row_size, dropped);
+        scratch.resize(of.buffers * size);
+        const auto buffer = [&](int64_t i) { return i ? scratch.data() + (i - 1) * size : stored; };
+        for (const Step& step : of.steps)
+            update_head(head, column, columns, buffer(step.from), buffer(step.to),
+                        made + (of.first + state.replayed + step.row) * row_size,
+                        mixed + (state.first_row + step.row) * inner + head * model.value_dim + column);
+    }
+
+    // Keeps the inputs that the next pass reads.
+    void keep(int64_t layer) const {
+        for (const Of& of : requests) {
+            const RequestState& state = *of.state;
+            scalar* kept = (scalar*)state.inputs + layer * state.stored_rows * width;
+            const int64_t rows = state.commits ? state.num_rows : 0, shift = state.replayed + rows;
+            const int64_t old = std::max(history - rows, int64_t(0));  // inputs of the history that are kept already
+            std::memmove(kept, kept + shift * width, old * width * sizeof(scalar));
+            const int64_t first = state.commits ? state.num_rows - (history - old) : 0;
+            const int64_t to = state.commits ? old : history;
+            std::copy(fresh_rows_at(state.first_row + first), fresh_rows_at(state.first_row + state.num_rows),
+                      kept + to * width);
+        }
+    }
+
+    static int64_t count_rows(const Batch& batch) {
+        int64_t count = 0;
+        for (int64_t i = 0; i < batch.num_requests; i++) count += batch.requests[i].replayed + batch.requests[i].num_rows;
+        return count;
+    }
+
+    scalar* fresh = nullptr;  // inputs of the pass's rows, [num_rows, width]
+    float *made = nullptr, *mixed = nullptr;
+
+  public:
+    RecurrentRows(const Model& model, const Batch& batch)
+        : model(model), batch(batch), history(model.kernel - 1), channels(model.channels),
+          width(channels + 2 * model.state_heads), inner(model.state_heads * model.value_dim), total(count_rows(batch)) {
+        int64_t first = 0;
+        for (int64_t i = 0; i < batch.num_requests; i++) {
+            const RequestState& state = batch.requests[i];
+            requests.push_back({&state, {}, 0, first});
+            order(requests.back(), state.commits);
+            const int64_t count = state.replayed + state.num_rows;
+            for (int64_t row = 0; row < count; row++) rows.push_back({i, row});
+            first += count;
+        }
+    }
+
+    // Mixes the projections y, [num_rows, step], of a Gated DeltaNet: channels, beta, decay, gate. Writes a.
+    void mix_delta(const Layer& layer, int64_t index, const float* y, int64_t step, scalar* a, int threads) {
+        const int64_t n = batch.num_rows, row_size = channels + 2 * model.state_heads;
+        fresh_rows.resize(n * width), made_rows.resize(total * row_size), mixed_rows.resize(n * inner);
+        fresh = fresh_rows.data(), made = made_rows.data(), mixed = mixed_rows.data();
+        for (int64_t r = 0; r < n; r++)
+            for (int64_t i = 0; i < width; i += LANES) store(fresh + r * width + i, load<vec>(y + r * step + i));
+        parallel(threads, total, [&](int64_t row) {
+            const FlushDenormals flushing;
+            const scalar* taps[16];
+            find_taps(requests[rows[row].first], index, rows[row].second, taps);
+            make(layer, taps, made + row * row_size);
+        });
+        const int64_t blocks = (model.value_dim + COLUMNS - 1) / COLUMNS, units = model.state_heads * blocks;
+        parallel(threads, int64_t(requests.size()) * units, [&](int64_t unit) {
+            const FlushDenormals flushing;
+            run_head(requests[unit / units], index, unit % units / blocks, unit % blocks * COLUMNS);
+        });
+        keep(index);
+        const Norm gain{layer.gain, nullptr};
+        parallel(threads, n, [&](int64_t r) {
+            for (int64_t head = 0; head < model.state_heads; head++) {
+                const float *row = mixed + r * inner + head * model.value_dim, *gate = y + r * step + width;
+                const Moments of = moments(row, model.value_dim, model.norm_eps, false);
+                for (int64_t i = 0; i < model.value_dim; i += LANES) {
+                    const int64_t at = head * model.value_dim + i;
+                    store(a + r * inner + at, normed(row, of, gain, i) * activate(SILU, load<vec>(gate + at)));
+                }
+            }
+        });
+    }
+
+    // Mixes the projections y, [num_rows, 3 * hidden], of LFM2's gated convolution. Writes a.
+    void mix_conv(const Layer& layer, int64_t index, const float* y, int64_t step, scalar* a, int threads) {
+        const int64_t n = batch.num_rows;
+        fresh_rows.resize(n * width), mixed_rows.resize(n * channels);
+        fresh = fresh_rows.data(), mixed = mixed_rows.data();
+        for (int64_t r = 0; r < n; r++)
+            for (int64_t i = 0; i < channels; i += LANES) {
+                const float* row = y + r * step + i;
+                store(fresh + r * width + i, load<vec>(row) * load<vec>(row + 2 * channels));
+            }
+        parallel(threads, total, [&](int64_t row) {
+            const Of& of = requests[rows[row].first];
+            const int64_t own = rows[row].second - of.state->replayed, r = of.state->first_row + own;
+            if (own < 0) return;
+            const scalar* taps[16];
+            find_taps(of, index, rows[row].second, taps);
+            convolve(layer.conv, taps, mixed + r * channels);
+            for (int64_t i = 0; i < channels; i += LANES)
+                store(a + r * channels + i, load<vec>(mixed + r * channels + i) * load<vec>(y + r * step + channels + i));
+        });
+        keep(index);
+    }
+};

@@ -1,0 +1,85 @@
+"""State of a request's recurrent layers, and the rows of a pass that update it."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class StateShape(NamedTuple):
+    """Sizes of a request's state."""
+
+    num_layers: int
+    matrix: tuple[int, int, int]  # of a layer's state: heads, key_dim, value_dim; all 0 if there is only a convolution
+    history: int  # tokens before the current one that the convolution reads
+    width: int  # inputs of a token that a layer keeps: those of the convolution, then beta and decay of each head
+    num_nodes: int  # most rows of a token tree
+    dtype: torch.dtype  # of the inputs
+
+    @property
+    def nbytes(self) -> int:
+        heads, key_dim, value_dim = self.matrix
+        inputs = (self.history + self.num_nodes) * self.width * self.dtype.itemsize
+        return self.num_layers * (4 * heads * key_dim * value_dim + inputs)
+
+    def allocate(self, count: int) -> list["RecurrentState"]:
+        """Return the states of `count` requests. On a CPU, memory is committed on first write."""
+        shape = (count, self.num_layers)
+        matrices = torch.zeros(*shape, *self.matrix, dtype=torch.float32, device="cpu")
+        inputs = torch.zeros(*shape, self.history + self.num_nodes, self.width, dtype=self.dtype, device="cpu")
+        return [RecurrentState(*parts, self.history) for parts in zip(matrices, inputs, strict=True)]
+
+
+class RecurrentState:
+    """State of a request's recurrent layers after `length` committed tokens.
+
+    A pass does not keep the states of a tree's nodes, which are as large as `matrices`, but their inputs. The next pass
+    computes the states of the accepted path again, with the same bits, and only the last one is stored. `inputs` are
+    those of the last `history` of the `length` tokens, then those of the tokens accepted since, or of the tree's nodes.
+    """
+
+    def __init__(self, matrices: Tensor, inputs: Tensor, history: int):
+        self.matrices = matrices  # fp32 [num_layers, heads, key_dim, value_dim]
+        self.inputs = inputs  # [num_layers, history + num_nodes, width]
+        self.history, self.length = history, 0
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Make it the state before the first token."""
+        self.length = 0
+        self.matrices.zero_()
+        self.inputs[:, : self.history] = 0
+
+    @torch.inference_mode()
+    def copy_from(self, other: "RecurrentState") -> None:
+        """Make it the state after the same `length` tokens."""
+        self.length = other.length
+        self.matrices.copy_(other.matrices)
+        self.inputs[:, : self.history] = other.inputs[:, : self.history]
+
+    @torch.inference_mode()
+    def clone(self) -> "RecurrentState":
+        state = RecurrentState(self.matrices.clone(), self.inputs.clone(), self.history)
+        state.length = self.length
+        return state
+
+    def check(self, context_len: int, num_rows: int, commits: bool) -> None:
+        """Assert that a pass can compute rows after `context_len` committed tokens."""
+        kept = self.inputs.shape[1] - self.history
+        assert 0 <= context_len - self.length <= kept, "the state does not lead to the rows' context"
+        assert commits or num_rows <= kept, "a tree outgrew its request's state"
+
+    @torch.inference_mode()
+    def commit(self, path: np.ndarray) -> None:
+        """Keep the inputs of the accepted nodes of the tree after `length` tokens; `path` is as in `KVCache.commit`."""
+        if path[-1] != len(path) - 1:
+            slots = torch.from_numpy(self.history + path)
+            self.inputs[:, self.history : self.history + len(path)] = self.inputs[:, slots]
+
+
+class StateRows(NamedTuple):
+    """A request's state in a pass."""
+
+    state: RecurrentState
+    commits: bool = False  # whether the pass's rows are committed tokens, such as a prompt's, after which it is stored

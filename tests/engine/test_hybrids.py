@@ -1,0 +1,101 @@
+"""Recurrent layers in the engine: no batch, chunk, preemption or sample changes a token or a bit."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.families import CASES, HYBRIDS, fitting, make_model
+from tests.helpers.models import (
+    VOCAB,
+    OracleDrafter,
+    greedy,
+    new_folder,
+    open_llm,
+    random_prompts,
+    replace_drafters,
+    tokens_of,
+)
+from tests.helpers.quantized_checkpoints import needs_compiler
+from tests.helpers.sharing import assert_as_alone, assert_clean, random_requests, run_at_random_times
+from treespec import LLM, RequestOutput, SamplingParams
+from treespec.errors import KernelError, ModelError
+
+LENGTH = 256
+
+
+@functools.cache
+def hybrid(name: str, compiled: bool = False) -> Path:
+    sizes = fitting(CASES[name]) if compiled else {}
+    return make_model(new_folder("hybrid") / "model", CASES[name], 3, torch.float32, vocab_size=VOCAB, **sizes)
+
+
+def crowded(name: str, compiled: bool, num_pages: int, **options: Any) -> LLM:
+    """An engine with so many pages."""
+    llm = open_llm(hybrid(name, compiled), max_model_len=LENGTH, compile=compiled, max_num_seqs=1)
+    size = num_pages * llm.engine.cache.nbytes // (llm.engine.cache.num_pages + 1)
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "scheduling_policy": "priority"}
+    defaults |= {"max_model_len": LENGTH, "compile": compiled, "kv_cache_memory_bytes": size}
+    return open_llm(hybrid(name, compiled), **(defaults | options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [pytest.param(False, id="eager"), pytest.param(True, marks=needs_compiler)])
+@pytest.mark.parametrize("name, caching", [*zip(HYBRIDS, (True, False), strict=True)])
+def test_random_interleavings_give_what_requests_alone_give(name: str, caching: bool, compiled: bool) -> None:
+    """Several samples of a prompt, chunks of prompts, preemptions and aborts, with trees from an oracle."""
+    llm = crowded(name, compiled, 7, enable_prefix_caching=caching)
+    asked = random_requests(0, 4, (100,), 30, (60, 80), priorities=3)
+    plain = open_llm(hybrid(name, compiled), max_model_len=LENGTH, compile=compiled)
+    outputs = [(prompt, plain.generate([prompt], params, "off")) for prompt, params, *_ in asked]
+    replace_drafters(llm, OracleDrafter([p + t for p, out in outputs for t in tokens_of(out)], 3))
+
+    def run() -> list[dict[int, RequestOutput]]:
+        return [run_at_random_times(llm, asked, 0, aborts=0.003)]
+
+    assert_as_alone(plain, llm, asked, run)
+    stats = llm.stats()
+    assert stats["num_preemptions"] > 0 and stats["acceptance_length"] > 1.5
+
+
+def test_samples_continue_from_the_state_after_the_prompt() -> None:
+    """They do not compute it again, even those that are admitted when the first one has gone on."""
+    llm = open_llm(hybrid(HYBRIDS[0]), max_num_seqs=2)
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=9, ignore_eos=True)
+    (prompt,) = random_prompts((70,))
+    (alone,) = llm.generate([prompt], params, "off")
+    params.n = 4
+    (together,) = llm.generate([prompt], params)
+    assert together.metrics.prefill_passes == 1 and together.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert len({tuple(one.token_ids) for one in together.outputs}) == 4
+    assert_clean(llm)
+
+
+def test_cached_prefixes_begin_with_a_kept_state() -> None:
+    """States are kept at the end of a prompt's last page; the least recently used one makes room."""
+    llm = open_llm(hybrid(HYBRIDS[0]), enable_prefix_caching=True, max_num_seqs=2)
+    states, prompts = llm.engine.cache.states, random_prompts((150, 70, 70, 70, 70), seed=4)
+    assert states is not None and llm.stats()["memory"]["recurrent_states"] == states.nbytes > 0
+
+    def cached(prompt: list[int]) -> int:
+        (output,), (plain,) = (llm.generate([prompt], greedy(4), spec) for spec in (None, "off"))
+        assert tokens_of([output]) == tokens_of([plain])
+        return output.metrics.cached_tokens
+
+    assert cached(prompts[0]) == 0
+    assert cached(prompts[0] + prompts[1]) == 128, "the end of the page before the prompt's end"
+    assert [cached(prompt) for prompt in prompts[1:]] == [0] * 4
+    assert cached(prompts[0]) == 0 and cached(prompts[4]) == 64
+    assert_clean(llm)
+
+
+def test_hybrids_are_no_drafts_and_run_on_a_cpu_only() -> None:
+    folder = hybrid(HYBRIDS[0])
+    with pytest.raises(ModelError, match=r"2 of 3 layers are recurrent.*no draft"):
+        open_llm(folder, [folder])
+    with pytest.raises(KernelError, match=r"recurrent.*device='cpu'"):
+        open_llm(folder, attention="triton", linear="triton")
+    with pytest.raises(KernelError, match=r"merge_and_unload"):
+        open_llm(folder, enable_lora=True)

@@ -1,0 +1,52 @@
+"""States of recurrent layers: those of running requests, and copies after prompts and cached prefixes."""
+
+from treespec_kernels.recurrent.request_state import RecurrentState, StateShape
+
+
+class StatePool:
+    """A fixed number of states.
+
+    Copies are kept by a key: a prompt group's id, until it is dropped, or the key of the last page of a prefix
+    (`page_keys`), until later ones need its place.
+    """
+
+    def __init__(self, shape: StateShape, num_requests: int, num_kept: int):
+        without_tree = shape._replace(num_nodes=0)
+        self.nbytes = num_requests * shape.nbytes + num_kept * without_tree.nbytes
+        self._free, self._held = shape.allocate(num_requests), dict[str, RecurrentState]()
+        self._free_copies, self._kept = without_tree.allocate(num_kept), dict[str | bytes, RecurrentState]()
+
+    @property
+    def num_held(self) -> int:
+        """Number of states of requests and groups."""
+        return len(self._held) + sum(isinstance(key, str) for key in self._kept)
+
+    def reserve(self, request_id: str) -> RecurrentState:
+        """Return a state before the first token; the number of running requests bounds that of states."""
+        assert request_id not in self._held, f"{request_id} holds a state already"
+        state = self._held[request_id] = self._free.pop()
+        state.reset()
+        return state
+
+    def release(self, request_id: str) -> None:
+        """Free the state of a request, if it has one."""
+        if (state := self._held.pop(request_id, None)) is not None:
+            self._free.append(state)
+
+    def keep(self, key: str | bytes, state: RecurrentState) -> None:
+        """Keep a copy of a state, after whose tokens nothing is committed yet."""
+        if (copy := self._kept.pop(key, None)) is None:
+            if not self._free_copies:
+                self.drop(next(other for other in self._kept if isinstance(other, bytes)))  # the least recently used
+            copy = self._free_copies.pop()
+            copy.copy_from(state)
+        self._kept[key] = copy
+
+    def find(self, key: str | bytes) -> RecurrentState | None:
+        """Return the copy that was kept by this key, or None."""
+        return self._kept.get(key)
+
+    def drop(self, key: str | bytes) -> None:
+        """Forget a copy, if there is one."""
+        if (copy := self._kept.pop(key, None)) is not None:
+            self._free_copies.append(copy)

@@ -1,0 +1,273 @@
+"""Recurrent layers of the eager decoder: Gated DeltaNets, and LFM2's gated convolutions.
+
+A pass computes the rows that its requests have committed since their states were stored, and then its own rows, each
+from its parent. It stores the states after the committed rows only (see `RecurrentState`).
+"""
+
+from collections.abc import Sequence
+from ctypes import CDLL
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treespec.models.layer import Layer, make_linear, take_projection
+from treespec.models.model_config import ModelConfig
+from treespec.models.norms import norm_heads
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.linear.activations import sigmoid, silu, softplus
+from treespec_kernels.linear.linear import LinearImpl
+from treespec_kernels.recurrent.request_state import RecurrentState, StateShape
+from treespec_kernels.recurrent.state_update import Level, causal_conv_ref, state_update_ref
+from treespec_weights.blocks import Weights
+
+_L2_EPS = 1e-6  # of the norms of queries and keys
+# Of compiled passes:
+MAX_KERNEL = 16  # tokens of a convolution
+STATE_LANES = 16  # numbers of heads, and sizes of keys and values, are multiples of it
+
+
+def recurrent_sizes(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of `Architecture` that recurrent layers have; {} without any."""
+    shape = config.shape.recurrent
+    if shape is None:
+        return {}
+    sizes = {name: getattr(shape, name) for name in ("kernel", "key_heads", "key_dim", "value_dim", "tiled")}
+    return sizes | {"channels": shape.channels(config.shape.hidden_size), "state_heads": shape.heads}
+
+
+def take_mixer(weights: Weights, prefix: str, config: ModelConfig) -> dict[str, Any]:
+    """Pop the parameters of a recurrent layer that take the place of attention, as `CompiledLayerWeights` has them."""
+    shape = config.shape.recurrent
+    assert shape is not None
+    names = ("mix",) if shape.kind == "conv" else ("mix", "beta", "decay", "mix_gate")
+    return {
+        "qkv": [take_projection(weights, prefix, (name,)) for name in names],
+        "conv": _take_conv(weights, prefix),
+        **({} if shape.kind == "conv" else _take_steps(weights, prefix)),
+    }
+
+
+def _take_conv(weights: Weights, prefix: str) -> Tensor:
+    """Pop the weight of a convolution, fp32 [kernel, channels]."""
+    return weights.pop(f"{prefix}conv")[:, 0].float().t().contiguous()
+
+
+def _take_steps(weights: Weights, prefix: str) -> dict[str, Tensor]:
+    """Pop the vectors of a Gated DeltaNet, fp32."""
+    dt_bias, log, gain = (weights.pop(prefix + name).float() for name in ("dt_bias", "decay_log", "mix_gain"))
+    return {"dt_bias": dt_bias, "rate": -log.exp(), "gain": gain}
+
+
+def state_shape(config: ModelConfig, num_nodes: int, dtype: torch.dtype) -> StateShape | None:
+    """Return the sizes of a request's state for trees of up to `num_nodes` nodes; None without recurrent layers."""
+    shape = config.shape.recurrent
+    if shape is None:
+        return None
+    width = shape.channels(config.shape.hidden_size) + (2 * shape.heads)
+    sizes = shape.heads, shape.key_dim, shape.value_dim
+    return StateShape(len(shape.layers), sizes, shape.kernel - 1, width, num_nodes, dtype)
+
+
+class StatePass:
+    """Rows of a pass of recurrent layers: those that the requests have committed since their states were stored
+    (replayed rows), then the pass's own."""
+
+    def __init__(self, requests: Sequence[RequestRows], num_rows: int):
+        self._states: list[RecurrentState] = []
+        self._replayed: list[int] = []  # by request
+        self._commits: list[bool] = []
+        for rows in requests:
+            assert rows.state is not None, "a pass of recurrent layers needs the requests' states"
+            state, commits = rows.state
+            self._states.append(state)
+            self._replayed.append(rows.context_len - state.length)
+            self._commits.append(commits)
+            state.check(rows.context_len, rows.num_rows, commits)
+        self._counts = [rows.num_rows for rows in requests]
+        self._history = self._states[0].history
+        stored = [self._history + count for count in self._replayed]  # inputs of each request
+        self._num_stored, self.num_replayed = sum(stored), sum(self._replayed)
+        self.taps = torch.from_numpy(self._taps(requests, stored, num_rows))
+        self.levels = self._levels(requests)
+
+    def _taps(self, requests: Sequence[RequestRows], stored: Sequence[int], num_rows: int) -> np.ndarray:
+        """Return the inputs that each row's convolution reads, int64 [num_replayed + num_rows, history + 1].
+
+        They index the stored inputs of all requests, followed by those of the pass.
+        """
+        history, order = self._history, np.arange(self._history + 1)
+        own = self._num_stored + np.arange(num_rows)
+        taps = np.repeat(own[:, None], history + 1, 1)
+        replayed, start, row = list[np.ndarray](), 0, 0
+        for rows, count in zip(requests, stored, strict=True):
+            replayed.append(start + np.arange(count - history)[:, None] + order)
+            chain = np.arange(start + count - history, start + count)  # inputs before the first row
+            for i, parent in enumerate(rows.parents.tolist()):
+                taps[row + i, :-1] = taps[row + parent, 1:] if parent >= 0 else chain
+            start, row = start + count, row + rows.num_rows
+        return np.concatenate((*replayed, taps))
+
+    def _levels(self, requests: Sequence[RequestRows]) -> list[Level]:
+        depths, parents = list[int](), list[int]()  # by row, replayed ones first; a first row's parent is ~request
+        for request, count in enumerate(self._replayed):
+            parents += [~request, *range(len(depths), len(depths) + count - 1)][:count]
+            depths += range(count)
+        ends = np.cumsum([0, *self._replayed]).tolist()
+        last = {ends[i + 1] - 1: i for i, count in enumerate(self._replayed) if count and not self._commits[i]}
+        for request, (rows, count) in enumerate(zip(requests, self._replayed, strict=True)):
+            first, root = len(depths), ends[request + 1] - 1 if count else ~request
+            parents += [first + parent if parent >= 0 else root for parent in rows.parents.tolist()]
+            depths += (count + rows.depths).tolist()
+            if self._commits[request]:
+                last[len(depths) - 1] = request
+        by_level = [list[int]() for _ in range(max(depths, default=-1) + 1)]
+        place = dict[int, int]()
+        for row, depth in enumerate(depths):
+            place[row] = len(by_level[depth])
+            by_level[depth].append(row)
+        levels = []
+        for rows_of in by_level:
+            above = [place[parents[row]] if parents[row] >= 0 else ~parents[row] for row in rows_of]
+            ending = [(i, last[row]) for i, row in enumerate(rows_of) if row in last]
+            ended = torch.tensor(ending, dtype=torch.int64).reshape(-1, 2)
+            levels.append(Level(torch.tensor(rows_of), torch.tensor(above), ended[:, 0], ended[:, 1]))
+        return levels
+
+    def exchange(self, layer: int, own: Tensor) -> Tensor:
+        """Store the inputs of the pass's rows, and return all that its rows read, as `taps` indexes them.
+
+        `layer` counts the recurrent layers; `own`: [num_rows, width].
+        """
+        parts = [
+            state.inputs[layer, : self._history + count]
+            for state, count in zip(self._states, self._replayed, strict=True)
+        ]
+        inputs = torch.cat([*parts, own])
+        first, row = 0, self._num_stored
+        for state, replayed, count, commits in zip(
+            self._states, self._replayed, self._counts, self._commits, strict=True
+        ):
+            kept, end, new = state.inputs[layer], first + self._history + replayed, inputs[row : row + count]
+            if commits:
+                kept[: self._history] = torch.cat((inputs[first:end], new))[-self._history :]
+            else:
+                kept[: self._history] = inputs[end - self._history : end]
+                kept[self._history : self._history + count] = new
+            first, row = end, row + count
+        return inputs
+
+    def matrices(self, layer: int) -> Tensor:
+        """Return a copy of the requests' stored states, fp32 [num_requests, heads, key_dim, value_dim]."""
+        return torch.stack([state.matrices[layer] for state in self._states])
+
+    def store(self, layer: int, matrices: Tensor) -> None:
+        for state, matrix in zip(self._states, matrices, strict=True):
+            state.matrices[layer].copy_(matrix)
+
+    def finish(self) -> None:
+        """Advance the states' lengths, after the last layer."""
+        for state, replayed, count, commits in zip(
+            self._states, self._replayed, self._counts, self._commits, strict=True
+        ):
+            state.length += replayed + (count if commits else 0)
+
+
+class DeltaMixer:
+    """A Gated DeltaNet (arXiv 2412.06464) with a short convolution, up to its output projection."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        prefix: str,
+        config: ModelConfig,
+        impl: LinearImpl,
+        dtype: torch.dtype,
+        library: CDLL | None,
+    ):
+        shape = config.shape.recurrent
+        assert shape is not None
+        self._shape, self._eps, self._dtype = shape, config.norm_eps, dtype
+        self._channels = shape.channels(config.shape.hidden_size)
+        self.mix, self.rates = (
+            make_linear(take_projection(weights, prefix, names), None, dtype, impl, library)
+            for names in (("mix", "mix_gate"), ("beta", "decay"))
+        )
+        self.conv = _take_conv(weights, prefix)
+        self.dt_bias, self.rate, self.gain = _take_steps(weights, prefix).values()
+        # `norm_heads` divides by the root of the mean square; a query is also divided by sqrt(key_dim).
+        scale = torch.full((2 * shape.key_heads, 1), shape.key_dim**-0.5)
+        scale[: shape.key_heads] = 1 / shape.key_dim
+        self._scale = scale
+
+    def __call__(self, h: Tensor, rows: StatePass, layer: int) -> Tensor:
+        """Return the mixed rows before the output projection, [num_rows, heads * value_dim]."""
+        shape, channels = self._shape, self._channels
+        mixed = self.mix(h)
+        inputs = rows.exchange(layer, torch.cat((mixed[:, :channels], self.rates(h)), 1))
+        made = silu(causal_conv_ref(inputs[:, :channels], rows.taps, self.conv))
+        qk, v = made.split([2 * shape.key_heads * shape.key_dim, shape.heads * shape.value_dim], 1)
+        qk = qk.reshape(len(qk), 2 * shape.key_heads, shape.key_dim)
+        norm_heads(qk, self._scale, _L2_EPS / shape.key_dim)
+        each = shape.heads // shape.key_heads
+        q, k = (x.repeat(1, each, 1) if shape.tiled else x.repeat_interleave(each, 1) for x in qk.chunk(2, 1))
+        beta, decay = inputs[rows.taps[:, -1], channels:].float().chunk(2, 1)
+        decay = torch.exp(self.rate * softplus(decay + self.dt_bias))
+        matrices = rows.matrices(layer)
+        v = v.reshape(len(v), shape.heads, shape.value_dim)
+        out = state_update_ref(matrices, q, k, v, sigmoid(beta), decay, rows.levels)
+        rows.store(layer, matrices)
+        out = out[rows.num_replayed :]
+        norm_heads(out, self.gain.expand(shape.heads, -1), self._eps)
+        return (out.flatten(1) * silu(mixed[:, channels:].float())).to(self._dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (self.mix, self.rates, self.conv, self.dt_bias, self.rate, self.gain))
+
+
+class ConvMixer:
+    """LFM2's gated convolution, up to its output projection."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        prefix: str,
+        config: ModelConfig,
+        impl: LinearImpl,
+        dtype: torch.dtype,
+        library: CDLL | None,
+    ):
+        self._dtype = dtype
+        self.mix = make_linear(take_projection(weights, prefix, ("mix",)), None, dtype, impl, library)
+        self.conv = _take_conv(weights, prefix)
+
+    def __call__(self, h: Tensor, rows: StatePass, layer: int) -> Tensor:
+        """Return the mixed rows before the output projection, [num_rows, hidden_size]."""
+        before, after, x = self.mix(h).chunk(3, 1)
+        inputs = rows.exchange(layer, before * x)
+        mixed = causal_conv_ref(inputs, rows.taps[rows.num_replayed :], self.conv)
+        return (mixed * after.float()).to(self._dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.mix.nbytes + self.conv.nbytes
+
+
+class RecurrentLayer(Layer):
+    """A layer with a mixer in place of attention."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        i: int,
+        config: ModelConfig,
+        impl: LinearImpl,
+        dtype: torch.dtype,
+        library: CDLL | None,
+    ):
+        super().__init__(weights, i, config, impl, dtype, library)
+        assert config.shape.recurrent is not None
+        kind = DeltaMixer if config.shape.recurrent.kind == "delta" else ConvMixer
+        self.mixer = kind(weights, f"layers.{i}.", config, impl, dtype, library)

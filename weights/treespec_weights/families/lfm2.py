@@ -1,0 +1,66 @@
+"""LFM2: gated convolutions, and attention with norms of queries and keys in some layers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from treespec_weights.families.llama import LLAMA_SIZES
+from treespec_weights.rules import FULL_ATTENTION, FamilyRules, RecurrentRules, one_to_one
+
+_CONV = "conv"
+
+
+def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the keys of LFM2's first releases by its later ones, and compute the MLP's size as transformers does."""
+    result, size = dict(config), config.get("block_ff_dim", config.get("intermediate_size"))
+    if "tie_embedding" in config:
+        result["tie_word_embeddings"] = config["tie_embedding"]
+    if config.get("layer_types") is None and isinstance(config.get("num_hidden_layers"), int):
+        attention = config.get("full_attn_idxs")
+        attention = range(config["num_hidden_layers"]) if attention is None else attention
+        result["layer_types"] = [
+            FULL_ATTENTION if i in attention else _CONV for i in range(config["num_hidden_layers"])
+        ]
+    if type(size) is int and config.get("block_auto_adjust_ff_dim", True):
+        size = int(2 * size / 3)
+        if (multiplier := config.get("block_ffn_dim_multiplier", 1.0)) is not None:
+            multiple = config.get("block_multiple_of", 256)
+            size = -(-int(multiplier * size) // multiple) * multiple
+    result.pop("block_ff_dim", None)
+    return result | {"intermediate_size": size, "block_auto_adjust_ff_dim": False}
+
+
+LFM2 = FamilyRules(
+    model_type="lfm2",
+    tensors=one_to_one(
+        {
+            "model.embed_tokens.weight": "embed",
+            "model.layers.{i}.operator_norm.weight": "layers.{i}.attn_norm",
+            "model.layers.{i}.self_attn.q_proj.weight": "layers.{i}.q",
+            "model.layers.{i}.self_attn.k_proj.weight": "layers.{i}.k",
+            "model.layers.{i}.self_attn.v_proj.weight": "layers.{i}.v",
+            "model.layers.{i}.self_attn.q_layernorm.weight": "layers.{i}.q_norm",
+            "model.layers.{i}.self_attn.k_layernorm.weight": "layers.{i}.k_norm",
+            "model.layers.{i}.self_attn.out_proj.weight": "layers.{i}.o",
+            "model.layers.{i}.conv.in_proj.weight": "layers.{i}.mix",
+            "model.layers.{i}.conv.conv.weight": "layers.{i}.conv",
+            "model.layers.{i}.conv.out_proj.weight": "layers.{i}.mix_out",
+            "model.layers.{i}.ffn_norm.weight": "layers.{i}.mlp_norm",
+            "model.layers.{i}.feed_forward.w1.weight": "layers.{i}.gate",
+            "model.layers.{i}.feed_forward.w3.weight": "layers.{i}.up",
+            "model.layers.{i}.feed_forward.w2.weight": "layers.{i}.down",
+            "model.embedding_norm.weight": "final_norm",
+            "lm_head.weight": "lm_head",
+        }
+    ),
+    tied_copy="lm_head.weight",
+    normalize=_normalize,
+    config_keys=LLAMA_SIZES,
+    defaults={"tied": True},
+    constants={"qk_norm": True},
+    assumed={"hidden_act": "silu", "norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 128_000},
+    norm_eps="norm_eps",
+    recurrent=RecurrentRules(
+        kind="conv", layer_type=_CONV, config_keys={"kernel": "conv_L_cache"}, defaults={"kernel": 3}
+    ),
+    requires={"conv_bias": (None, False)},
+)

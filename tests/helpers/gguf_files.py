@@ -14,13 +14,14 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.helpers.families import TYPICAL, WINDOW, Case, make_model
+from tests.helpers.families import CASES, TYPICAL, WINDOW, Case, make_model
 from tests.helpers.models import make_llama, new_folder
 from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight, QuantizedWeight
 from treespec_weights import FamilyRules, ModelShape, family_of, read_config
 from treespec_weights.blocks import FORMS, read_blocks
+from treespec_weights.rules import RecurrentShape
 
-ARCHITECTURES = {"gemma3_text": "gemma3"}  # where they differ from model_type
+ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_5_text": "qwen35"}  # where they differ from model_type
 
 Types = Callable[[str], str]
 """The type of a matrix, by GGUF name."""
@@ -36,7 +37,7 @@ def write_gguf(
     split: int = 0,  # tensors of a file, where they are split
     **metadata: Any,
 ) -> Path:
-    """Writes a checkpoint of a Hugging Face folder as a GGUF file; vectors are always F32.
+    """Writes a checkpoint of a Hugging Face folder as a GGUF file; vectors and convolutions are always F32.
 
     Matrices of types that gguf cannot quantise to have random blocks. `change` adds metadata and tensors, `drop` names
     some to leave out, `metadata` replaces values of the architecture, with "__" for the dots of its keys.
@@ -59,7 +60,8 @@ def write_gguf(
     tensors = _tensors(folder, arch, shape) | _rope_factors(config, shape)
     for name, tensor in tensors.items():
         if name not in drop:
-            kind = "F32" if tensor.dim() < 2 else types if isinstance(types, str) else types(name)
+            is_vector = tensor.dim() < 2 or name.endswith(("conv1d.weight", "shortconv.conv.weight"))
+            kind = "F32" if is_vector else types if isinstance(types, str) else types(name)
             add_tensor(writer, name, tensor, kind)
     if change is not None:
         change(writer)
@@ -160,7 +162,7 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
         "attention.head_count_kv": shape.num_kv_heads,
         "attention.key_length": shape.head_dim,
         "attention.value_length": shape.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "attention.layer_norm_rms_epsilon": float(config[str(rules.norm_eps)]),
         "vocab_size": shape.vocab_size,
         "rope.freq_base": float(own["rope_theta"]),
         "rope.dimension_count": int(shape.head_dim * rotated),
@@ -175,6 +177,15 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
         found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(ratio) / math.log(original))
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         found[key] = config.get(key)
+    if (recurrent := shape.recurrent) is not None and recurrent.kind == "delta":
+        found["rope.dimension_sections"] = [2, 1, 1, 0]
+        found |= {"ssm.conv_kernel": recurrent.kernel, "ssm.state_size": recurrent.key_dim}
+        found |= {"ssm.group_count": recurrent.key_heads, "ssm.time_step_rank": recurrent.heads}
+        found["ssm.inner_size"] = recurrent.heads * recurrent.value_dim
+        found["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
+    elif recurrent is not None:
+        kv_heads = [0 if shape.is_recurrent(i) else shape.num_kv_heads for i in range(shape.num_layers)]
+        found |= {"shortconv.l_cache": recurrent.kernel, "attention.head_count_kv": kv_heads}
     return found
 
 
@@ -189,12 +200,36 @@ def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names, found = gguf.get_tensor_name_map(kind, shape.num_layers), {}
     for own, stored in load_file(folder / "model.safetensors").items():
-        name, tensor = names.get_name(own, (".weight", ".bias")), stored.float()
+        name, tensor = names.get_name(own.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias")), stored.float()
+        if shape.recurrent is not None:
+            tensor = _as_in_gguf(shape.recurrent, own, tensor)
         if arch == "llama" and ("attn_q." in name or "attn_k." in name):
             heads = shape.num_heads if "attn_q." in name else shape.num_kv_heads
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        found[name] = tensor + 1 if arch.startswith("gemma") and "norm." in name else tensor
+        adds_one = arch.startswith(("gemma", "qwen35")) and "norm." in name and "ssm" not in name
+        found[name] = tensor + 1 if adds_one else tensor
     return found
+
+
+def _as_in_gguf(shape: RecurrentShape, name: str, tensor: Tensor) -> Tensor:
+    """A tensor as the converter changes it in recurrent layers: the first value heads of all key heads come first."""
+    part = name.rpartition("linear_attn.")[2]
+    tensor = -tensor.exp() if part == "A_log" else tensor.squeeze(1) if tensor.dim() == 3 else tensor
+    size = {"in_proj_a.weight": 1, "in_proj_b.weight": 1, "A_log": 1, "dt_bias": 1}.get(part, shape.value_dim)
+
+    def tiled(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (shape.key_heads, -1, size)).transpose(0, 1).flatten(0, 2)
+
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        keys = 2 * shape.key_heads * shape.key_dim
+        return torch.cat((tensor[:keys], tiled(tensor[keys:])))
+    if part == "out_proj.weight":
+        return tiled(tensor.T).T
+    return (
+        tiled(tensor)
+        if part in (*("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight"), "A_log", "dt_bias")
+        else tensor
+    )
 
 
 def _rope_factors(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Tensor]:
@@ -246,6 +281,8 @@ GGUF_CASES = {
     "llama 3.1": Case("llama", {"rope_parameters": _LLAMA3 | {"original_max_position_embeddings": 64}}),
     "qwen2, yarn": Case("qwen2", {"rope_parameters": _YARN}),
     "qwen3": TYPICAL["qwen3"],
+    "qwen3_5": CASES["qwen3_5, one group of heads, rope of a quarter"],
+    "lfm2": TYPICAL["lfm2"],
     "gemma2": Case("gemma2", _WINDOWS | _CAPS),
     "gemma3": Case("gemma3_text", _WINDOWS | _GEMMA3),
     "phi3, partial": TYPICAL["phi3"],

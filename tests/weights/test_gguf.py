@@ -15,9 +15,10 @@ from torch import Tensor
 
 from tests.helpers.conversions import loaded
 from tests.helpers.exactness import differences, run
-from tests.helpers.families import WINDOW, Case, make_model
+from tests.helpers.families import TYPICAL, VOCAB, WINDOW, Case, fitting, make_model
 from tests.helpers.gguf_files import (
     GGUF_CASES,
+    add_tensor,
     family_folder,
     llama,
     llama_file,
@@ -25,15 +26,16 @@ from tests.helpers.gguf_files import (
     transformers_reading,
     write_gguf,
 )
-from tests.helpers.models import greedy, open_llm, quick, random_prompts
+from tests.helpers.models import greedy, open_llm, quick, random_prompts, tokens_of
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM, SpecConfig
 from treespec.models.model_config import ModelConfig
 from treespec.startup.memory import weight_bytes
 from treespec.startup.vocabularies import fit_weights
-from treespec_weights import inspect_checkpoint, read_config
+from treespec_weights import convert_checkpoint, inspect_checkpoint, read_config
 from treespec_weights.blocks import FORMS, Blocks, read_blocks
 from treespec_weights.describe import describe
+from treespec_weights.errors import UnsupportedModelError
 from treespec_weights.gguf.reader import read_gguf
 from treespec_weights.progress import shown_by
 from treespec_weights.quantize import Quantized, dequantize
@@ -56,10 +58,30 @@ def test_a_file_is_the_model_of_its_folder(name: str, tmp_path: Path) -> None:
     weights, expected = loaded(path), loaded(folder)
     assert weights.keys() == expected.keys()
     for key, tensor in expected.items():
-        torch.testing.assert_close(weights[key], tensor, rtol=0, atol=2e-7 if key.endswith("norm") else 0)
+        torch.testing.assert_close(
+            weights[key], tensor, rtol=0, atol=2e-7 if key.endswith(("norm", "decay_log")) else 0
+        )
     for pattern in (6, [True] * 5 + [False, True]) if name == "gemma3" else ():  # of windows: a distance, or flags
         path = write_gguf(tmp_path / "model.gguf", folder, attention__sliding_window_pattern=pattern)
         assert ModelConfig.from_hf(path).layers == given.layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)])
+def test_value_heads_in_the_order_of_llama_cpp(compiled: bool, tmp_path: Path) -> None:
+    """Of several for a key head, and a layer of MTP that is not loaded. There is no such folder to convert to."""
+    case = TYPICAL["qwen3_5"]
+    folder = make_model(tmp_path / "folder", case, 0, **(fitting(case) if compiled else {}))
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        add_tensor(writer, "blk.3.nextn.eh_proj.weight", torch.zeros(4, 8), "F32")
+
+    path = write_gguf(tmp_path / "model.gguf", folder, change=add, block_count=4, nextn_predict_layers=1)
+    prompts = random_prompts((20,), vocab=VOCAB)
+    outputs = [open_llm(each, compile=compiled).generate(prompts, greedy(12)) for each in (folder, path)]
+    assert tokens_of(outputs[0]) == tokens_of(outputs[1])
+    with pytest.raises(UnsupportedModelError, match="tiled_value_heads"):
+        convert_checkpoint(path, tmp_path / "back")
 
 
 SCALED = [  # metadata; what they divide frequencies and multiply magnitudes by in llama.cpp

@@ -42,6 +42,10 @@ LLAMA3 = (
     r"|\s+"
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}"
     r"\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,7 +55,7 @@ GPT4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = {"llama-bpe": LLAMA3, "qwen2": QWEN2, "tekken": TEKKEN, "gpt-4o": GPT4O, "dbrx": LLAMA3}
+SPLITS = {"llama-bpe": LLAMA3, "qwen2": QWEN2, "qwen35": QWEN35, "tekken": TEKKEN, "gpt-4o": GPT4O, "dbrx": LLAMA3}
 IGNORE_MERGES = ("llama-bpe", "tekken")
 
 
@@ -65,7 +69,7 @@ def byte_level(pre: str) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*first, *([pre_tokenizers.Split(Regex(split), "isolated")] if split else []), spelled]
     )
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     controls = [AddedToken(name, special=True, normalized=False) for name in ("<|start|>", "<|end|>")]
@@ -117,7 +121,7 @@ def test_files_with_one_tokenizer_are_connected_without_building_it(tmp_path: Pa
         connect(target, len(stored), other, len(stored))
 
 
-PRE = ("gpt-2", "default", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o", "dbrx")
+PRE = ("gpt-2", "default", "smollm", "llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "dbrx")
 
 
 @pytest.mark.parametrize("pre", quick(PRE, ("gpt-2", "llama-bpe", "qwen2")))

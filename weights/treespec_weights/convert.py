@@ -21,7 +21,7 @@ from torch import Tensor
 
 from treespec_weights.checkpoint import INDEX, Checkpoint
 from treespec_weights.documents import CONFIG, read_config, write_documents
-from treespec_weights.errors import CheckpointError, OptionError, Problem, WriteError
+from treespec_weights.errors import CheckpointError, OptionError, Problem, UnsupportedModelError, WriteError
 from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import is_gguf, read_json, resolve_folder
 from treespec_weights.gguf.reader import read_gguf
@@ -36,7 +36,7 @@ from treespec_weights.load import (
 )
 from treespec_weights.quant_config import KEY, scheme_of
 from treespec_weights.quant_schemes import QuantScheme
-from treespec_weights.rules import FamilyRules, ModelShape
+from treespec_weights.rules import TILED, FamilyRules, ModelShape
 from treespec_weights.staging import (
     carried_files,
     check_room,
@@ -139,6 +139,9 @@ def convert_checkpoint(
             raise OptionError(f"{str(source)!r} is quantised ({scheme.name}); give --dtype alone to dequantise it")
         config.pop(KEY)
     shape = ModelShape.from_hf(config, rules, root)
+    if shape.recurrent is not None and shape.recurrent.tiled:
+        message = "its order of value heads is llama.cpp's, which safetensors files of this family do not have"
+        raise UnsupportedModelError.of(root, "config", repr(TILED), message)
     if layout not in (None, *FAMILIES):
         raise OptionError(f"--layout {layout}: valid are {', '.join(FAMILIES)}")
     written_as = rules if layout in (None, rules.model_type) else FAMILIES[str(layout)]

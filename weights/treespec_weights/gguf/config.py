@@ -3,17 +3,17 @@
 import functools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from treespec_weights.errors import CheckpointConfigError, Problem, UnsupportedModelError
-from treespec_weights.families import GEMMA2, GEMMA3, LLAMA, PHI3, QWEN2, QWEN3
+from treespec_weights.families import GEMMA2, GEMMA3, LFM2, LLAMA, PHI3, QWEN2, QWEN3, QWEN3_5
 from treespec_weights.gguf.reader import GgufFile
 from treespec_weights.gguf.tokenizer import turn_ends
-from treespec_weights.rules import FamilyRules
+from treespec_weights.rules import FULL_ATTENTION, TILED, FamilyRules
 
 logger = logging.getLogger("treespec")
 
@@ -23,6 +23,8 @@ ARCHITECTURES: Mapping[str, FamilyRules] = {
     "llama": LLAMA,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen35": QWEN3_5,
+    "lfm2": LFM2,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "phi3": PHI3,
@@ -77,6 +79,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
 
     def natural(key: str, default: int | None = None) -> int:
         value = file.value(key)
+        if isinstance(value, list) and rules.recurrent is not None:
+            value = [entry for entry in value if entry]  # recurrent layers have 0 KV heads
         if isinstance(value, list) and value and all(entry == value[0] for entry in value):
             value = value[0]  # one entry per layer
         value = default if value is None else value
@@ -98,13 +102,16 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         problems.append(Problem("missing", "'token_embd.weight'", "no such matrix: the file is incomplete"))
     else:
         config["vocab_size"] = embed.shape[0]
-    config["rms_norm_eps"] = _positive(file, "attention.layer_norm_rms_epsilon", None, problems)
+    config["num_hidden_layers"] -= num_predictors(file)
+    norm_eps = rules.norm_eps if isinstance(rules.norm_eps, str) else "rms_norm_eps"
+    config[norm_eps] = _positive(file, "attention.layer_norm_rms_epsilon", None, problems)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     if "attention_bias" in rules.config_keys:
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if "mlp_bias" in rules.config_keys:
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     config |= _attention(file, config, problems)
+    config |= _recurrent(file, rules, natural)
     config |= _positions(file, config, problems)
     if problems:
         raise CheckpointConfigError(file.path, problems)
@@ -174,13 +181,41 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     }
 
 
+def num_predictors(file: GgufFile) -> int:
+    """Return the number of layers after the model's own that predict further tokens (MTP), which are not loaded."""
+    count = file.value("nextn_predict_layers")
+    return count if type(count) is int and file.architecture == "qwen35" else 0
+
+
+def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) -> dict[str, Any]:
+    """Return the config keys of recurrent layers."""
+    if rules.recurrent is None:
+        return {}
+    if rules.recurrent.kind == "conv":
+        kv_heads = file.value("attention.head_count_kv")
+        count = natural("block_count")
+        by_layer = kv_heads if isinstance(kv_heads, list) else [kv_heads] * count
+        types = [FULL_ATTENTION if own else rules.recurrent.layer_type for own in by_layer]
+        return {"layer_types": types, "conv_L_cache": natural("shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
+    heads, keys = natural("ssm.time_step_rank"), natural("ssm.group_count")
+    return {
+        "linear_conv_kernel_dim": natural("ssm.conv_kernel"),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": natural("ssm.state_size"),
+        "linear_value_head_dim": natural("ssm.inner_size") // heads or 1,
+        "full_attention_interval": natural("full_attention_interval", 4),
+        TILED: heads != keys,
+    }
+
+
 def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
     """Return the config keys of the rotary embedding."""
     arch, head_dim = file.architecture, config["head_dim"]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", 10000.0, problems)}
     keys: dict[str, Any] = {}
     rotated = file.value("rope.dimension_count") or head_dim
-    if arch == "phi3" and type(rotated) is int and 0 < rotated < head_dim:
+    if arch in ("phi3", "qwen35") and type(rotated) is int and 0 < rotated <= head_dim:
         keys["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
         message = f"{rotated!r} of {head_dim} dimensions of a head are rotated, which is not supported for {arch}"
@@ -233,7 +268,9 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
             problems.append(Problem("config", repr(f"{arch}.rope.scaling.attn_factor"), message))
         theta = _positive(file, "rope.freq_base_swa", 10000.0, problems)
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
-    read_keys = {*_ROPE_KEYS, *_ROPE_FACTORS, *(("rope.freq_base_swa",) if arch == "gemma3" else ())}
+    # Sections of positions in images are equal in texts.
+    own = {"gemma3": ("rope.freq_base_swa",), "qwen35": ("rope.dimension_sections",)}.get(arch, ())
+    read_keys = {*_ROPE_KEYS, *_ROPE_FACTORS, *own}
     metadata = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()}
     if unknown := [f"{key}={metadata[key]!r}" for key in metadata if key.startswith("rope.") and key not in read_keys]:
         _warn_ignored(file.path, ", ".join(unknown))

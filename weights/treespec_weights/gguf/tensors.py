@@ -1,7 +1,7 @@
 """Read tensors of GGUF files under their Hugging Face names.
 
-Two changes of llama.cpp's converter are undone: it permutes the rows of q and k of the architecture "llama" for
-interleaved rotation, and adds 1 to Gemma's norms.
+Changes of llama.cpp's converter are undone: it permutes the rows of q and k of the architecture "llama" for interleaved
+rotation, adds 1 to the norms of Gemma and Qwen 3.5, stores -exp(A_log), and weights of convolutions as matrices.
 """
 
 import functools
@@ -18,8 +18,8 @@ from torch import Tensor
 from treespec_weights.blocks import FORMS, Blocks, common_form
 from treespec_weights.dtypes import TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
-from treespec_weights.gguf.config import FACTORS, rules_of
-from treespec_weights.gguf.reader import GgufFile, gguf_package, read_gguf
+from treespec_weights.gguf.config import FACTORS, num_predictors, rules_of
+from treespec_weights.gguf.reader import GgufFile, GgufTensor, gguf_package, read_gguf
 from treespec_weights.quant_schemes import Form
 
 _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decoder parameters; families differ in ffn_up
@@ -27,30 +27,51 @@ _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decod
     "output_norm": (("final_norm",),),
     "output": (("lm_head",),),
     "attn_norm": (("attn_norm",),),
-    "attn_q": (("q",),),
+    "attn_q": (("q",), ("q", "attn_gate")),
     "attn_k": (("k",),),
     "attn_v": (("v",),),
-    "attn_qkv": (("q", "k", "v"),),
+    "attn_qkv": (("q", "k", "v"), ("mix",)),
     "attn_q_norm": (("q_norm",),),
     "attn_k_norm": (("k_norm",),),
     "attn_output": (("o",),),
-    "post_attention_norm": (("attn_post_norm",),),
+    "post_attention_norm": (("attn_post_norm",), ("mlp_norm",)),
     "ffn_norm": (("mlp_norm",),),
     "ffn_gate": (("gate",),),
     "ffn_up": (("up",), ("gate", "up")),
     "ffn_down": (("down",),),
     "post_ffw_norm": (("mlp_post_norm",),),
+    "attn_gate": (("mix_gate",),),
+    "ssm_a": (("decay_log",),),
+    "ssm_alpha": (("decay",),),
+    "ssm_beta": (("beta",),),
+    "ssm_conv1d": (("conv",),),
+    "ssm_dt": (("dt",),),  # its bias
+    "ssm_norm": (("mix_gain",),),
+    "ssm_out": (("mix_out",),),
+    "shortconv.conv": (("conv",),),
+    "shortconv.in_proj": (("mix",),),
+    "shortconv.out_proj": (("mix_out",),),
+    "token_embd_norm": (("final_norm",),),
 }
-_PRODUCTS = {"k": "q", "v": "q", "up": "gate"}  # parameters that are computed in one product with another
-_NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.(?P<kind>weight|bias)")
+_CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
+_PRODUCTS = {
+    "k": "q",
+    "v": "q",
+    "up": "gate",
+    "mix_gate": "mix",
+    "decay": "beta",
+}  # parameters that are computed in one product with another
+_NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(\.(?P<kind>weight|bias))?")
 
 
 def hf_names(file: GgufFile) -> dict[str, str]:
     """Return the GGUF name of every tensor by Hugging Face name. Tensors unknown to the family keep their names."""
     rules = {rule.params: rule.name for rule in rules_of(file).tensors}
-    names = {}
+    names, predictors = {}, num_predictors(file)
+    count = file.value("block_count")
+    unread = {str(count - 1 - i) for i in range(predictors)} if type(count) is int else set[str]()
     for name in file.tensors:
-        if name not in FACTORS:
+        if name not in FACTORS and _layer(name) not in unread:
             matches = [rules[params] for params in _parameters(name) if params in rules]
             layer = _layer(name)
             names[matches[0].replace("{i}", layer) if matches else name] = name
@@ -61,6 +82,18 @@ def _layer(name: str) -> str:
     """Return the layer of a GGUF tensor, or "" if it belongs to none."""
     match = _NAME.fullmatch(name)
     return "" if match is None or match["layer"] is None else match["layer"]
+
+
+def _stem(name: str) -> str:
+    """Return what a GGUF tensor is, such as "attn_q", without its layer."""
+    match = _NAME.fullmatch(name)
+    return "" if match is None else match["stem"]
+
+
+def _as_convolution(name: str, entry: GgufTensor) -> GgufTensor:
+    """Return a tensor's entry, of the weight of a convolution with the shape [channels, 1, kernel]."""
+    is_matrix = _stem(name) in _CONVOLUTIONS and len(entry.shape) == 2
+    return entry._replace(shape=(entry.shape[0], 1, entry.shape[1])) if is_matrix else entry
 
 
 def _parameters(name: str) -> list[tuple[str, ...]]:
@@ -123,7 +156,9 @@ class GgufTensors:
     def __init__(self, file: GgufFile) -> None:
         self.file = file
         self._names_in_file = hf_names(file)
-        self.entries = {name: file.tensors[stored] for name, stored in self._names_in_file.items()}
+        self.entries = {
+            name: _as_convolution(stored, file.tensors[stored]) for name, stored in self._names_in_file.items()
+        }
         self.block_types = tuple(sorted({entry.type for entry in self.entries.values()} - TORCH_DTYPES.keys()))
         self._bytes = {name: np.memmap(file.path.parent / name, np.uint8, "c") for name in file.files}
         self._ggml = gguf_package(file.path)
@@ -159,7 +194,11 @@ class GgufTensors:
         kind, data = self.entries[name].type, self.stored(name)
         if kind in self.block_types:
             data = torch.from_numpy(self._ggml.quants.dequantize(data.numpy(), self._ggml.GGMLQuantizationType[kind]))
-        return data.float() - 1.0 if self._adds_one and name.endswith("norm.weight") else data
+        stem = _stem(self._names_in_file[name])
+        if stem == "ssm_a":
+            return torch.log(-data.float())
+        adds_one = self._adds_one and name.endswith("norm.weight") and stem != "ssm_norm"
+        return data.float() - 1.0 if adds_one else data
 
     def _check_types(self) -> None:
         """Raise CheckpointError with all tensors that the package gguf cannot dequantise."""

@@ -89,9 +89,10 @@ def quick_start() -> Iterator[None]:
 
 
 def open_adapter_llm(model: Any, drafts: Sequence[Any] = (), **options: Any) -> LLM:
-    """An engine on the CPU."""
+    """An engine on the CPU, of models that transformers' code runs."""
+    defaults = {"device": "cpu", "max_model_len": 256, "backend": "transformers"}
     with quick_start():
-        return LLM(model, drafts=list(drafts), **({"device": "cpu", "max_model_len": 256} | options))
+        return LLM(model, drafts=list(drafts), **(defaults | options))
 
 
 @torch.no_grad()

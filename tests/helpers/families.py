@@ -34,6 +34,7 @@ _GEMMA3_ROPES = {
 _CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 30.0}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
 _DELTA |= {"linear_value_head_dim": 20, "full_attention_interval": 2}
+_MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 0.6}
 _PHI3 = {"head_dim": None, "hidden_size": 64}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 _BETAS = {"factor": 8.0, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}
@@ -77,13 +78,44 @@ TYPICAL = {
     "gpt_neox": _case("gpt_neox", hidden_size=64, rope_parameters=_partial(0.25)),
     "opt": Case("opt", _OPT),
     "gpt2": Case("gpt2", _GPT2),
+    "smollm3": _case("smollm3", no_rope_layers=[1, 0, 1], tie_word_embeddings=True),
+    "granite": _case("granite", **_MULTIPLIERS, attention_multiplier=0.3, residual_multiplier=0.22),
+    "glm4": _case("glm4", rope_parameters=_partial(0.5), tie_word_embeddings=True),
+    "olmo2": _case("olmo2", attention_bias=True, head_dim=None),
+    "hunyuan": _case("hunyuan_v1_dense", attention_bias=True, rope_parameters=_YARN),
+    "arcee": _case("arcee", attention_bias=True, mlp_bias=True),
+    "ministral3": _case("ministral3", sliding_window=None, rope_parameters=_YARN | {"llama_4_scaling_beta": 0.5}),
+    "cohere2": _case(
+        "cohere2", sliding_window=WINDOW, layer_types=_layers("sliding", "full", "sliding"), tie_word_embeddings=True
+    ),
 }
-"""One of each family, with what is its own: windows shorter than the context, caps, partial rotary."""
+"""One of each family whose layers have what no other's have: windows shorter than the context, caps, partial rotary."""
+
+SLOW = ("smollm3", "granite", "glm4", "olmo2", "hunyuan", "arcee", "ministral3", "cohere2")
+"""Those of `TYPICAL` that only slow tests compute on every executor."""
 
 HYBRIDS = ("qwen3_5", "lfm2")
 """Those of `TYPICAL` with recurrent layers, which are no drafts."""
 
 CASES = TYPICAL | {
+    "gemma": _case("gemma", tie_word_embeddings=True, hidden_act="gelu"),  # read as its tanh approximation
+    "vaultgemma": _case("vaultgemma", **_CAPS, sliding_window=WINDOW, query_pre_attn_scalar=40),
+    "internlm3": _case("internlm3", attention_bias=True, mlp_bias=True),
+    "iquestcoder": _case("iquestcoder"),
+    "seed_oss": _case("seed_oss", attention_out_bias=True),
+    "ernie4_5": _case("ernie4_5", use_bias=True, tie_word_embeddings=True),
+    "helium": _case("helium", attention_bias=True, num_key_value_heads=1, hidden_size=64),
+    "cwm": _case("cwm", sliding_window=WINDOW, layer_types=_layers("full", "sliding", "full"), rope_parameters=_LLAMA3),
+    "ministral": _case("ministral", sliding_window=WINDOW, layer_types=_layers("sliding", "full", "sliding")),
+    "hyperclovax": _case("hyperclovax", **_MULTIPLIERS, attention_multiplier=0.3),
+    "glm": _case("glm", rope_parameters=_partial(0.5)),
+    "cohere": _case("cohere", attention_bias=True, logit_scale=0.7),
+    "stablelm": _case("stablelm", use_qkv_bias=True, hidden_size=64, rope_parameters=_partial(0.25)),
+    "jais2": _case("jais2"),
+    "starcoder2": _case("starcoder2", sliding_window=WINDOW, num_key_value_heads=1),
+    "olmo3": _case("olmo3", sliding_window=WINDOW, layer_types=_layers("sliding", "full", "sliding"), head_dim=None),
+    "exaone4, no windows": _case("exaone4", sliding_window=None, layer_types=_layers("full", "full", "full")),
+    "exaone4": _case("exaone4", sliding_window=WINDOW, layer_types=_layers("sliding", "full", "sliding")),
     "llama, dynamic": _case("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
     "llama, yarn with betas, large eps": _case("llama", rope_parameters=_YARN | _BETAS, rms_norm_eps=0.1),
     "llama, scaled as 3.1, heads of 12": _case("llama", rope_parameters=_LLAMA3, head_dim=12, num_key_value_heads=4),
@@ -146,10 +178,10 @@ CASES = TYPICAL | {
 
 def small(name: str, layers: int = 2, vocab: int = 61) -> dict[str, Any]:
     """Changes that leave the first layers of a typical model: two where there are two kinds, one of each."""
-    case = TYPICAL[name]
+    case = CASES[name]
     if case.model_type == "gpt2":
         return {"n_layer": layers, "vocab_size": vocab}
-    kinds = {"layer_types": case.config["layer_types"][:layers]} if "layer_types" in case.config else {}
+    kinds = {key: case.config[key][:layers] for key in ("layer_types", "no_rope_layers") if key in case.config}
     return {"num_hidden_layers": layers, "vocab_size": vocab} | kinds
 
 

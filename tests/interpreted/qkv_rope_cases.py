@@ -36,6 +36,9 @@ class Case(NamedTuple):
     bias_groups: int | None = None  # None: no bias, 0: one of all rows
     norm_groups: int | None = None  # the same of norms of heads
     rotates: bool = True
+    wide: bool = False
+    last: bool = False
+    q_rotates: bool = False  # Q by another table
 
 
 CASES = [
@@ -50,6 +53,10 @@ CASES = [
     Case(4, 16, 3, 1, 2, None, 2),
     Case(6, 16, 3, 1, 3, 3, 2),
     Case(2, 16, 4, 2, rotates=False),
+    Case(3, 24, 5, 1, 2, 0, 0, wide=True),
+    Case(4, 16, 34, 17, None, 2, 2, wide=True),
+    Case(3, 24, 3, 1, 2, 0, 0, last=True),
+    Case(3, 24, 3, 2, 2, q_rotates=True),
 ]
 
 
@@ -76,11 +83,15 @@ def arguments_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
         "kv_layer": pattern.to(dtype).view(pool.shape)[1].permute(1, 0, 3, 2, 4),
         "q_out": torch.full((case.rows, case.heads, case.head_dim), NAN, dtype=dtype, device=DEVICE),
     }
+    if case.q_rotates:
+        arguments["q_rotation"] = rotation * 1.5
     if case.bias_groups is not None:
         arguments["bias"] = draw(*[case.bias_groups] * (case.bias_groups > 0), width, dtype=dtype)
     if case.norm_groups is not None:
-        size = (*[case.norm_groups] * (case.norm_groups > 0), case.head_dim)
-        arguments["norm"] = HeadNorm(*(1 + draw(*size, dtype=dtype) / 4 for _ in range(2)), EPS)
+        heads = (case.heads, case.kv_heads) if case.wide else (1, 1)
+        sizes = ((*[case.norm_groups] * (case.norm_groups > 0), count * case.head_dim) for count in heads)
+        weights = (1 + draw(*size, dtype=dtype) / 4 for size in sizes)
+        arguments["norm"] = HeadNorm(*weights, EPS, case.wide, case.last)
     return arguments
 
 
@@ -98,15 +109,26 @@ def model(arguments: dict[str, Any]) -> torch.Tensor:
 
     x = x + by_row(arguments["bias"], rows) if "bias" in arguments else x
     q, k, v = x.view(rows, -1, head_dim).split((heads, kv_heads, kv_heads), 1)
-    if "norm" in arguments:
-        weights = (by_row(weight, rows)[:, None] for weight in arguments["norm"][:2])
-        q, k = (F.rms_norm(part, (head_dim,), eps=EPS) * w for part, w in zip((q, k), weights, strict=True))
+
+    def normed(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+        weights = [by_row(weight, rows)[:, None] for weight in arguments["norm"][:2]]
+        parts = [x.reshape(rows, -1, weight.shape[-1]) for x, weight in zip((q, k), weights, strict=True)]
+        pairs = zip(parts, weights, strict=True)
+        return [(F.rms_norm(x, x.shape[2:], eps=EPS) * weight).view(rows, -1, head_dim) for x, weight in pairs]
+
+    last = "norm" in arguments and arguments["norm"].last
+    if "norm" in arguments and not last:
+        q, k = normed(q, k)
     turned = torch.cat((q, k), 1)
     if arguments["rotation"] is not None:
         first, second = turned.chunk(2, -1)
         angle = angles(head_dim)[arguments["positions"].long()][:, None]
         numbers = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
         turned = torch.cat((numbers.real, numbers.imag), -1)
+    if "q_rotation" in arguments:
+        turned[:, :heads] *= 1.5
+    if last:
+        turned = torch.cat(normed(*turned.split((heads, kv_heads), 1)), 1)
     return torch.cat((turned, v), 1).to(arguments["q_out"].dtype)
 
 

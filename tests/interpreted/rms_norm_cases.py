@@ -24,6 +24,7 @@ class Case(NamedTuple):
     bias_groups: int | None = None  # None: no bias
     kind: Any = "rms"
     post: bool = False
+    plain: bool = False  # the result is the stream, not normalised
 
 
 CASES = [
@@ -40,6 +41,8 @@ CASES = [
     Case(4, 64, 2, True, 2, 0, "rms_plus_one", True),
     Case(2, 123, 2, True, 0, 0, "layer"),
     Case(3, 122, 3, True, 1, None, "layer", True),
+    Case(4, 64, 2, True, 2, 0, post=True, plain=True),
+    Case(3, 63, residual=True, plain=True),
 ]
 
 
@@ -52,7 +55,7 @@ def arguments_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
 
     weight, post = parameter(case.groups, held), parameter(case.groups, held) if case.post else None
     shift = parameter(case.groups, dtype) if case.kind == "layer" else None
-    norm = Norm(weight, EPS, case.kind, shift, post)
+    norm = Norm(None if case.plain else weight, EPS, case.kind, shift, post)
     size = (case.rows, case.hidden)
     arguments: dict[str, Any] = {"x": split_sums(draw, case.splits, *size, dtype=dtype), "norm": norm}
     if case.residual:
@@ -75,7 +78,7 @@ def assert_defined(arguments: dict[str, Any]) -> None:
     stream = stream if bias is None else stream + by_row(bias, rows)
     stream = stream if norm.post_weight is None else normed(stream, norm.post_weight)
     stream = stream if residual is None else (residual.double() + stream).to(dtype).double()
-    expected = normed(stream, norm.weight)
+    expected = stream if norm.weight is None else normed(stream, norm.weight)
     expected = expected if norm.shift is None else expected + by_row(norm.shift, rows)
     assert_near(rms_norm_ref(**arguments), expected.to(dtype))
     if residual is not None:

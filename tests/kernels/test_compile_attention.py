@@ -71,7 +71,7 @@ def random_weights(case: Case, layers: int) -> tuple[Tensor, list[CompiledLayerW
         qkv = random((heads + 2 * case.kv_heads) * dim, HIDDEN, gain=1.5)
         o, gate_up = random(HIDDEN, heads * dim, gain=3.0), random(2 * HIDDEN, HIDDEN)
         matrices = (qkv, None, o, None, gate_up, None, down, None)  # each with its bias
-        parts.append(CompiledLayerWeights(ONES, ONES, None, *matrices, 0, case.window))
+        parts.append(CompiledLayerWeights(ONES, ONES, None, *matrices, (0, 0), case.window))
     return embed, parts, random(VOCAB, HIDDEN)
 
 

@@ -25,6 +25,12 @@ def test_engines(names: str) -> None:
     run_cases(names)
 
 
+@pytest.mark.slow
+def test_other_families() -> None:
+    """Passes and captured rounds of families whose tensors, scales or rotations are used in other places."""
+    run_cases("families", TREESPEC_FAMILIES="hunyuan,ministral3")
+
+
 @pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("names", KERNELS)
 def test_kernels(names: str, implementation: str) -> None:

@@ -14,6 +14,7 @@ from treespec_kernels.linear.linear import Linear, onednn_available
 
 ROWS = (2, 3, 16, 17, 32, 33, 40, 65, 128, 300)
 EXACT = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+EXACT["relu2"] = lambda x: F.relu(x).square()
 # Summands enough for several blocks of a kernel, and outputs enough for a rare difference to show; and odd widths.
 SIZES = ((688, 256), (1024, 1024), (4096, 512), (48, 173), (48, 1365))
 

@@ -178,6 +178,6 @@ class TreePass:
         kernels = self._target.kernels
         if self._features is None:
             return kernels.logits(run())
-        hidden, states = record_states(self._features.layers, len(kernels.weights.layers), run)
+        hidden, states = record_states(self._features.layers, kernels.config, run)
         self._features.write(self._passes.slots, states)
         return kernels.logits(hidden)

@@ -221,7 +221,7 @@ class ParallelDraft(BlockDraft):
 
     def forward_block(self, unread: Sequence[Unread], kv: Tensor) -> Tensor:
         tokens = [torch.tensor(request.tokens, dtype=torch.int64, device=self.device) for request in unread]
-        embedded = [F.embedding(ids, self.decoder.embed) * self.decoder.embed_scale for ids in tokens]
+        embedded = [F.embedding(ids, self.decoder.embed) * self.decoder.first_scale for ids in tokens]
         return self._chain_blocks(unread, kv, StreamInput(_with_masks(embedded, self._mask, self.block - 1), None))
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.errors import KernelError
-from treespec.models.decoder import Decoder, HiddenStates, Pass, StreamInput
+from treespec.models.decoder import Decoder, HiddenStates, Pass, StreamInput, without_scales
 from treespec.models.layer import take_layer, take_projection
 from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
@@ -102,8 +102,10 @@ class CompiledDecoder(Decoder):
             config.rules.norm == "layer",
             config.parallel,
             len(config.ropes),
-            self.embed_scale,
+            self.first_scale,
             config.score_cap,
+            config.shape.wide_qk_norm,
+            config.rules.norm_after_rope,
             config.shape.output_gate,
             **recurrent_sizes(config),
         )
@@ -131,12 +133,12 @@ class CompiledDecoder(Decoder):
         config = self.config
         for i, kind in tracked(f"packing {config.folder.name}", [*enumerate(config.layers)]):
             prefix = f"layers.{i}."
-            head_norm = take_head_norm(weights, prefix, self.heads, self.kv_heads)
+            head_norm = take_head_norm(weights, prefix, self.config.shape)
             dense = [value for name, value in weights.items() if name.startswith(prefix) and isinstance(value, Tensor)]
             parts = take_layer(weights, i, joins=False)
             if kind.recurrent:
                 parts |= take_mixer(weights, prefix, config)
-            yield CompiledLayerWeights(head_norm=head_norm, rope=kind.rope, window=kind.window, **parts)
+            yield CompiledLayerWeights(head_norm=head_norm, ropes=kind.ropes, window=kind.window, **parts)
             del parts
             drop_mapped(dense)
 
@@ -220,7 +222,7 @@ class CompiledDecoder(Decoder):
             plan.states.finish()
         if (normed := self.config.shape.num_layers + 1) in of:
             streams[:, of.index(normed)] = final
-        return HiddenStates(final, streams)
+        return HiddenStates(final, without_scales(streams, of, self.config))
 
     def write_context(self, rows: Tensor, layout: Pass, kv: Tensor) -> None:
         self.model.write_context(rows.contiguous(), layout.attention, layout.rotation, kv)

@@ -110,14 +110,28 @@ def cache_slots(requests: Sequence[RequestRows], kv: Tensor, num_rows: int) -> n
 
 
 def record_states(
-    of: Sequence[int], num_layers: int, forward: Callable[[dict[int, Tensor | None]], Tensor]
+    of: Sequence[int], config: ModelConfig, forward: Callable[[dict[int, Tensor | None]], Tensor]
 ) -> HiddenStates:
     """Run a pass that also returns hidden states."""
     states: dict[int, Tensor | None] = dict.fromkeys(of)
     final = forward(states)
-    if num_layers + 1 in states:
-        states[num_layers + 1] = final
-    return HiddenStates(final, torch.stack([state for layer in of if (state := states[layer]) is not None], 1))
+    if (normed := config.shape.num_layers + 1) in states:
+        states[normed] = final
+    streams = torch.stack([state for layer in of if (state := states[layer]) is not None], 1)
+    return HiddenStates(final, without_scales(streams, of, config))
+
+
+def without_scales(streams: Tensor, of: Sequence[int], config: ModelConfig) -> Tensor:
+    """Return recorded states, [num_rows, len(of), hidden_size], without the factors that `ModelConfig` adds to them.
+
+    Changes `streams` in place.
+    """
+    normed = config.shape.num_layers + 1
+    for i, layer in enumerate(of):
+        factor = 1 / config.logit_scale if layer == normed else config.stream_scale
+        if factor != 1:
+            streams[:, i].mul_(factor)
+    return streams
 
 
 def _quantization(weights: Weights) -> str | None:
@@ -172,8 +186,8 @@ class Decoder:
             self.embed = known = embed.clone()  # a mapped tensor keeps the whole file mapped
             drop_mapped([embed])
         self.dtype, self.device = known.dtype, known.device
-        # rounded to the model's dtype, as in training
-        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype, device="cpu"))
+        self.embed_scale = config.embed_scale_in(self.dtype)
+        self.first_scale = self.embed_scale / config.stream_scale  # of embeddings in the residual stream
         positions = weights.pop("positions", None)
         self.positions = None if positions is None else positions[config.rules.extra_positions :].clone()
         self.rotations = tuple(RotaryEmbedding(rope, self.device) for rope in config.ropes)
@@ -324,7 +338,7 @@ class Decoder:
         `check_states` accepts these layers.
         """
         forward = partial(self._forward, tokens, layout, kv, None, start=stream)
-        return record_states(of, self.config.shape.num_layers, lambda states: forward(states=states))
+        return record_states(of, self.config, lambda states: forward(states=states))
 
     def forward_stream(self, stream: StreamInput, layout: Pass, kv: Tensor) -> HiddenStates:
         """Run a pass that begins with a given residual stream; `streams` is the stream after the last layer."""
@@ -381,8 +395,8 @@ class Decoder:
 
     def _embed(self, tokens: Tensor, layout: Pass) -> Tensor:
         x = F.embedding(tokens, self.embed)
-        if self.embed_scale != 1.0:
-            x.mul_(self.embed_scale)
+        if self.first_scale != 1.0:
+            x.mul_(self.first_scale)
         if layout.positions is not None and self.positions is not None:
             x.add_(F.embedding(layout.positions, self.positions))
         return x
@@ -446,15 +460,35 @@ class Decoder:
         heads, head_dim, num_rows = self.heads, self.head_dim, len(qkv)
         qkv = qkv.float().view(num_rows, -1, head_dim)
         qk = qkv[:, : heads + self.kv_heads]
-        if layer.head_norm is not None:
-            norm_heads(qk, layer.head_norm, self.config.norm_eps)
+        if not self.config.rules.norm_after_rope:
+            self._norm_heads(layer, qk)
         if self.rotations:
-            cos, sin = rotation[layer.rope : layer.rope + 2]
-            turned = qk.roll(head_dim // 2, -1).mul_(sin)
-            qk.mul_(cos).add_(turned)  # not addcmul, so that SIMD body and tail both round products and sum separately
+            parts = [(qk, layer.rope)]
+            if layer.query_rope != layer.rope:
+                parts = [(qk[:, :heads], layer.query_rope), (qk[:, heads:], layer.rope)]
+            for part, rope in parts:
+                cos, sin = rotation[rope : rope + 2]
+                turned = part.roll(head_dim // 2, -1).mul_(sin)
+                part.mul_(cos).add_(turned)  # not addcmul: SIMD body and tail both round products and sum separately
+        if self.config.rules.norm_after_rope:
+            self._norm_heads(layer, qk)
         new = qkv[:, heads : heads + 2 * self.kv_heads]  # K and V of a row adjacent, as in `layout.slots`
         cache.view(-1, head_dim).index_copy_(0, layout.slots, new.reshape(-1, head_dim).to(cache.dtype))
         return qkv[:, :heads].to(cache.dtype)
+
+    def _norm_heads(self, layer: Layer, qk: Tensor) -> None:
+        """Normalise queries and keys, [num_rows, num_heads + num_kv_heads, head_dim], in place, if the layer does."""
+        if layer.head_norm is None:
+            return
+        parts = [(qk, layer.head_norm)]
+        if self.config.shape.wide_qk_norm:  # the heads of a projection are one
+            sizes = (self.heads, self.kv_heads)
+            parts = [
+                (heads.view(len(qk), 1, -1), weight.view(1, -1))
+                for heads, weight in zip(qk.split(sizes, 1), layer.head_norm.split(sizes), strict=True)
+            ]
+        for heads, weight in parts:
+            norm_heads(heads, weight, self.config.norm_eps)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:
         """Compute the logits of selected (or all) rows of `hidden`, [n, vocab], in the model's dtype."""

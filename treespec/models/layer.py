@@ -20,14 +20,19 @@ def prepare(config: ModelConfig, weights: Weights) -> None:
     """Transform decoder parameters in place, before fusing or packing.
 
     - Norms that scale by 1 + w store 1 + w in fp32, because the bf16 sum would lose precision.
-    - With partial rotary embedding, q and k (weights with scales and zero points, biases, head norms) are permuted to
-      `Rope.head_order`, so that rotation works as in all other models.
+    - The final norm includes the factor on logits. A norm of attention and MLP is two norms.
+    - With partial or interleaved rotary embedding, q and k (weights with scales and zero points, biases, head norms)
+      are permuted to `Rope.head_order`, so that rotation works as in all other models.
     """
     if config.rules.norm == "rms_plus_one":
         for name in weights:
             if name.rpartition(".")[2].endswith("norm"):
                 weights[name] = 1.0 + weights[name].float()
+    if config.logit_scale != 1 and (norm := weights.get("final_norm")) is not None:
+        weights["final_norm"] = (norm.float() * config.logit_scale).to(norm.dtype)
     for i, kind in enumerate(config.layers):
+        if config.shape.shared_norm and (norm := weights.get(f"layers.{i}.attn_norm")) is not None:
+            weights[f"layers.{i}.mlp_norm"] = norm
         order = config.ropes[kind.rope].head_order if config.ropes else None
         if order is not None:
             for name, suffix in itertools.product(("q", "k"), ("", "_scale", "_zero", "_bias", "_norm")):
@@ -120,7 +125,8 @@ def take_layer(weights: Weights, i: int, fuses_gate: bool = True, joins: bool = 
 class Layer:
     """Weights of one layer, as of `take_layer`.
 
-    `index` is the layer's, `rope` indexes its cos in `Pass.rotation`, `window` its plan in `Pass.attention`.
+    `index` is the layer's; `rope` and `query_rope` index the cos of keys and queries in `Pass.rotation`, `window` the
+    plan in `Pass.attention`.
     """
 
     mixer: Any = None  # what a recurrent layer has in place of attention
@@ -139,18 +145,19 @@ class Layer:
         def linear(name: str) -> Linear | CompiledLinear:
             return make_linear(layer[name], layer[f"{name}_bias"], dtype, impl, library)
 
-        def norm(name: str) -> Norm:
-            return STREAMS[config.rules.norm].take(layer[name], layer.get(f"{name}_bias"))
+        def norm(name: str) -> Norm | None:
+            weight = layer[name]
+            return None if weight is None else STREAMS[config.rules.norm].take(weight, layer.get(f"{name}_bias"))
 
         self.attn_norm, self.mlp_norm = norm("attn_norm"), norm("mlp_norm")
-        self.attn_post_norm = None if layer["attn_post_norm"] is None else norm("attn_post_norm")
-        self.mlp_post_norm = None if layer["mlp_post_norm"] is None else norm("mlp_post_norm")
+        self.attn_post_norm, self.mlp_post_norm = norm("attn_post_norm"), norm("mlp_post_norm")
         self.qkv = None if layer["qkv"] is None else linear("qkv")
         self.o, self.up, self.down = linear("o"), linear("up"), linear("down")
         self.gate = None if layer["gate"] is None else linear("gate")
-        self.head_norm = take_head_norm(weights, f"layers.{i}.", config.shape.num_heads, config.shape.num_kv_heads)
+        self.head_norm = take_head_norm(weights, f"layers.{i}.", config.shape)
         self.index = i
-        self.rope, self.window = 2 * config.layers[i].rope, config.windows.index(config.layers[i].window)
+        self.query_rope, self.rope = (2 * rope for rope in config.layers[i].ropes)
+        self.window = config.windows.index(config.layers[i].window)
 
     @property
     def nbytes(self) -> int:

@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 from treespec.errors import ModelError, VariantError
-from treespec_weights.rules import FamilyRules, ModelShape
+from treespec_weights.rules import BESIDE_SLIDING, FULL_ATTENTION, FamilyRules, ModelShape
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = FULL_ATTENTION
+_ORIGINAL = "original_max_position_embeddings"
+SLIDING = "sliding_attention"
 
 
 class Rope(NamedTuple):
     """Rotary embedding (RoFormer, arXiv 2104.09864) in the rotate-half layout.
 
-    With partial rotary embedding (`rotary_dim` < head_dim) the remaining dimensions have frequency 0 and scale 1, and
-    the dimensions of q and k are permuted to `head_order`, which leaves the scores unchanged.
+    With partial rotary embedding (`rotary_dim` < head_dim) the remaining dimensions have frequency 0 and scale 1. Then,
+    and if the checkpoint has pairs of adjacent dimensions (`interleaved`), the dimensions of q and k are permuted to
+    `head_order`, which leaves the scores unchanged. Layers without positions have a rope of frequency 0.
     """
 
     inv_freq: Tensor  # fp32 [head_dim / 2]
@@ -25,19 +28,22 @@ class Rope(NamedTuple):
     rotary_dim: int
     short: "Rope | None" = None  # longrope (arXiv 2402.13753): that of requests of at most `short_context` positions
     short_context: int = 0  # 0 if all requests have the same
+    interleaved: bool = False
+    growth: tuple[float, int] | None = None  # of queries: beta and length of `FamilyRules.scaled_queries`
 
     @property
     def key(self) -> tuple[object, ...]:
-        key = tuple(self.inv_freq.tolist()), tuple(self.scale.tolist()), self.rotary_dim
+        key = tuple(self.inv_freq.tolist()), tuple(self.scale.tolist()), self.rotary_dim, self.growth
         return key if self.short is None else (*key, self.short.key, self.short_context)
 
     @property
     def head_order(self) -> Tensor | None:
         """Checkpoint dimension at each dimension of the permuted head, int64 [head_dim]; None for the identity."""
         head_dim, half = 2 * len(self.inv_freq), self.rotary_dim // 2
-        if self.rotary_dim == head_dim:
+        if self.rotary_dim == head_dim and not self.interleaved:
             return None
-        turned = torch.arange(2 * half, device="cpu").chunk(2)
+        pairs = torch.arange(2 * half, device="cpu")
+        turned = (pairs[::2], pairs[1::2]) if self.interleaved else pairs.chunk(2)
         still = torch.arange(self.rotary_dim, head_dim, device="cpu").chunk(2)
         return torch.cat((turned[0], still[0], turned[1], still[1]))
 
@@ -70,6 +76,9 @@ class RotaryEmbedding:
         """Return the rows of the positions `first` to `last` - 1, fp32 [num_positions, 2, head_dim]."""
         scale, positions = rope.scale.to(self._device), torch.arange(first, last, device=self._device)
         angle = positions.float()[:, None] * rope.inv_freq.to(self._device)
+        if rope.growth is not None:
+            beta, length = rope.growth
+            scale = scale * (1 + beta * torch.log1p(positions.div(length, rounding_mode="floor").float()))[:, None]
         cos, sin = angle.cos() * scale, angle.sin() * scale
         return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
 
@@ -80,6 +89,12 @@ class LayerKind(NamedTuple):
     rope: int  # index into the model's ropes
     window: int | None  # visible positions, including the row's own; None = all
     recurrent: bool = False  # whether it has a state of fixed size in place of attention
+    query_rope: int | None = None  # of the queries; None = that of the keys
+
+    @property
+    def ropes(self) -> tuple[int, int]:
+        """Indices of the ropes of queries and of keys."""
+        return self.rope if self.query_rope is None else self.query_rope, self.rope
 
 
 def read_layers(
@@ -98,12 +113,13 @@ def read_layers(
         and not raw.get("use_sliding_window")
         and raw.get("layer_types") in (None, [FULL] * shape.num_layers)
     )
-    if (not rules.windows or windows_off) and (plain or not rules.rotary) and rules.parallel is None:
-        layers = (LayerKind(0, None),) * shape.num_layers
+    simple = rules.parallel is None and rules.unrotated is None and not rules.scaled_queries
+    if (not rules.windows or windows_off) and (plain or not rules.rotary) and simple:
+        alike = (LayerKind(0, None),) * shape.num_layers
         if not rules.rotary:
-            return (), layers  # avoid importing transformers, which takes two seconds
+            return (), alike  # avoid importing transformers, which takes two seconds
         theta = parameters.get("rope_theta", raw.get("rope_theta", 10000.0))
-        return (_default_rope(folder, theta, 1.0, shape.head_dim),), layers
+        return (_default_rope(folder, theta, 1.0, shape.head_dim)._replace(interleaved=rules.interleaved),), alike
     config = _resolved(folder, raw)
     kinds = _kinds(folder, config, shape) if rules.windows else [FULL] * shape.num_layers
     window = getattr(config, "sliding_window", None) if rules.windows else None
@@ -123,9 +139,22 @@ def read_layers(
         if nested or not ropes:
             ropes.append(_rope(folder, config, section, layer_kind if nested else None, shape.head_dim, length))
         index[layer_kind] = len(ropes) - 1
+    ropes = [rope._replace(interleaved=rules.interleaved) for rope in ropes]
+    of_layers = [index[layer_kind] for layer_kind in kinds]
+    if not all(rotated := _rotated(folder, config, rules, kinds)):
+        still = torch.zeros(shape.head_dim // 2, dtype=torch.float32, device="cpu")
+        ropes.append(Rope(still, still + 1, shape.head_dim))
+        of_layers = [rope if turns else len(ropes) - 1 for rope, turns in zip(of_layers, rotated, strict=True)]
     short = max(rope.short_context for rope in ropes)  # tables have the same rows
     ropes = [rope if rope.short_context == short else rope._replace(short=rope, short_context=short) for rope in ropes]
-    return tuple(ropes), tuple(LayerKind(index[layer_kind], windows[layer_kind]) for layer_kind in kinds)
+    layers = [LayerKind(rope, windows[layer_kind]) for rope, layer_kind in zip(of_layers, kinds, strict=True)]
+    beta = rope_parameters.get("llama_4_scaling_beta") if rules.scaled_queries else None
+    if beta is not None:
+        length = positive(folder, _ORIGINAL, rope_parameters.get(_ORIGINAL), int)
+        growth = positive(folder, "llama_4_scaling_beta", beta, float), length
+        layers = [layer._replace(query_rope=len(ropes) + layer.rope) for layer in layers]
+        ropes += [rope._replace(growth=growth) for rope in ropes]
+    return tuple(ropes), tuple(layers)
 
 
 def _resolved(folder: Path, raw: dict[str, Any]) -> Any:
@@ -151,6 +180,19 @@ def _kinds(folder: Path, config: Any, shape: ModelShape) -> list[str]:
             f"{folder}: layer_types={kinds!r}; supported: {FULL!r} or {SLIDING!r} for each of {shape.num_layers} layers"
         )
     return list(kinds)
+
+
+def _rotated(folder: Path, config: Any, rules: FamilyRules, kinds: list[str]) -> list[bool]:
+    """Return whether each layer has a rotary embedding (`FamilyRules.unrotated`)."""
+    if rules.unrotated is None:
+        return [True] * len(kinds)
+    slides = config.sliding_window is not None
+    if rules.unrotated in (FULL, BESIDE_SLIDING):
+        return [(slides and kind == SLIDING) or (not slides and rules.unrotated == BESIDE_SLIDING) for kind in kinds]
+    flags = getattr(config, rules.unrotated)
+    if not isinstance(flags, list) or len(flags) != len(kinds) or not {*flags} <= {0, 1}:
+        raise ModelError(f"{folder}: {rules.unrotated}={flags!r}; expected 0 or 1 for each of {len(kinds)} layers")
+    return [bool(flag) for flag in flags]
 
 
 def _rope(

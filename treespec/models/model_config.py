@@ -24,13 +24,17 @@ class ModelConfig:
     folder: Path
     rules: FamilyRules
     shape: ModelShape
-    norm_eps: float  # of all norms
+    norm_eps: float  # of all norms, for a residual stream divided by `stream_scale`
     activation: Activation  # of the MLP
     parallel: bool  # attention and MLP read the same residual stream (parallel block)
     query_scale: float  # factor on attention scores
     score_cap: float | None  # soft cap c of scores, x -> c tanh(x / c); None = none
     logit_cap: float | None  # of logits
-    embed_scale: float  # factor on embeddings, rounded to the model's dtype
+    logit_scale: float  # factor on logits, applied with the weight of the final norm
+    embed_scale: float  # factor on embeddings
+    # Factor on what layers add to the residual stream. The decoder divides the whole stream by it instead: norms undo
+    # that, if their epsilon is divided by its square
+    stream_scale: float
     ropes: tuple[Rope, ...]  # rotary embeddings; () for learned positions
     layers: tuple[LayerKind, ...]  # by layer, its rope and window
     max_positions: int
@@ -56,9 +60,15 @@ class ModelConfig:
     def compute_key(self) -> tuple[object, ...]:
         """Key shared by models that differ only in their weights."""
         rules, ropes = self.rules, tuple(rope.key for rope in self.ropes)
-        components = rules.norm, rules.extra_positions, self.norm_eps, self.activation, self.parallel
-        scales = self.query_scale, self.score_cap, self.logit_cap, self.embed_scale
+        components = rules.norm, rules.norm_after_rope, rules.extra_positions, self.norm_eps, self.activation
+        scales = self.parallel, self.query_scale, self.score_cap, self.logit_cap, self.embed_scale, self.stream_scale
         return self.shape, *components, *scales, ropes, self.layers, self.quantization, self.head_rows
+
+    def embed_scale_in(self, dtype: torch.dtype) -> float:
+        """Return the factor on embeddings, which Gemma rounds to the `dtype` that it computes in."""
+        if not self.rules.scaled_embedding:
+            return self.embed_scale
+        return float(torch.tensor(self.embed_scale, dtype=dtype, device="cpu"))
 
     @classmethod
     def from_hf(cls, folder: str | Path, max_model_len: int | None = None) -> "ModelConfig":
@@ -95,9 +105,11 @@ class ModelConfig:
         parallel = rules.parallel is not None and raw.get(rules.parallel, True)
         if not isinstance(parallel, bool):
             raise ModelError(f"{folder}: {rules.parallel}={parallel!r}; expected true or false")
-        scalar = shape.head_dim
-        if rules.query_scalar is not None:
-            scalar = positive(folder, rules.query_scalar, raw.get(rules.query_scalar, shape.head_dim), float)
+
+        def scale(key: str | None, default: float = 1.0) -> float:
+            return default if key is None or raw.get(key) is None else positive(folder, key, raw[key], float)
+
+        stream_scale = scale(rules.residual_scale)
         stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
         dtype = _DTYPES.get(stored) if isinstance(stored, str) else None
         if dtype is None:
@@ -107,13 +119,15 @@ class ModelConfig:
             folder=folder,
             rules=rules,
             shape=shape,
-            norm_eps=float(eps),
+            norm_eps=float(eps) / stream_scale**2,
             activation=ACTIVATIONS[named],
             parallel=parallel,
-            query_scale=float(scalar) ** -0.5,
+            query_scale=scale(rules.score_scale, scale(rules.query_scalar, shape.head_dim) ** -0.5),
             score_cap=_soft_cap(folder, raw, rules.score_cap),
             logit_cap=_soft_cap(folder, raw, rules.logit_cap),
-            embed_scale=shape.hidden_size**0.5 if rules.scaled_embedding else 1.0,
+            logit_scale=scale(rules.logit_scale) / scale(rules.logit_divisor),
+            embed_scale=scale(rules.embed_scale, shape.hidden_size**0.5 if rules.scaled_embedding else 1.0),
+            stream_scale=stream_scale,
             ropes=ropes,
             layers=layers,
             max_positions=max_positions,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec_weights.blocks import Weights
-from treespec_weights.rules import NormKind
+from treespec_weights.rules import ModelShape, NormKind
 
 
 class Norm(NamedTuple):
@@ -39,7 +39,10 @@ class RmsStream:
         assert bias is None, "RMSNorm has no bias"
         return Norm(torch.cat((weight, weight)), None)
 
-    def norm(self, norm: Norm) -> Tensor:
+    def norm(self, norm: Norm | None) -> Tensor:
+        """Return the stream normalised, or a copy of it without a norm."""
+        if norm is None:
+            return self.x.contiguous()
         torch.neg(self.x, out=self._minus)
         mirrored = F.layer_norm(self._mirrored, (2 * self.size,), norm.weight, None, self.eps)
         return mirrored[:, : self.size].contiguous()  # the copy takes 1.3 us; strided rows would cost oneDNN 2 us
@@ -60,8 +63,8 @@ class LayerStream:
     def take(weight: Tensor, bias: Tensor | None) -> Norm:
         return Norm(weight, bias)
 
-    def norm(self, norm: Norm) -> Tensor:
-        return self.norm_of(self.x, norm)
+    def norm(self, norm: Norm | None) -> Tensor:
+        return self.x.clone() if norm is None else self.norm_of(self.x, norm)
 
     def norm_of(self, x: Tensor, norm: Norm) -> Tensor:
         return F.layer_norm(x, (self.size,), norm.weight, norm.bias, self.eps)
@@ -74,12 +77,13 @@ STREAMS: dict[NormKind, type[RmsStream] | type[LayerStream]] = {
 }
 
 
-def take_head_norm(weights: Weights, prefix: str, num_heads: int, num_kv_heads: int) -> Tensor | None:
+def take_head_norm(weights: Weights, prefix: str, shape: ModelShape) -> Tensor | None:
     """Pop a layer's query and key norms, fp32 [num_heads + num_kv_heads, head_dim], if it has any."""
     q_norm, k_norm = weights.pop(f"{prefix}q_norm", None), weights.pop(f"{prefix}k_norm", None)
     if q_norm is None or k_norm is None:
         return None
-    return torch.cat((q_norm.float().expand(num_heads, -1), k_norm.float().expand(num_kv_heads, -1)))
+    parts = ((q_norm, shape.num_heads), (k_norm, shape.num_kv_heads))
+    return torch.cat([norm.float().view(-1, shape.head_dim).expand(heads, -1) for norm, heads in parts])
 
 
 def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:

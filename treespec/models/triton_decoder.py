@@ -63,9 +63,8 @@ class PassKernels:
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.dtype = weights.embed.dtype
         self.windows = config.windows
-        self._kinds = [(kind.rope, config.windows.index(kind.window)) for kind in config.layers]
-        # Rounded to the model's dtype, as in training.
-        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self.dtype, device="cpu"))
+        self._kinds = [(kind.ropes, config.windows.index(kind.window)) for kind in config.layers]
+        self._first_scale = config.embed_scale_in(self.dtype) / config.stream_scale
         learned = shape.learned_positions - config.rules.extra_positions  # per model; below 1 = none
         self._last_position = learned - 1
         self._first_positions = torch.arange(weights.groups, device=weights.embed.device)[:, None] * learned
@@ -178,14 +177,14 @@ class PassKernels:
         fused = partial(Norm, eps=self.config.norm_eps, kind=self.config.rules.norm)
         norms = [fused(layer.attn_norm, shift=layer.attn_norm_bias) for layer in layers]
         norms.append(fused(weights.final_norm, shift=weights.final_norm_bias))
-        h = stream if qkv is not None else self._norm(stream, norms[0])
+        h = stream if qkv is not None or norms[0].weight is None else self._norm(stream, norms[0])
         each_layer = zip(layers, self._linear, kv, self._kinds, norms[1:], strict=False)
-        for i, (layer, linear, cache, (rope, window), norm) in enumerate(each_layer):
+        for i, (layer, linear, cache, (ropes, window), norm) in enumerate(each_layer):
             if i in states:
                 states[i] = stream.clone()
             product = self._partials(h, layer.qkv, linear["qkv"]) if i or qkv is None else qkv
-            table, plan = tables[rope] if tables else None, layout.attention[window]
-            mixed = self._attend(layer, product, layout, cache, table, plan)
+            rotations = [tables[rope] for rope in dict.fromkeys(ropes)] if tables else []
+            mixed = self._attend(layer, product, layout, cache, rotations, layout.attention[window])
             inner = fused(layer.mlp_norm, shift=layer.mlp_norm_bias, post_weight=layer.attn_post_norm)
             if self.config.parallel:  # parallel block: the MLP does not see the attention output
                 h = self._norm(stream, inner)
@@ -216,8 +215,8 @@ class PassKernels:
 
     def _embed(self, tokens: Tensor, layout: TritonPass) -> Tensor:
         stream = F.embedding(tokens, self.weights.embed)
-        if self._embed_scale != 1.0:
-            stream.mul_(self._embed_scale)
+        if self._first_scale != 1.0:
+            stream.mul_(self._first_scale)
         if self.weights.positions is not None:  # drafts beyond the last position are never accepted
             positions = layout.positions.clamp(max=self._last_position).view(self.weights.groups, -1)
             stream.add_(F.embedding((positions + self._first_positions).flatten(), self.weights.positions))
@@ -228,15 +227,29 @@ class PassKernels:
         return rms_norm_triton(x, norm, residual=stream, bias=bias, pdl=self.pdl)
 
     def _attend(
-        self, layer: LayerWeights, qkv: Tensor, layout: TritonPass, cache: Tensor, table: Tensor | None, plan: Any
+        self,
+        layer: LayerWeights,
+        qkv: Tensor,
+        layout: TritonPass,
+        cache: Tensor,
+        rotations: Sequence[Tensor],  # of queries and of keys; one if they are equal, none without
+        plan: Any,
     ) -> Tensor:
         """Return the heads' outputs, [rows, num_heads * head_dim], of projections or their partial sums."""
         rows, config, norm = layout.num_rows, self.config, None
         q = torch.empty(rows, self.heads, self.head_dim, dtype=self.attention.cache_dtype, device=qkv.device)
         if layer.q_norm is not None and layer.k_norm is not None:
-            norm = HeadNorm(layer.q_norm, layer.k_norm, config.norm_eps)
+            norm = HeadNorm(
+                layer.q_norm,
+                layer.k_norm,
+                config.norm_eps,
+                config.shape.wide_qk_norm,
+                config.rules.norm_after_rope,
+            )
         places = layout.positions, layout.slots, cache
-        qkv_rope_triton(qkv, table, *places, q, bias=layer.qkv_bias, norm=norm, pdl=self.pdl)
+        table, of_queries = (*rotations[::-1], None, None)[:2]
+        options: dict[str, Any] = {"bias": layer.qkv_bias, "norm": norm, "q_rotation": of_queries}
+        qkv_rope_triton(qkv, table, *places, q, **options, pdl=self.pdl)
         out = self.attention(q, cache[0], cache[1], plan, config.query_scale, config.score_cap, self.pdl)
         return out.view(rows, -1)
 

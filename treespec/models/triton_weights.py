@@ -35,7 +35,7 @@ class LayerWeights:
     family lacks are None. The first layer of a draft head has no `qkv`: the head computes these projections.
     """
 
-    attn_norm: Tensor
+    attn_norm: Tensor | None
     attn_norm_bias: Tensor | None
     qkv: Weight | None
     qkv_bias: Tensor | None
@@ -44,7 +44,7 @@ class LayerWeights:
     o: Weight
     o_bias: Tensor | None
     attn_post_norm: Tensor | None
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     mlp_norm_bias: Tensor | None
     gate_up: Weight  # rows of the gate, if any, then of the up projection
     gate_up_bias: Tensor | None

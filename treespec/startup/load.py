@@ -216,7 +216,7 @@ class Loader:
         assert isinstance(config.decoder, ModelConfig)
         decoder = self._make_decoder(config.decoder, weights.decoder, tokens, None)
         if weights.mask is not None:
-            return ParallelDraft(decoder, form.block, weights.mask * decoder.embed_scale)
+            return ParallelDraft(decoder, form.block, weights.mask * decoder.first_scale)
         assert weights.fc is not None and weights.state_norm is not None
         bias = None
         if weights.markov is not None:

@@ -69,8 +69,10 @@ def _made_of(shape: dict[str, Any], traits: dict[str, Any]) -> str:
     norm = {"rms": "RMSNorm", "rms_plus_one": "RMSNorm (1 + w)", "layer": "LayerNorm"}[traits["norm"]]
     if shape["qk_norm"]:
         norm += ", also of heads"
+    if shape["wide_qk_norm"]:
+        norm += ", also of queries and keys"
     if shape["post_norms"]:
-        norm += ", also after attention and MLP"
+        norm += ", also after attention and MLP" if shape["pre_norms"] else ", after attention and MLP, not before"
     features = [norm, _printable(str(traits["activation"])) + ("" if shape["gated"] else ", no gate")]
     if type(traits["window"]) is int:
         features.append(f"windows of {traits['window']:,} positions")

@@ -17,6 +17,7 @@ MAX_LAYERS = 10_000
 TensorShape = tuple[int, ...]
 
 FULL_ATTENTION = "full_attention"
+BESIDE_SLIDING = "full_attention beside sliding_attention"
 TILED = "tiled_value_heads"  # key of `RecurrentShape.tiled` in the config of a GGUF file
 
 
@@ -70,6 +71,9 @@ class ModelShape:
     mlp_bias: bool = False  # on gate, up, down
     norm_bias: bool = False  # on every norm of the residual stream
     qk_norm: bool = False  # q and k are normalised per head
+    wide_qk_norm: bool = False  # or each over all of its heads together
+    pre_norms: bool = True  # inputs of attention and MLP are normalised
+    shared_norm: bool = False  # by one norm (parallel blocks)
     post_norms: bool = False  # outputs of attention and MLP are normalised before the residual add
     gated: bool = True  # the MLP has a gate
     learned_positions: int = 0  # rows of the position embedding; 0 for none
@@ -100,6 +104,8 @@ class ModelShape:
             attention |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
         if self.qk_norm:
             attention |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
+        if self.wide_qk_norm:
+            attention |= {"q_norm": (q,), "k_norm": (kv,)}
         attention |= {"o": (hidden, q)}
         if self.o_bias:
             attention |= {"o_bias": (hidden,)}
@@ -107,7 +113,8 @@ class ModelShape:
         layer: dict[str, TensorShape] = {}
         if self.post_norms:
             layer |= norm("attn_post_norm")
-        layer |= norm("mlp_norm")
+        if self.pre_norms and not self.shared_norm:
+            layer |= norm("mlp_norm")
         if self.gated:
             layer |= {"gate": (inter, hidden)}
         layer |= {"up": (inter, hidden), "down": (hidden, inter)}
@@ -119,7 +126,7 @@ class ModelShape:
         if self.learned_positions:
             result |= {"positions": (self.learned_positions, hidden)}
         for i in range(self.num_layers):
-            parts = norm("attn_norm") | (recurrent if self.is_recurrent(i) else attention) | layer
+            parts = (norm("attn_norm") if self.pre_norms else {}) | (recurrent if self.is_recurrent(i) else attention) | layer
             result |= {f"layers.{i}.{name}": shape for name, shape in parts.items()}
         result |= norm("final_norm")
         if not self.tied:
@@ -245,19 +252,21 @@ class RecurrentRules:
 
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "relu": "relu",
+    "relu2": "relu2",
     "gelu": "gelu",
     "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""Activations by their names in config.json. gelu uses the error function, gelu_tanh the tanh approximation."""
+"""Activations by their names in config.json. gelu uses the error function, gelu_tanh the tanh approximation; relu2 is
+the square of relu."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,10 +294,25 @@ class FamilyRules:
     activation: str = "hidden_act"  # key of the MLP's activation, one of `ACTIVATIONS`
     rotary: bool = True  # whether q and k have rotary embeddings, as given by `rope_parameters` and its older spellings
     recurrent: RecurrentRules | None = None  # how config.json describes layers without attention
+    interleaved: bool = False  # whether pairs of adjacent dimensions are rotated, instead of d and d + head_dim / 2
+    # Layers without rotation (NoPE): those without a window (`FULL_ATTENTION`), unless no layer has one (`BESIDE_SLIDING`); or
+    # those with a 0 in the list at this key; None for no layers
+    unrotated: str | None = None
+    # whether queries are multiplied by 1 + beta log(1 + floor(position / original length)), with the rope's
+    # llama_4_scaling_beta and original_max_position_embeddings
+    scaled_queries: bool = False
+    norm_after_rope: bool = False  # whether the norm of the heads of q and k follows the rotation
     windows: bool = False  # whether config.json may limit layers to a sliding window (sliding_window, layer_types)
     # key of the switch that gives attention and MLP the same input; None if they never have
     parallel: str | None = None
     query_scalar: str | None = None  # key of the value that replaces head_dim in the attention scale 1 / sqrt(head_dim)
+    # Keys of factors: of attention scores, in place of 1 / sqrt(head_dim); of embeddings; of what a layer adds to the
+    # residual stream; of logits. `logit_divisor` is the key of one divided by
+    score_scale: str | None = None
+    embed_scale: str | None = None
+    residual_scale: str | None = None
+    logit_scale: str | None = None
+    logit_divisor: str | None = None
     # score_cap, logit_cap: keys of the soft caps c of attention scores and logits, c tanh(x / c); null disables
     score_cap: str | None = None
     logit_cap: str | None = None

@@ -4,7 +4,8 @@ RoPE is rotate-half (Su et al., arXiv 2104.09864, in the layout of Llama's check
 d + head_dim / 2, y = x * cos + roll(x, head_dim / 2) * sin, with the sines of the first half negated. The computation
 is in fp32, without fused multiply-adds, and results are rounded to the dtype once, when they are stored.
 
-An optional RMSNorm per head of Q and K comes first (Qwen 3, Gemma 3). Models with learned positions skip the rotation.
+An optional RMSNorm per head of Q and K comes first (Qwen 3, Gemma 3) or last (Hunyuan), or is over all heads of Q, and
+over all of K (OLMo 2). Models with learned positions skip the rotation.
 """
 
 from typing import NamedTuple
@@ -21,11 +22,25 @@ NUM_WARPS = 2  # 4 elements of each half per thread; with 8 elements, ptxas spil
 
 
 class HeadNorm(NamedTuple):
-    """RMSNorm of each head of Q and K. Weights are [head_dim] or [groups, head_dim], in the dtype or in float32."""
+    """RMSNorm of each head of Q and K. Weights are [head_dim] or [groups, head_dim], in the dtype or in float32.
+
+    If it is `wide`, the heads of Q are one, as are those of K: [num_heads * head_dim] and [num_kv_heads * head_dim].
+    """
 
     q_weight: Tensor
     k_weight: Tensor
     eps: float
+    wide: bool = False
+    last: bool = False  # after the rotation
+
+    def __call__(self, turned: Tensor, num_heads: int) -> Tensor:
+        """Normalise fp32 rows of Q and K, [num_rows, num_heads + num_kv_heads, head_dim] (reference)."""
+        num_rows, parts = len(turned), []
+        for part, weight in zip(turned.tensor_split([num_heads], 1), self[:2], strict=True):
+            rows = part.flatten(1).unflatten(1, (-1, weight.shape[-1]))
+            scale = torch.rsqrt(rows.square().mean(dim=2, keepdim=True) + self.eps)
+            parts.append((rows * scale * by_row(weight, num_rows)[:, None]).view(part.shape))
+        return torch.cat(parts, 1)
 
 
 def qkv_rope_ref(
@@ -45,6 +60,7 @@ def qkv_rope_ref(
     # applies to rows / groups consecutive rows
     bias: Tensor | None = None,
     norm: HeadNorm | None = None,  # norm of each head of Q and K, applied after the bias
+    q_rotation: Tensor | None = None,  # like rotation, of Q; None: that of K
 ) -> None:
     """Write rotated Q to `q_out`, and rotated K and V to their slots of `kv_layer` (reference: eager torch, fp32)."""
     num_rows, num_heads, head_dim = q_out.shape
@@ -54,16 +70,19 @@ def qkv_rope_ref(
         total = total + by_row(bias, num_rows)
     heads = total.view(num_rows, num_heads + 2 * num_kv_heads, head_dim)
     turned, values = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
-    if norm is not None:
-        scale = torch.rsqrt(turned.square().mean(dim=2, keepdim=True) + norm.eps)
-        factors = [
-            by_row(weight, num_rows)[:, None].expand(-1, count, -1)
-            for weight, count in ((norm.q_weight, num_heads), (norm.k_weight, num_kv_heads))
-        ]
-        turned = turned * scale * torch.cat(factors, 1)
+    if norm is not None and not norm.last:
+        turned = norm(turned, num_heads)
     if rotation is not None:
-        cos, sin = rotation[positions.long()][:, None].unbind(2)
+        tables = (rotation if q_rotation is None else q_rotation, rotation)
+        of_heads = [
+            table[positions.long()]
+            for table, count in zip(tables, (num_heads, num_kv_heads), strict=True)
+            for _ in range(count)
+        ]
+        cos, sin = torch.stack(of_heads, 1).unbind(2)
         turned = turned * cos + turned.roll(head_dim // 2, -1) * sin
+    if norm is not None and norm.last:
+        turned = norm(turned, num_heads)
     q_out.copy_(turned[:, :num_heads])
     pages, offsets = slots // page_size, slots % page_size
     for cache, new in zip(kv_layer, (turned[:, num_heads:], values), strict=True):
@@ -80,6 +99,7 @@ def qkv_rope_triton(
     *,
     bias: Tensor | None = None,
     norm: HeadNorm | None = None,
+    q_rotation: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Compute `qkv_rope_ref` on a GPU, in one launch and without allocations; without a norm, bit-identical to it.
@@ -90,25 +110,30 @@ def qkv_rope_triton(
     dtype, (q_weight, k_weight) = q_out.dtype, (None, None) if norm is None else norm[:2]
     heads = q_out.shape[1] + 2 * kv_layer.shape[2] if q_out.dim() == 3 and kv_layer.dim() == 5 else 0
     norm_dtype = torch.float32 if q_weight is not None and q_weight.dtype == torch.float32 else dtype
+    head_dim, wide = q_out.shape[-1], norm is not None and norm.wide
+    normed = (q_out.shape[1], kv_layer.shape[2]) if heads and wide else (1, 1)  # heads that share a norm
+    widths = {"width": heads, "q_width": normed[0], "k_width": normed[1]}
     check_arguments(
-        {"width": heads * q_out.shape[-1]},
+        {name: count * head_dim for name, count in widths.items()},
         q_out=(q_out, "[rows num_heads head_dim+]", FLOAT_TYPES),
         kv_layer=(kv_layer, "2 num_pages num_kv_heads page_size head_dim", dtype),
         qkv=(qkv, "(splits+) rows width", torch.float32 if qkv.dim() == 3 else dtype),
         bias=(bias, "[(groups+) width]", dtype),
-        q_weight=(q_weight, "[(norm_groups+) head_dim]", norm_dtype),
-        k_weight=(k_weight, "[(norm_groups) head_dim]", norm_dtype),
+        q_weight=(q_weight, "[(norm_groups+) q_width]", norm_dtype),
+        k_weight=(k_weight, "[(norm_groups) k_width]", norm_dtype),
         rotation=(rotation, "[max_positions 2 head_dim]", torch.float32),
+        q_rotation=(q_rotation, "[max_positions 2 head_dim]", torch.float32),
         positions=(positions, "rows", torch.int32),
         slots=(slots, "rows", torch.int64),
     )
     num_rows, num_heads, head_dim = q_out.shape
+    assert norm is None or not (norm.wide and norm.last)
     assert head_dim % 2 == 0, "the head dimension must be even"
     kernels = load_kernels("attention.qkv_rope", q_out)
     block_d = block_of(head_dim // 2)
     block_h = max(TILE // (2 * block_d), 1)
     kernels.rotate_and_write[(num_rows, -(-heads // block_h))](
-        *(qkv, bias, q_weight, k_weight, rotation, positions, slots, kv_layer, q_out),
+        *(qkv, bias, q_weight, k_weight, rotation, q_rotation, positions, slots, kv_layer, q_out),
         None if norm is None else float(norm.eps),
         split_rows(qkv),
         rows_per_group(bias, num_rows),
@@ -121,6 +146,8 @@ def qkv_rope_triton(
         NUM_SPLITS=qkv.shape[0] if qkv.dim() == 3 else 1,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
+        WIDE=wide,
+        NORM_LAST=norm is not None and norm.last,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
         **launch_options(pdl),

@@ -18,14 +18,37 @@ def _half(p_qkv, bias, o_bias, m_half, stride_split, NUM_SPLITS: tl.constexpr):
     return b_half
 
 
+@triton.jit
+def _mean_square(
+    p_row,
+    bias,
+    o_row,
+    stride_split,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):
+    """Return the mean square of COUNT heads of a row together, from FIRST on. Every program of the row loads them."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    o_d = tl.arange(0, p_row.shape[0])
+    b_squares = tl.zeros([p_row.shape[0]], dtype=tl.float32)
+    for i_half in range(2 * FIRST, 2 * (FIRST + COUNT)):
+        o_half = i_half * HALF
+        b_half = _half(p_row + o_half, bias, o_row + o_half, o_d < HALF, stride_split, NUM_SPLITS)
+        b_squares += b_half * b_half
+    return tl.sum(b_squares, axis=0) / (COUNT * HEAD_DIM)
+
+
 # Arguments that depend on the number of rows are not specialised, so that all passes share one binary.
 @triton.jit(do_not_specialize=["num_split_rows", "num_bias_rows", "num_norm_rows"])
 def rotate_and_write(
     qkv,  # [rows, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM], or fp32 partials [NUM_SPLITS, num_split_rows, ..]
-    bias,  # [groups, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]; this and the next three may be None
-    q_weight,  # [groups, HEAD_DIM]
+    bias,  # [groups, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]; this and the next four may be None
+    q_weight,  # [groups, HEAD_DIM], or [groups, NUM_HEADS * HEAD_DIM] if WIDE
     k_weight,
     rotation,  # [max_positions, 2, HEAD_DIM] fp32
+    q_rotation,  # the same of Q; None: that of K
     positions,  # [rows] int32
     slots,  # [rows] int64
     kv_layer,  # [2, num_pages, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM]
@@ -45,6 +68,8 @@ def rotate_and_write(
     NUM_SPLITS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program handles BLOCK_H heads of one row, of Q, K or V. The two halves of a head are separate tiles, so the
@@ -72,28 +97,52 @@ def rotate_and_write(
     m_turned = (o_h < NUM_HEADS + NUM_KV_HEADS)[:, None]
     is_q = (o_h < NUM_HEADS)[:, None]
     if q_weight is not None:
-        mean_square = tl.sum(b_0 * b_0 + b_1 * b_1, axis=1) / HEAD_DIM
-        b_scale = tl.rsqrt(mean_square + eps)[:, None]
-        o_weight = i_row // num_norm_rows * HEAD_DIM + tl.broadcast_to(o_d[None, :], (BLOCK_H, BLOCK_D))
-        p_weight = tl.where(is_q, q_weight + o_weight, k_weight + o_weight)
+        i_group = i_row // num_norm_rows
+        if WIDE:
+            o_q = i_group * (NUM_HEADS * HEAD_DIM) + o_half
+            o_k = i_group * (NUM_KV_HEADS * HEAD_DIM) + o_half - NUM_HEADS * HEAD_DIM
+        else:
+            o_q = i_group * HEAD_DIM + tl.broadcast_to(o_d[None, :], (BLOCK_H, BLOCK_D))
+            o_k = o_q
+        p_weight = tl.where(is_q, q_weight + o_q, k_weight + o_k)
         m_weight = m_half & m_turned
         b_factor_0 = tl.load(p_weight, mask=m_weight, other=0.0).to(tl.float32)
         b_factor_1 = tl.load(p_weight + HALF, mask=m_weight, other=0.0).to(tl.float32)
-        b_0 = tl.where(m_turned, b_0 * b_scale * b_factor_0, b_0)
-        b_1 = tl.where(m_turned, b_1 * b_scale * b_factor_1, b_1)
+        if WIDE:
+            p_row = qkv + row * WIDTH + o_d
+            o_row = i_row // num_bias_rows * WIDTH + o_d
+            q_square = _mean_square(p_row, bias, o_row, stride_split, 0, NUM_HEADS, HEAD_DIM, NUM_SPLITS)
+            k_square = _mean_square(p_row, bias, o_row, stride_split, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SPLITS)
+            b_scale = tl.rsqrt(tl.where(is_q, q_square, k_square) + eps)
+        elif not NORM_LAST:
+            b_scale = tl.rsqrt(tl.sum(b_0 * b_0 + b_1 * b_1, axis=1) / HEAD_DIM + eps)[:, None]
+        if not NORM_LAST:
+            b_0 = tl.where(m_turned, b_0 * b_scale * b_factor_0, b_0)
+            b_1 = tl.where(m_turned, b_1 * b_scale * b_factor_1, b_1)
     if rotation is not None:
         # Every head loads the angles from L1; a broadcast would go through shared memory.
         o_angle = position * (2 * HEAD_DIM) + o_d[None, :]
-        p_cos = rotation + tl.broadcast_to(o_angle, (BLOCK_H, BLOCK_D))
+        o_angle = tl.broadcast_to(o_angle, (BLOCK_H, BLOCK_D))
+        if q_rotation is not None:
+            p_cos = tl.where(is_q, q_rotation + o_angle, rotation + o_angle)
+        else:
+            p_cos = rotation + o_angle
         b_cos_0 = tl.load(p_cos, mask=m_half, other=0.0)
         b_cos_1 = tl.load(p_cos + HALF, mask=m_half, other=0.0)
         b_sin_0 = tl.load(p_cos + HEAD_DIM, mask=m_half, other=0.0)
         b_sin_1 = tl.load(p_cos + HEAD_DIM + HALF, mask=m_half, other=0.0)
-        b_out_0 = tl.where(m_turned, b_0 * b_cos_0 + b_1 * b_sin_0, b_0).to(q_out.dtype.element_ty)
-        b_out_1 = tl.where(m_turned, b_1 * b_cos_1 + b_0 * b_sin_1, b_1).to(q_out.dtype.element_ty)
+        b_out_0 = tl.where(m_turned, b_0 * b_cos_0 + b_1 * b_sin_0, b_0)
+        b_out_1 = tl.where(m_turned, b_1 * b_cos_1 + b_0 * b_sin_1, b_1)
     else:
-        b_out_0 = b_0.to(q_out.dtype.element_ty)
-        b_out_1 = b_1.to(q_out.dtype.element_ty)
+        b_out_0 = b_0
+        b_out_1 = b_1
+    if q_weight is not None:
+        if NORM_LAST:
+            b_scale = tl.rsqrt(tl.sum(b_out_0 * b_out_0 + b_out_1 * b_out_1, axis=1) / HEAD_DIM + eps)[:, None]
+            b_out_0 = tl.where(m_turned, b_out_0 * b_scale * b_factor_0, b_out_0)
+            b_out_1 = tl.where(m_turned, b_out_1 * b_scale * b_factor_1, b_out_1)
+    b_out_0 = b_out_0.to(q_out.dtype.element_ty)
+    b_out_1 = b_out_1.to(q_out.dtype.element_ty)
 
     p_q = q_out + row * (NUM_HEADS * HEAD_DIM) + o_half
     tl.store(p_q, b_out_0, mask=m_half & is_q)

@@ -122,7 +122,8 @@ struct Layer {
     Linear qkv, o, gate_up, down;  // qkv: of a recurrent layer, the projections that `RecurrentRows` mixes
     const float* conv;             // convolution of a recurrent layer, [kernel, channels]; null in layers with attention
     const float *dt_bias, *rate, *gain;  // of a Gated DeltaNet, [state_heads] and [value_dim]
-    int64_t rope, window;  // index of the layer's rope; number of positions that a row attends to, 0: all
+    int64_t query_rope, rope;  // indices of the ropes of queries and of keys
+    int64_t window;            // number of positions that a row attends to, 0: all
 };
 
 struct Update {  // of a product W x: W x + B A x
@@ -152,6 +153,7 @@ struct Model {
     int64_t num_heads, num_kv_heads, activation, layer_norm, parallel, num_ropes, output_gate;
     int64_t kernel, channels, key_heads, state_heads, key_dim, value_dim, tiled;
     float norm_eps, query_scale, embed_scale, score_cap;
+    int64_t wide_head_norm, norm_after_rope;
 };
 
 }  // extern "C"
@@ -220,6 +222,10 @@ class Pass {
     void norm(const Norm& norm, scalar* out) const {
         for_rows([&](int64_t r) {
             const float* row = x + r * hidden;
+            if (!norm.weight) {
+                for (int64_t i = 0; i < hidden; i += LANES) store(out + r * hidden + i, load<vec>(row + i));
+                return;
+            }
             const Moments of = moments(row, hidden, model.norm_eps, model.layer_norm);
             for (int64_t i = 0; i < hidden; i += LANES) store(out + r * hidden + i, normed(row, of, norm, i));
         });
@@ -252,20 +258,28 @@ class Pass {
         });
     }
 
+    // Normalises the heads of Q and K of a row.
+    void norm_heads(const Layer& layer, float* row) const {
+        for (int64_t first = 0, step; first < heads + kv_heads; first += step) {
+            step = !model.wide_head_norm ? 1 : first ? kv_heads : heads;
+            float* from = row + first * HEAD_DIM;
+            const Moments of = moments(from, step * HEAD_DIM, model.norm_eps, false);
+            const Norm norm = {layer.head_norm + first * HEAD_DIM, nullptr};
+            for (int64_t i = 0; i < step * HEAD_DIM; i += LANES) store(from + i, normed(from, of, norm, i));
+        }
+    }
+
     // Normalises, rotates and scales a row's heads, and writes its K and V to the cache.
     void rotate_and_write(const Layer& layer, int64_t r, scalar* k, scalar* v) {
-        float rotated[HEAD_DIM];
-        for (int64_t i = 0; i < heads + kv_heads; i++) {
-            float* head = y + r * width + i * HEAD_DIM;
-            if (layer.head_norm) norm_head(head, layer.head_norm + i * HEAD_DIM, model.norm_eps);
-            if (model.num_ropes) {
-                const int64_t angle = batch.positions[r] * model.num_ropes + layer.rope;
-                rotate(head, batch.rotation + angle * 2 * HEAD_DIM, rotated);
-                std::memcpy(head, rotated, sizeof rotated);
-            }
-            if (i < heads)
-                for (int64_t j = 0; j < HEAD_DIM; j += LANES) store(head + j, load<vec>(head + j) * model.query_scale);
+        float rotated[HEAD_DIM], *row = y + r * width;
+        if (layer.head_norm && !model.norm_after_rope) norm_heads(layer, row);
+        for (int64_t i = 0; model.num_ropes && i < heads + kv_heads; i++) {
+            const int64_t angle = batch.positions[r] * model.num_ropes + (i < heads ? layer.query_rope : layer.rope);
+            rotate(row + i * HEAD_DIM, batch.rotation + angle * 2 * HEAD_DIM, rotated);
+            std::memcpy(row + i * HEAD_DIM, rotated, sizeof rotated);
         }
+        if (layer.head_norm && model.norm_after_rope) norm_heads(layer, row);
+        for (int64_t i = 0; i < heads * HEAD_DIM; i += LANES) store(row + i, load<vec>(row + i) * model.query_scale);
         const int64_t slot = batch.slots[r], first = (slot / PAGE * kv_heads * PAGE + slot % PAGE) * HEAD_DIM;
         for (int64_t i = 0; i < kv_heads; i++) {
             const float* key = y + r * width + (heads + i) * HEAD_DIM;

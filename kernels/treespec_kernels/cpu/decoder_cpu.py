@@ -22,7 +22,7 @@ from treespec_kernels.cpu.decoder_library import DTYPES, STRUCTS, PanelLinear, W
 from treespec_kernels.cpu.huge_pages import HugePages
 from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the C++ enum
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # in the order of the C++ enum
 
 _LANES = 16
 _NORMS, _LINEARS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"), ("qkv", "o", "gate_up", "down")
@@ -33,8 +33,8 @@ _NormStruct, _LayerStruct, _LinearStruct = STRUCTS["Norm"], STRUCTS["Layer"], ST
 class CompiledLayerWeights(NamedTuple):
     """Weights of one layer. Projections are as `PanelLinear` takes them, dense ones in the model's dtype."""
 
-    attn_norm: Tensor  # norms are [hidden_size]
-    mlp_norm: Tensor
+    attn_norm: Tensor | None  # norms are [hidden_size]; None for inputs that are not normalised
+    mlp_norm: Tensor | None
     head_norm: Tensor | None  # norm of each head of Q and K, [num_heads + num_kv_heads, head_dim]
     qkv: Weight | Sequence[Weight] | None  # None in the first layer of a draft head, which is given these projections
     qkv_bias: Tensor | None
@@ -44,7 +44,7 @@ class CompiledLayerWeights(NamedTuple):
     gate_up_bias: Tensor | None
     down: Weight | Sequence[Weight]
     down_bias: Tensor | None
-    rope: int  # index of the layer's rope
+    ropes: tuple[int, int]  # indices of the ropes of queries and of keys
     window: int | None  # number of positions that a row attends to, its own included; None for all
     attn_norm_bias: Tensor | None = None
     mlp_norm_bias: Tensor | None = None
@@ -70,6 +70,8 @@ class Architecture(NamedTuple):
     num_ropes: int = 1  # number of different ropes, 0 for learned positions
     embed_scale: float = 1.0  # factor on the embeddings
     score_cap: float | None = None  # soft cap c: scores x become c tanh(x / c); None for no cap
+    wide_head_norm: bool = False  # the norms of q and k are each over all heads together
+    norm_after_rope: bool = False  # and follow the rotation
     output_gate: bool = False  # attention is multiplied by the sigmoid of further projections, after those of V
     kernel: int = 1  # this and the rest: of recurrent layers, as in `RecurrentShape`
     channels: int = 0  # of the convolution
@@ -252,7 +254,8 @@ class CompiledModel:
         norms = {name: self._norm(getattr(layer, name), getattr(layer, f"{name}_bias", None)) for name in _NORMS}
         linears = {name: self._linear(getattr(layer, name), getattr(layer, f"{name}_bias")) for name in _LINEARS}
         floats = {name: self._floats(getattr(layer, name)) for name in _FLOATS}
-        return _LayerStruct(**norms, **linears, **floats, rope=layer.rope, window=layer.window or 0)
+        ropes = dict(zip(("query_rope", "rope"), layer.ropes, strict=True))
+        return _LayerStruct(**norms, **linears, **floats, **ropes, window=layer.window or 0)
 
     def _floats(self, tensor: Tensor | None) -> int | None:
         if tensor is None:

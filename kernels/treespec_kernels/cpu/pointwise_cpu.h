@@ -1,6 +1,6 @@
 // Norms, activations and probabilities, included by decoder_cpu.cpp. Each value depends only on its own row.
 
-enum Activation { SILU, GELU, GELU_TANH, RELU };  // in the order of ACTIVATIONS in decoder_cpu.py
+enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2 };  // in the order of ACTIVATIONS in decoder_cpu.py
 
 // The error is at most 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
 inline vec erf(vec x) {
@@ -16,6 +16,7 @@ inline vec activate(int64_t activation, vec x) {
         case SILU: return x / (1.0f + exp(-x));
         case GELU: return 0.5f * x * (1.0f + erf(x * 0.70710678f));
         case GELU_TANH: return x / (1.0f + exp(-1.5957691216f * (x + 0.044715f * x * x * x)));
+        case RELU2: return x < 0.0f ? vec{} : x * x;
         default: return x < 0.0f ? vec{} : x;  // keeps NaN
     }
 }
@@ -42,12 +43,6 @@ Moments moments(const float* x, int64_t size, float eps, bool centred) {
 inline vec normed(const float* x, Moments of, const Norm& norm, int64_t i) {
     const vec y = (load<vec>(x + i) - of.mean) * of.scale * load<vec>(norm.weight + i);
     return norm.bias ? y + load<vec>(norm.bias + i) : y;
-}
-
-// RMSNorm of one head, in place.
-inline void norm_head(float* head, const float* weight, float eps) {
-    const Moments of = moments(head, HEAD_DIM, eps, false);
-    for (int64_t i = 0; i < HEAD_DIM; i += LANES) store(head + i, normed(head, of, {weight, nullptr}, i));
 }
 
 void rotate(const float* x, const float* rotation, float* out) {

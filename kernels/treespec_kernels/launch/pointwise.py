@@ -19,6 +19,8 @@ def activate(x, ACTIVATION: tl.constexpr):
         y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif ACTIVATION == "relu":
         y = tl.where(x < 0.0, 0.0, x)  # keeps NaN
+    elif ACTIVATION == "relu2":
+        y = tl.where(x < 0.0, 0.0, x * x)
     else:
         y = x
     return y

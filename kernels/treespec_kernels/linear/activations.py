@@ -49,9 +49,21 @@ def relu(x: Tensor) -> Tensor:
     return torch.relu(x)
 
 
+def relu2(x: Tensor) -> Tensor:
+    """Return max(x, 0)^2 (arXiv 2109.08668)."""
+    y = torch.relu(x.float())
+    return (y * y).to(x.dtype)
+
+
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """Return cap tanh(x / cap) (Gemma 2, arXiv 2408.00118)."""
     return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": relu,
+    "relu2": relu2,
+}

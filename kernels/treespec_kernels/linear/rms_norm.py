@@ -25,7 +25,7 @@ NormKind = Literal["rms", "rms_plus_one", "layer"]
 class Norm(NamedTuple):
     """Parameters of a norm, [hidden] or [groups, hidden]; with groups, one row for rows / groups consecutive rows."""
 
-    weight: Tensor  # in the dtype; float32 for "rms_plus_one"
+    weight: Tensor | None  # in the dtype; float32 for "rms_plus_one"; None: the result is the residual stream
     eps: float  # added to the mean of squares
     kind: NormKind = "rms"
     shift: Tensor | None = None  # like weight, added to the result (LayerNorm's bias); None for no shift
@@ -40,7 +40,7 @@ class Norm(NamedTuple):
 
     def dtype_of(self, x: Tensor, residual: Tensor | None) -> torch.dtype:
         """Return the dtype of the residual stream and of the result."""
-        if self.kind != "rms_plus_one":
+        if self.kind != "rms_plus_one" and self.weight is not None:
             return self.weight.dtype
         return (x if residual is None else residual).dtype
 
@@ -67,7 +67,7 @@ def rms_norm_ref(x: Tensor, norm: Norm, *, residual: Tensor | None = None, bias:
     if residual is not None:
         residual.copy_(residual.float() + total)
         total = residual.float()
-    normed = norm.scaled(total, norm.weight)
+    normed = total if norm.weight is None else norm.scaled(total, norm.weight)
     if norm.shift is not None:
         normed = normed + by_row(norm.shift, num_rows)
     return normed.to(norm.dtype_of(x, residual))
@@ -100,8 +100,8 @@ def rms_norm_triton(
         x=(x, "(splits+) rows hidden", torch.float32 if x.dim() == 3 else dtype),
         residual=(residual, "[rows hidden]", dtype),
         bias=(bias, "[(bias_groups+) hidden]", dtype),
-        shift=(shift, "[(groups) hidden]", weight.dtype),
-        post_weight=(post_weight, "[(groups) hidden]", weight.dtype),
+        shift=(shift, "[(groups) hidden]", FLOAT_TYPES if weight is None else weight.dtype),
+        post_weight=(post_weight, "[(groups) hidden]", FLOAT_TYPES if weight is None else weight.dtype),
         out=(out, "[rows hidden]", dtype),
     )
     assert kind in get_args(NormKind), kind
@@ -114,7 +114,7 @@ def rms_norm_triton(
         *tensors,
         float(eps),
         split_rows(x),
-        rows_per_group(weight, num_rows),
+        rows_per_group(post_weight if weight is None else weight, num_rows),
         rows_per_group(bias, num_rows),
         HIDDEN=hidden,
         NUM_SPLITS=x.shape[0] if x.dim() == 3 else 1,

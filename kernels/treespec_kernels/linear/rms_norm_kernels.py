@@ -18,8 +18,8 @@ def _centred(b_x, m_h, HIDDEN: tl.constexpr, CENTRED: tl.constexpr):
 @triton.jit(do_not_specialize=["num_split_rows", "num_weight_rows", "num_bias_rows"])
 def norm_rows(
     x,  # [rows, HIDDEN], or fp32 partials [NUM_SPLITS, num_split_rows, HIDDEN]
-    weight,  # [groups, HIDDEN]
-    residual,  # [rows, HIDDEN]; this and the next three may be None
+    weight,  # [groups, HIDDEN]; this and the next four may be None
+    residual,  # [rows, HIDDEN]
     bias,  # [groups, HIDDEN]; also shift and post_weight
     shift,
     post_weight,
@@ -36,17 +36,19 @@ def norm_rows(
 ):
     """One program handles one row and keeps it in registers. All loads come first, so that they overlap."""
     i_row = tl.program_id(0)
-    BYTES: tl.constexpr = HIDDEN * weight.dtype.element_ty.primitive_bitwidth // 8
-    if PDL == PREFETCH and BYTES % 16 == 0:
-        if i_row % num_weight_rows == 0:  # other weights were read since this kernel last ran
-            prefetch(weight + i_row // num_weight_rows * HIDDEN, BYTES)
+    if weight is not None:
+        BYTES: tl.constexpr = HIDDEN * weight.dtype.element_ty.primitive_bitwidth // 8
+        if PDL == PREFETCH and BYTES % 16 == 0:
+            if i_row % num_weight_rows == 0:  # other weights were read since this kernel last ran
+                prefetch(weight + i_row // num_weight_rows * HIDDEN, BYTES)
     wait_for_predecessors(PDL)
     row = i_row.to(tl.int64)
     o_h = tl.arange(0, BLOCK_H)
     m_h = o_h < HIDDEN
     o_row = row * HIDDEN + o_h
     o_weight = i_row // num_weight_rows * HIDDEN + o_h
-    b_weight = tl.load(weight + o_weight, mask=m_h, other=0.0)
+    if weight is not None:
+        b_weight = tl.load(weight + o_weight, mask=m_h, other=0.0)
     if shift is not None:
         b_shift = tl.load(shift + o_weight, mask=m_h, other=0.0)
     if post_weight is not None:
@@ -66,13 +68,16 @@ def norm_rows(
         b_sum = tl.load(residual + o_row, mask=m_h, other=0.0).to(tl.float32) + b_x
         b_sum = b_sum.to(residual.dtype.element_ty)
         b_x = b_sum.to(tl.float32)
-    b_x = _centred(b_x, m_h, HIDDEN, CENTRED)
-    mean_square = tl.sum(b_x * b_x, axis=0) / HIDDEN
+    b_out = b_x
+    if weight is not None:
+        b_x = _centred(b_x, m_h, HIDDEN, CENTRED)
+        mean_square = tl.sum(b_x * b_x, axis=0) / HIDDEN
     # Threads that store the tensors below may differ from those that loaded them.
     tl.debug_barrier()
     if residual is not None:
         tl.store(residual + o_row, b_sum, mask=m_h)
-    b_out = b_x * tl.rsqrt(mean_square + eps) * b_weight.to(tl.float32)
+    if weight is not None:
+        b_out = b_x * tl.rsqrt(mean_square + eps) * b_weight.to(tl.float32)
     if shift is not None:
         b_out += b_shift.to(tl.float32)
     tl.store(out + o_row, b_out.to(out.dtype.element_ty), mask=m_h)

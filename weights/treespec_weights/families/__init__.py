@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from treespec_weights.errors import Problem, UnsupportedModelError
-from treespec_weights.families.gemma import GEMMA2, GEMMA3
+from treespec_weights.families import llama_like
+from treespec_weights.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULTGEMMA
 from treespec_weights.families.gpt import GPT2, GPT_NEOX, OPT
 from treespec_weights.families.lfm2 import LFM2
 from treespec_weights.families.llama import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
@@ -17,10 +18,11 @@ from treespec_weights.families.qwen3_5 import QWEN3_5
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.rules import FamilyRules
 
-FAMILIES = {
-    rules.model_type: rules
-    for rules in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, LFM2, GEMMA2, GEMMA3, PHI3, GPT_NEOX, OPT, GPT2)
-}
+_DECLARED: tuple[FamilyRules, ...]
+_DECLARED = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, LFM2, GEMMA, GEMMA2, GEMMA3, VAULTGEMMA, PHI3, GPT_NEOX, OPT, GPT2)
+_DECLARED += tuple(rules for rules in vars(llama_like).values() if isinstance(rules, FamilyRules))
+
+FAMILIES = {rules.model_type: rules for rules in _DECLARED}
 
 
 def family_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Gemma 2, and the text models of Gemma 3."""
+"""Gemma 1 and 2, VaultGemma, and the text models of Gemma 3."""
 
 from dataclasses import replace
 
@@ -34,6 +34,29 @@ GEMMA2 = replace(
     logit_cap="final_logit_softcapping",
     scaled_embedding=True,
     requires={"use_bidirectional_attention": (None, False)},
+)
+
+# Without post norms: Gemma 1, and VaultGemma, whose second norm is named as in Gemma 2.
+GEMMA = replace(
+    GEMMA2,
+    model_type="gemma",
+    tensors=LLAMA_TENSORS,
+    constants={},
+    assumed={"activation": "gelu_pytorch_tanh"},
+    activation="activation",  # which its configs do not have; their hidden_act means the same
+    windows=False,
+    query_scalar=None,
+    score_cap=None,
+    logit_cap=None,
+    requires={**GEMMA2.requires, "hidden_act": ("gelu", "gelu_pytorch_tanh")},
+)
+
+VAULTGEMMA = replace(
+    GEMMA2,
+    model_type="vaultgemma",
+    tensors=tuple(rule for rule in GEMMA2.tensors if "post_norm" not in rule.params[0]),
+    constants={},
+    requires={},
 )
 
 GEMMA3 = replace(

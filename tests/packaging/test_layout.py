@@ -49,7 +49,7 @@ LAYERS = {
         ("blocks", "layouts"),
         ("quant_config",),
         ("families",),
-        ("gguf",),
+        ("gguf", "text_part"),
         ("checkpoint",),
         ("writer",),
         ("documents",),

@@ -19,9 +19,11 @@ from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.files import file_inside, is_plain_name, read_json, resolve_folder
 from treespec_weights.gguf.reader import read_gguf
 from treespec_weights.gguf.tensors import GgufTensors
+from treespec_weights.text_part import is_composite, text_names
 
 logger = logging.getLogger("treespec")
 
+CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -55,6 +57,8 @@ class Checkpoint:
     _handles: dict[str, Any]
     absent: dict[str, str]  # name to file of the index's entries for tensors that no file holds
     block_types: tuple[str, ...] = ()  # dtypes of the blocks in a GGUF file, which `tensor` dequantises to float32
+    # Names in the files, if only the text part is opened; None if names are those of the files
+    stored_names: dict[str, str] | None = None
 
     @property
     def loadable(self) -> tuple[str, ...]:
@@ -77,6 +81,7 @@ class Checkpoint:
             sizes = dict(gguf.file.files)
             return cls(root, infos, sizes, dict.fromkeys(sizes, gguf), {}, gguf.block_types)
         placement, shards, problems = _placement(root, single)
+        config = read_json(root, CONFIG) if (root / CONFIG).exists() else None
         tensors: dict[str, TensorInfo] = {}
         files: dict[str, int] = {}
         handles: dict[str, Any] = {}
@@ -102,9 +107,13 @@ class Checkpoint:
         problems += _disagreements(placement, holders, files)
         if problems:
             raise CheckpointError(root, problems)
-        return cls(
-            root, tensors, files, handles, {name: shard for name, shard in placement.items() if name not in tensors}
-        )
+        absent = {name: shard for name, shard in placement.items() if name not in tensors}
+        if not isinstance(config, dict) or not is_composite(config):
+            return cls(root, tensors, files, handles, absent)
+        stored = text_names([*tensors, *absent])
+        tensors = {name: tensors[of_file] for name, of_file in stored.items() if of_file in tensors}
+        absent = {name: absent[of_file] for name, of_file in stored.items() if of_file in absent}
+        return cls(root, tensors, files, handles, absent, stored_names=stored)
 
     def names(self) -> KeysView[str]:
         return self.tensors.keys()
@@ -136,7 +145,7 @@ class Checkpoint:
         self.dtype(name)
         handle = self._handle(name)
         try:
-            tensor: Tensor = handle.get_tensor(name)
+            tensor: Tensor = handle.get_tensor(name if self.stored_names is None else self.stored_names[name])
         except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise self._refuse("file", name, f"cannot be read from {self.info(name).file!r}: {error}") from error
         if tensor.data_ptr() % tensor.element_size():

@@ -19,6 +19,7 @@ from treespec_weights.gguf.tokenizer import (
     tokenizer_text,
 )
 from treespec_weights.quant_config import KEY
+from treespec_weights.text_part import text_config
 from treespec_weights.writer import write_json, write_text
 
 CONFIG = "config.json"
@@ -61,11 +62,11 @@ def read_document(folder: Path, name: str) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the parsed config.json of a checkpoint, as `family_config` does.
+    """Return the parsed config.json of a checkpoint, or of its text part (`text_config`), as `family_config` does.
 
-    Raises as `read_document`, and if it is not a JSON object.
+    Raises as `read_document` and `text_config`, and CheckpointConfigError if it is not a JSON object.
     """
-    return family_config(_read_object(folder, CONFIG))
+    return family_config(text_config(folder, _read_object(folder, CONFIG)))
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

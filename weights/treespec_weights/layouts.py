@@ -51,10 +51,10 @@ def translate_config(
     problems += _other_switches(shape, other)
     if problems:
         raise UnsupportedModelError(folder, problems)
-    before, after = _with_defaults(folder, config), _with_defaults(folder, {"model_type": other.model_type})
+    before, after = with_defaults(folder, config), with_defaults(folder, {"model_type": other.model_type})
     sizes = {key: getattr(shape, name) for name, key in other.config_keys.items()}
     translated = sizes | _translated_values(folder, before, after, family, other)
-    result = _with_defaults(folder, translated | {"model_type": other.model_type})
+    result = with_defaults(folder, translated | {"model_type": other.model_type})
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     result["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[other.model_type]]
@@ -125,7 +125,7 @@ def _values_match(wanted: object, written: object) -> bool:
     return wanted == written or (wanted in _ABSENT and written in _ABSENT)
 
 
-def _with_defaults(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the defaults of its class. Raises CheckpointConfigError if transformers rejects it."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig  # takes seconds to import

@@ -1,0 +1,47 @@
+"""The text part of a checkpoint for text and images: its config, and its tensors by the names of a text model."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from treespec_weights.families import FAMILIES
+from treespec_weights.layouts import with_defaults
+
+# Models whose text part reads text as the text model that `text_config` describes does.
+COMPOSITES = ("gemma3", "gemma4", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
+_OF_THE_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+_PARTS = {"model.language_model.": "model.", "language_model.": ""}  # by prefix, also that of earlier releases
+_HEAD = "lm_head."
+
+
+def text_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of the text part in place of a composite's, if it is of a supported family.
+
+    Values that config.json lacks are transformers' defaults. Raises CheckpointConfigError if transformers rejects it.
+    """
+    if not is_composite(config):
+        return config
+    whole = with_defaults(folder, {key: value for key, value in config.items() if key != "architectures"})
+    text: dict[str, Any] = whole["text_config"]
+    shared = {key: whole[key] for key in _OF_THE_WHOLE if whole.get(key) is not None}
+    tokens = {key: value for key, value in config.items() if key.endswith("_token_id") and key in text}
+    return {**text, **shared, **tokens}
+
+
+def is_composite(config: Mapping[str, Any]) -> bool:
+    """Return whether `text_config` replaces this config."""
+    text = config.get("text_config")
+    return config.get("model_type") in COMPOSITES and isinstance(text, dict) and text.get("model_type") in FAMILIES
+
+
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the names in the file of the tensors of the text part, by their names in a text model.
+
+    A file with only the text part has these names already.
+    """
+    names = list(names)
+    part = next((part for part in _PARTS if any(name.startswith(part) for name in names)), None)
+    if part is None:
+        return {name: name for name in names}
+    found = {_PARTS[part] + name.removeprefix(part): name for name in names if name.startswith(part)}
+    return found | {name: name for name in names if name.startswith(_HEAD)}

@@ -19,9 +19,17 @@ from tests.helpers.models import make_llama, new_folder
 from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight, QuantizedWeight
 from treespec_weights import FamilyRules, ModelShape, family_of, read_config
 from treespec_weights.blocks import FORMS, read_blocks
+from treespec_weights.gguf.config import PERMUTED
 from treespec_weights.rules import RecurrentShape
 
-ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_5_text": "qwen35"}  # where they differ from model_type
+ARCHITECTURES = {  # where they differ from model_type
+    "gemma3_text": "gemma3",
+    "qwen3_5_text": "qwen35",
+    "cohere": "command-r",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "ministral3": "mistral3",
+    "olmo3": "olmo2",
+}
 
 Types = Callable[[str], str]
 """The type of a matrix, by GGUF name."""
@@ -162,7 +170,13 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
         "attention.head_count_kv": shape.num_kv_heads,
         "attention.key_length": shape.head_dim,
         "attention.value_length": shape.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config[str(rules.norm_eps)]),
+        f"attention.layer_norm_{'' if rules.norm == 'layer' else 'rms_'}epsilon": float(config[str(rules.norm_eps)]),
+        "attention.scale": config.get("attention_multiplier"),
+        "rope.scaling.yarn_log_multiplier": own.get("mscale_all_dim"),
+        "attention.temperature_scale": own.get("llama_4_scaling_beta"),
+        "embedding_scale": config.get("embedding_multiplier"),
+        "residual_scale": config.get("residual_multiplier"),
+        "logit_scale": config.get("logits_scaling", config.get("logit_scale")),
         "vocab_size": shape.vocab_size,
         "rope.freq_base": float(own["rope_theta"]),
         "rope.dimension_count": int(shape.head_dim * rotated),
@@ -203,7 +217,7 @@ def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
         name, tensor = names.get_name(own.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias")), stored.float()
         if shape.recurrent is not None:
             tensor = _as_in_gguf(shape.recurrent, own, tensor)
-        if arch == "llama" and ("attn_q." in name or "attn_k." in name):
+        if arch in PERMUTED and ("attn_q." in name or "attn_k." in name):
             heads = shape.num_heads if "attn_q." in name else shape.num_kv_heads
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         adds_one = arch.startswith(("gemma", "qwen35")) and "norm." in name and "ssm" not in name
@@ -272,6 +286,8 @@ _LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 _WINDOWS = {"sliding_window": WINDOW, "tie_word_embeddings": True, "num_hidden_layers": 3, "query_pre_attn_scalar": 16}
+_MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
+_SLIDING = {"sliding_window": WINDOW, "num_hidden_layers": 5}
 _CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 30.0}
 _GEMMA3 = {"num_hidden_layers": 7, "rope_parameters": TYPICAL["gemma3"].config["rope_parameters"]}
 _PHI3 = {"head_dim": None, "hidden_size": 64, "sliding_window": None, "num_key_value_heads": 1}
@@ -288,6 +304,26 @@ GGUF_CASES = {
     "phi3, partial": TYPICAL["phi3"],
     "phi3, longrope": Case("phi3", _PHI3 | {"original_max_position_embeddings": 64, "rope_parameters": _LONGROPE}),
 }
+RELATIVES = {
+    "gemma": CASES["gemma"],
+    "arcee": CASES["arcee"],
+    "cohere": Case("cohere", {"logit_scale": 0.75, "tie_word_embeddings": True}),
+    "cohere2": Case("cohere2", _SLIDING | {"tie_word_embeddings": True}),
+    "ernie4_5": CASES["ernie4_5"],
+    "exaone4": Case("exaone4", _SLIDING),
+    "glm4": CASES["glm4"],
+    "granite": CASES["granite"],
+    "hunyuan": Case("hunyuan_v1_dense", {}),
+    "ministral3": Case("ministral3", {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.5} | _MSCALES}),
+    "olmo2": Case("olmo2", {"head_dim": None}),
+    "olmo3": Case("olmo3", _SLIDING | {"head_dim": None}),
+    "seed_oss": CASES["seed_oss"],
+    "smollm3": Case("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
+    "stablelm": CASES["stablelm"],
+    "starcoder2": Case("starcoder2", {"use_bias": True, "sliding_window": None}),
+}
+"""Families of which llama.cpp writes the tensors that it also writes for others."""
+GGUF_CASES |= RELATIVES
 
 
 @functools.cache

@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 
 from treespec_weights.errors import CheckpointConfigError, Problem, UnsupportedModelError
-from treespec_weights.families import GEMMA2, GEMMA3, LFM2, LLAMA, PHI3, QWEN2, QWEN3, QWEN3_5
+from treespec_weights.families import (
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    LFM2,
+    LLAMA,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    QWEN3_5,
+    llama_like,
+)
 from treespec_weights.gguf.reader import GgufFile
 from treespec_weights.gguf.tokenizer import turn_ends
 from treespec_weights.rules import FULL_ATTENTION, TILED, FamilyRules
@@ -25,10 +36,27 @@ ARCHITECTURES: Mapping[str, FamilyRules] = {
     "qwen3": QWEN3,
     "qwen35": QWEN3_5,
     "lfm2": LFM2,
+    "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "phi3": PHI3,
+    "arcee": llama_like.ARCEE,
+    "cohere2": llama_like.COHERE2,
+    "command-r": llama_like.COHERE,
+    "ernie4_5": llama_like.ERNIE4_5,
+    "exaone4": llama_like.EXAONE4,
+    "glm4": llama_like.GLM4,
+    "granite": llama_like.GRANITE,
+    "hunyuan-dense": llama_like.HUNYUAN,
+    "mistral3": llama_like.MINISTRAL3,
+    "olmo2": llama_like.OLMO2,
+    "seed_oss": llama_like.SEED_OSS,
+    "smollm3": llama_like.SMOLLM3,
+    "stablelm": llama_like.STABLELM,
+    "starcoder2": llama_like.STARCODER2,
 }
+PERMUTED = ("arcee", "granite", "llama", "mistral3", "smollm3")
+"""Architectures for which llama.cpp's converter permutes the rows of q and k for interleaved rotation."""
 FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors with divisors of the rotary frequencies. They become part of the config, not of the weights."""
 
@@ -39,13 +67,25 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "context_length": "max_position_embeddings",
 }
-_CHANGES_LAYERS = ("expert_count", "attention.scale", "embedding_scale", "logit_scale", "residual_scale")
+# What changes layers, and the fields of `FamilyRules` with the config keys that express it.
+_CHANGES_LAYERS: Mapping[str, tuple[str, ...]] = {
+    "expert_count": (),
+    "attention.scale": ("score_scale",),
+    "embedding_scale": ("embed_scale",),
+    "residual_scale": ("residual_scale",),
+    "logit_scale": ("logit_scale", "logit_divisor"),
+}
+_BIASES = {"o_bias": "attn_output", "mlp_bias": "ffn_up", "attention_bias": "attn_q"}
+# Distances between layers of full attention in models with windows, unless the file states others.
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo2": 4, "cohere2": 4, "exaone4": 4}
+_PARTLY_ROTATED = ("phi3", "glm4", "qwen35", "stablelm")
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROPE_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the second is older
 _ROPE_KEYS = (
     *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.attn_factor"),
     *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
     "rope.scaling.finetuned",  # changes nothing
+    "rope.scaling.yarn_log_multiplier",
 )
 _SAMPLING = {
     "temp": "temperature",
@@ -62,17 +102,21 @@ def rules_of(file: GgufFile) -> FamilyRules:
     if file.architecture not in ARCHITECTURES:
         message = f"{file.architecture!r} is not supported; supported GGUF architectures: {', '.join(ARCHITECTURES)}"
         raise UnsupportedModelError.of(file.path, "config", "general.architecture", message)
-    return ARCHITECTURES[file.architecture]
+    slides = file.value("attention.sliding_window")
+    return llama_like.OLMO3 if file.architecture == "olmo2" and slides else ARCHITECTURES[file.architecture]
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
     """Return the config.json of a GGUF file, without a quantization_config. Raises CheckpointConfigError."""
     rules, arch = rules_of(file), file.architecture
-    variants = [
-        Problem("config", repr(f"{arch}.{key}"), f"{value!r} is not supported")
-        for key in _CHANGES_LAYERS
-        if (value := file.value(key))
-    ]
+    scales: dict[str, Any] = {}
+    variants = []
+    for key, names in _CHANGES_LAYERS.items():
+        if value := file.value(key):
+            own = [config_key for name in names if (config_key := getattr(rules, name)) is not None]
+            scales |= dict.fromkeys(own, value)
+            if not own:
+                variants.append(Problem("config", repr(f"{arch}.{key}"), f"{value!r} is not supported"))
     if variants:
         raise UnsupportedModelError(file.path, variants)
     problems: list[Problem] = []
@@ -104,12 +148,13 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         config["vocab_size"] = embed.shape[0]
     config["num_hidden_layers"] -= num_predictors(file)
     norm_eps = rules.norm_eps if isinstance(rules.norm_eps, str) else "rms_norm_eps"
-    config[norm_eps] = _positive(file, "attention.layer_norm_rms_epsilon", None, problems)
+    epsilon = "attention.layer_norm_epsilon" if rules.norm == "layer" else "attention.layer_norm_rms_epsilon"
+    config[norm_eps] = _positive(file, epsilon, None, problems)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
-    if "attention_bias" in rules.config_keys:
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if "mlp_bias" in rules.config_keys:
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    for name, stem in _BIASES.items():
+        if name in rules.config_keys:
+            config[rules.config_keys[name]] = f"blk.0.{stem}.bias" in file.tensors
+    config |= scales
     config |= _attention(file, config, problems)
     config |= _recurrent(file, rules, natural)
     config |= _positions(file, config, problems)
@@ -155,30 +200,31 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     arch, window = file.architecture, file.value("attention.sliding_window")
     if arch in ("qwen2", "qwen3"):
         return {"use_sliding_window": False}
-    if arch == "phi3":
-        return {"sliding_window": window or None}
-    if arch not in ("gemma2", "gemma3"):
+    if arch in ("phi3", "mistral3", "starcoder2"):  # of the last, llama.cpp leaves out the window
+        return {"sliding_window": window or None if arch == "phi3" else None}
+    if arch not in _PATTERNS or (arch == "olmo2" and not window):
         return {}
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    # Not stored: llama.cpp recognises the 27 B models by their number of layers.
-    largest = config["num_hidden_layers"] == _LARGEST_GEMMA[arch]
+    if arch == "exaone4" and not window:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
     if window is None:
         problems.append(Problem("config", repr(f"{arch}.attention.sliding_window"), "missing"))
-    caps = {key: file.value(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
     # Either a flag per layer, or the distance between layers with full attention.
-    pattern = file.value("attention.sliding_window_pattern") or {"gemma2": 2, "gemma3": 6}[arch]
+    pattern = file.value("attention.sliding_window_pattern") or _PATTERNS[arch]
     if type(pattern) is int and pattern > 0:
         pattern = [(i + 1) % pattern != 0 for i in range(config["num_hidden_layers"])]
     if not isinstance(pattern, list) or len(pattern) != config["num_hidden_layers"]:
         message = f"{pattern!r} is neither a distance of layers nor a flag for each"
         problems.append(Problem("config", repr(f"{arch}.attention.sliding_window_pattern"), message))
         pattern = []
-    return {
-        "query_pre_attn_scalar": hidden // heads if largest else config["head_dim"],
-        "sliding_window": window,
-        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern],
-        **{key: value for key, value in caps.items() if value is not None},
-    }
+    kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    found = {"sliding_window": window, "layer_types": kinds}
+    if arch in _LARGEST_GEMMA:
+        # Not stored: llama.cpp recognises the 27 B models by their number of layers.
+        largest = config["num_hidden_layers"] == _LARGEST_GEMMA[arch]
+        scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
+        caps = {key: file.value(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+        found |= {"query_pre_attn_scalar": scalar} | {key: cap for key, cap in caps.items() if cap is not None}
+    return found
 
 
 def num_predictors(file: GgufFile) -> int:
@@ -215,7 +261,7 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", 10000.0, problems)}
     keys: dict[str, Any] = {}
     rotated = file.value("rope.dimension_count") or head_dim
-    if arch in ("phi3", "qwen35") and type(rotated) is int and 0 < rotated <= head_dim:
+    if arch in _PARTLY_ROTATED and type(rotated) is int and 0 < rotated <= head_dim:
         keys["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
         message = f"{rotated!r} of {head_dim} dimensions of a head are rotated, which is not supported for {arch}"
@@ -243,8 +289,10 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         rope |= {} if original is None else {"original_max_position_embeddings": original}
         betas = {name: file.value(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         rope |= {name: value for name, value in betas.items() if value is not None}
-        if magnitude != 1:
-            rope["attention_factor"] = magnitude * (1 + 0.1 * math.log(max(factor, 1)))
+        divisor = file.value("rope.scaling.yarn_log_multiplier") or 0.0  # as of DeepSeek's mscale_all_dim
+        if magnitude != 1 or divisor:
+            scale = 0.1 * math.log(max(factor, 1))
+            rope["attention_factor"] = magnitude * (1 + scale) / (1 + divisor * scale)
     elif frequencies or short or magnitude != 1:
         # Llama 3's scaling is stored as the resulting factors. Written as longrope, which can express any factors.
         ones = [1.0] * half
@@ -262,14 +310,22 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
             keys["original_max_position_embeddings"] = original
     elif kind == "linear":
         rope |= {"rope_type": kind, "factor": factor}
-    if arch == "gemma3":
-        if magnitude != 1:
+    beta = file.value("attention.temperature_scale")
+    if beta and arch == "mistral3":
+        rope |= {"llama_4_scaling_beta": beta}
+        if original is None:
+            problems.append(Problem("config", repr(f"{arch}.rope.scaling.original_context_length"), "missing"))
+    elif beta:
+        problems.append(Problem("config", repr(f"{arch}.attention.temperature_scale"), f"{beta!r} is not supported"))
+    by_kind = arch == "gemma3" or (arch == "olmo2" and file.value("attention.sliding_window"))
+    if by_kind:
+        if magnitude != 1 and arch == "gemma3":
             message = f"{magnitude!r} is not supported for {arch}"
             problems.append(Problem("config", repr(f"{arch}.rope.scaling.attn_factor"), message))
-        theta = _positive(file, "rope.freq_base_swa", 10000.0, problems)
+        theta = _positive(file, "rope.freq_base_swa", 10000.0 if arch == "gemma3" else rope["rope_theta"], problems)
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
     # Sections of positions in images are equal in texts.
-    own = {"gemma3": ("rope.freq_base_swa",), "qwen35": ("rope.dimension_sections",)}.get(arch, ())
+    own = {"qwen35": ("rope.dimension_sections",)}.get(arch, ("rope.freq_base_swa",) if by_kind else ())
     read_keys = {*_ROPE_KEYS, *_ROPE_FACTORS, *own}
     metadata = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()}
     if unknown := [f"{key}={metadata[key]!r}" for key in metadata if key.startswith("rope.") and key not in read_keys]:

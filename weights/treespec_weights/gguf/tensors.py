@@ -1,6 +1,6 @@
 """Read tensors of GGUF files under their Hugging Face names.
 
-Changes of llama.cpp's converter are undone: it permutes the rows of q and k of the architecture "llama" for interleaved
+Changes of llama.cpp's converter are undone: it permutes the rows of q and k of some architectures for interleaved
 rotation, adds 1 to the norms of Gemma and Qwen 3.5, stores -exp(A_log), and weights of convolutions as matrices.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from treespec_weights.blocks import FORMS, Blocks, common_form
 from treespec_weights.dtypes import TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
-from treespec_weights.gguf.config import FACTORS, num_predictors, rules_of
+from treespec_weights.gguf.config import FACTORS, PERMUTED, num_predictors, rules_of
 from treespec_weights.gguf.reader import GgufFile, GgufTensor, gguf_package, read_gguf
 from treespec_weights.quant_schemes import Form
 
@@ -164,7 +164,7 @@ class GgufTensors:
         self._ggml = gguf_package(file.path)
         self._adds_one = rules_of(file).norm == "rms_plus_one"
         heads, kv_heads = file.value("attention.head_count"), file.value("attention.head_count_kv")
-        self._permuted = {"attn_q": heads, "attn_k": kv_heads or heads} if file.architecture == "llama" else {}
+        self._permuted = {"attn_q": heads, "attn_k": kv_heads or heads} if file.architecture in PERMUTED else {}
         self._check_types()
 
     def stored(self, name: str) -> Tensor:

@@ -75,10 +75,11 @@ class AdapterDecoder(Decoder):
         packed = any(isinstance(module, PackedLinear) for module in model.modules())
         self.linear: LinearImpl = "onednn" if packed else "torch"
         self._configs = configs_of(model)
-        windows = [
-            None if sinks else window_below(mask, longest, self.device)
-            for mask, sinks in zip(config.masks, config.sinks, strict=True)
-        ]
+        masks = zip(config.masks, config.sinks, strict=True)
+        try:
+            windows = [None if sinks else window_below(mask, longest, self.device) for mask, sinks in masks]
+        except ModelError as error:
+            raise ModelError(f"{config.source.name}: {error}") from error
         self.windows = tuple(dict.fromkeys(window.size for window in windows if window is not None))
         # by layer, index into `AdapterPass.attention`; None = row by row
         self.plans = tuple(None if window is None else self.windows.index(window.size) for window in windows)

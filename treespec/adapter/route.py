@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from treespec.adapter.experts import run_experts
-from treespec.errors import ModelError
+from treespec.errors import ModelError, describe_error
 
 NAME = "treespec"
 
@@ -271,9 +271,14 @@ def routed(configs: list[Any], handler: Handler, exact: bool = True) -> Abstract
 
 
 def visible_keys(mask: MaskRule, queries: Tensor, keys: Tensor) -> Tensor:
-    """Evaluate a mask rule: bool [num_queries, num_keys]."""
+    """Evaluate a mask rule: bool [num_queries, num_keys]. Raises ModelError if it is only for some positions."""
     nothing = torch.zeros((), dtype=torch.int64, device=queries.device)
-    visible = mask(nothing, nothing, queries[:, None], keys[None, :])
+    try:
+        visible = mask(nothing, nothing, queries[:, None], keys[None, :])
+    except Exception as error:  # model code may raise anything
+        raise ModelError(
+            f"its attention mask depends on more than positions, which is not supported ({describe_error(error)})"
+        ) from error
     return torch.as_tensor(visible, dtype=torch.bool, device=queries.device).expand(len(queries), len(keys))
 
 

@@ -97,7 +97,8 @@ class Source:
     def _of(cls, folder: Path, config: Any, model: nn.Module | None, generation: dict[str, Any]) -> "Source":
         _check_kind(folder, config)
         text = config.get_text_config(decoder=True)
-        positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_sequence_length", None) or 2048
+        named = ("max_position_embeddings", "max_sequence_length", "max_target_positions")
+        positions = next((size for key in named if (size := getattr(text, key, None))), 2048)
         if isinstance(positions, bool) or not isinstance(positions, int) or positions < 2:
             raise ModelError(f"{folder}: max_position_embeddings={positions!r}; expected an int of at least 2")
         named = getattr(text, "dtype", None) or config.dtype
@@ -105,7 +106,7 @@ class Source:
         stored = torch.float32 if stored is None else stored
         if stored not in _COMPUTED:
             raise ModelError(f"{folder}: dtype={stored!r}; supported: float32, bfloat16, float16")
-        ends = end_tokens(folder, generation.get("eos_token_id", text.eos_token_id))
+        ends = end_tokens(folder, generation.get("eos_token_id", getattr(text, "eos_token_id", None)))
         model_ref = None if model is None else weakref.ref(model)
         return cls(folder, config, model_ref, generation, positions, _short_context(text, positions), stored, ends)
 

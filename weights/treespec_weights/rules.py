@@ -126,7 +126,11 @@ class ModelShape:
         if self.learned_positions:
             result |= {"positions": (self.learned_positions, hidden)}
         for i in range(self.num_layers):
-            parts = (norm("attn_norm") if self.pre_norms else {}) | (recurrent if self.is_recurrent(i) else attention) | layer
+            parts = (
+                (norm("attn_norm") if self.pre_norms else {})
+                | (recurrent if self.is_recurrent(i) else attention)
+                | layer
+            )
             result |= {f"layers.{i}.{name}": shape for name, shape in parts.items()}
         result |= norm("final_norm")
         if not self.tied:
@@ -295,8 +299,8 @@ class FamilyRules:
     rotary: bool = True  # whether q and k have rotary embeddings, as given by `rope_parameters` and its older spellings
     recurrent: RecurrentRules | None = None  # how config.json describes layers without attention
     interleaved: bool = False  # whether pairs of adjacent dimensions are rotated, instead of d and d + head_dim / 2
-    # Layers without rotation (NoPE): those without a window (`FULL_ATTENTION`), unless no layer has one (`BESIDE_SLIDING`); or
-    # those with a 0 in the list at this key; None for no layers
+    # Layers without rotation (NoPE): those without a window (`FULL_ATTENTION`), unless no layer has one
+    # (`BESIDE_SLIDING`); or those with a 0 in the list at this key; None for no layers
     unrotated: str | None = None
     # whether queries are multiplied by 1 + beta log(1 + floor(position / original length)), with the rope's
     # llama_4_scaling_beta and original_max_position_embeddings

@@ -350,8 +350,8 @@ FAULTS = (
     Fault(
         "loader: heads of a fused matrix are split as stacked",
         WEIGHTS + "load.py",
-        '        if self.rule.layout == "per_head":\n            per_head',
-        '        if self.rule.layout == "heads":\n            per_head',
+        '        if self.rule.layout in ("per_head", ',
+        '        if self.rule.layout in ("heads", ',
         "models/test_families.py::test_logits_and_states_are_those_of_transformers[gpt_neox-eager]",
     ),
     Fault(

@@ -57,6 +57,11 @@ def _longrope(pairs: int) -> dict[str, Any]:
 
 _GEMMA3 = {"query_pre_attn_scalar": 24, "rope_parameters": _GEMMA3_ROPES}
 _GEMMA3 |= {"layer_types": _layers("sliding", "full", "sliding")}
+_SPARSE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_GLM4 = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+_GLM4 |= {"n_shared_experts": 2, "routed_scaling_factor": 1.8, "attention_bias": True, "use_qk_norm": True}
+_GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}
+_GPT_OSS |= {"layer_types": _layers("sliding", "full", "sliding"), "rope_parameters": _YARN | {"truncate": False}}
 _BY_LAYER = {"use_sliding_window": True, "sliding_window": 65, "layer_types": _layers("full", "sliding", "full")}
 _LONG_PHI3 = _PHI3 | {"original_max_position_embeddings": 64}
 
@@ -76,6 +81,12 @@ TYPICAL = {
     "gemma3": _case("gemma3_text", **_GEMMA3, sliding_window=WINDOW, tie_word_embeddings=True),
     "phi3": _case("phi3", **_PHI3, sliding_window=WINDOW, num_key_value_heads=4, rope_parameters=_partial(0.75)),
     "gpt_neox": _case("gpt_neox", hidden_size=64, rope_parameters=_partial(0.25)),
+    "mixtral": _case("mixtral", num_local_experts=5),
+    "qwen2_moe": _case("qwen2_moe", **_SPARSE, shared_expert_intermediate_size=40, mlp_only_layers=[1]),
+    "qwen3_moe": _case("qwen3_moe", **_SPARSE, head_dim=24, norm_topk_prob=True),
+    "olmoe": _case("olmoe", num_experts=6, num_experts_per_tok=2, head_dim=None),
+    "glm4_moe": _case("glm4_moe", **_GLM4),
+    "gpt_oss": _case("gpt_oss", **_GPT_OSS),
     "opt": Case("opt", _OPT),
     "gpt2": Case("gpt2", _GPT2),
     "smollm3": _case("smollm3", no_rope_layers=[1, 0, 1], tie_word_embeddings=True),
@@ -157,6 +168,15 @@ CASES = TYPICAL | {
         tie_word_embeddings=True,
     ),
     "phi3, longrope": _case("phi3", **_LONG_PHI3, rope_parameters=_longrope(8), max_position_embeddings=512),
+    "mixtral, all experts, a window": _case(
+        "mixtral", num_local_experts=3, num_experts_per_tok=3, sliding_window=WINDOW, tie_word_embeddings=True
+    ),
+    "qwen3_moe, every second layer": _case(
+        "qwen3_moe", **_SPARSE | {"num_experts": 20, "num_experts_per_tok": 8}, decoder_sparse_step=2
+    ),
+    "glm4_moe, groups of experts": _case(
+        "glm4_moe", **_GLM4 | {"n_group": 3, "topk_group": 2, "norm_topk_prob": False, "use_qk_norm": False}
+    ),
     "gpt_neox, one after the other": _case(
         "gpt_neox",
         use_parallel_residual=False,
@@ -194,7 +214,9 @@ def fitting(case: Case) -> dict[str, Any]:
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 80}
     if case.model_type == "qwen3_5_text":
         sizes |= {"linear_num_value_heads": 16, "linear_key_head_dim": 32, "linear_value_head_dim": 80}
-    derived = case.model_type in ("phi3", "gpt_neox")  # heads are as wide as the rotations that their cases name
+    for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        sizes |= {name: 48} if name in case.config else {}
+    derived = case.model_type in ("phi3", "gpt_neox", "olmoe")  # heads are as wide as the hidden size says
     return sizes if derived else sizes | {"head_dim": 32 if case.config.get("head_dim") else 16}
 
 
@@ -214,8 +236,11 @@ def make_model(folder: Path, case: Case, seed: int, dtype: torch.dtype = torch.f
             elif any(part in name for part in ("embed", "wte", "wpe")):
                 parameter.normal_(0.0, 5.0 * parameter.shape[1] ** -0.5 if "embed_out" in name else 1.0)
             else:
-                inputs = parameter.shape[0 if ".h." in name else 1]
+                inputs = parameter.shape[0 if ".h." in name else -1 if case.model_type != "gpt_oss" else 1]
                 gain = 5.0 if "lm_head" in name else 2.0 if "q_proj" in name or "k_proj" in name else 1.4
                 parameter.normal_(0.0, gain * inputs**-0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
     model.to(dtype).save_pretrained(folder)
     return folder

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ ARCHITECTURES = {  # where they differ from model_type
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
     "olmo3": "olmo2",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
 }
 
 Types = Callable[[str], str]
@@ -103,11 +108,13 @@ def finish(writer: gguf.GGUFWriter) -> Path:
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> None:
     type = GGMLQuantizationType[kind]
-    values = tensor.float().numpy()
+    values = tensor.float().contiguous().numpy()
     try:
         data = values if kind == "F32" else gguf.quants.quantize(values, type)
     except NotImplementedError:
-        data = random_blocks(type, *values.shape, scale=float(np.abs(values).max()))
+        flat = values.reshape(-1, values.shape[-1])
+        data = random_blocks(type, *flat.shape, scale=float(np.abs(values).max()))
+        data = data.reshape(*values.shape[:-1], -1)
     writer.add_tensor(name, data, raw_dtype=type)
 
 
@@ -184,6 +191,14 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
         "rope.scaling.factor": float(own["factor"]) if kind in ("linear", "yarn") else None,
         "rope.scaling.original_context_length": original if kind in ("yarn", "longrope") else None,
     }
+    if (experts := shape.experts) is not None:
+        found |= {"expert_count": experts.count, "expert_used_count": experts.top_k}
+        found["expert_feed_forward_length"] = None if rules.model_type in ("mixtral", "olmoe") else experts.size
+    if rules.model_type == "glm4_moe":
+        found |= {"expert_shared_count": config["n_shared_experts"], "expert_gating_func": 2}
+        found["leading_dense_block_count"] = config["first_k_dense_replace"]
+        found |= {"expert_weights_scale": config["routed_scaling_factor"], "expert_weights_norm": True}
+        found |= {"nextn_predict_layers": 1, "block_count": shape.num_layers + 1}
     if rules.windows and config.get("use_sliding_window", True):
         found["attention.sliding_window"] = config.get("sliding_window")
     if rules.model_type == "phi3" and kind == "longrope":
@@ -213,7 +228,8 @@ def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
     """The tensors by GGUF name, with what the converter changes of them."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names, found = gguf.get_tensor_name_map(kind, shape.num_layers), {}
-    for own, stored in load_file(folder / "model.safetensors").items():
+    for own, stored in _with_stacked_experts(load_file(folder / "model.safetensors")).items():
+        own = own.replace("correction_bias", "correction.bias") + ".weight" * own.endswith("sinks")
         name, tensor = names.get_name(own.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias")), stored.float()
         if shape.recurrent is not None:
             tensor = _as_in_gguf(shape.recurrent, own, tensor)
@@ -244,6 +260,27 @@ def _as_in_gguf(shape: RecurrentShape, name: str, tensor: Tensor) -> Tensor:
         if part in (*("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight"), "A_log", "dt_bias")
         else tensor
     )
+
+
+def _with_stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a folder, with those of all experts in one, and gate and up projections apart."""
+    found: dict[str, Tensor] = {}
+    stacked: dict[str, list[tuple[int, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if match := re.fullmatch(r"(.*experts)\.(\d+)\.(.*)", name):
+            stacked.setdefault(f"{match[1]}.{match[3]}", []).append((int(match[2]), tensor))
+        elif ".experts.gate_up_proj" in name:  # gpt-oss's
+            rows = tensor if name.endswith("bias") else tensor.transpose(1, 2)
+            for i, part in enumerate(("gate_proj", "up_proj")):
+                own = name.replace("gate_up_proj", part)
+                found[own.replace("_bias", ".bias") if own.endswith("bias") else f"{own}.weight"] = rows[:, i::2]
+        elif ".experts.down_proj" in name:
+            is_bias = name.endswith("bias")
+            own = name.replace("_bias", ".bias") if is_bias else f"{name}.weight"
+            found[own] = tensor if is_bias else tensor.transpose(1, 2)
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack([tensor for _, tensor in sorted(parts)]) for name, parts in stacked.items()}
 
 
 def _rope_factors(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Tensor]:
@@ -301,6 +338,11 @@ GGUF_CASES = {
     "lfm2": TYPICAL["lfm2"],
     "gemma2": Case("gemma2", _WINDOWS | _CAPS),
     "gemma3": Case("gemma3_text", _WINDOWS | _GEMMA3),
+    "mixtral": TYPICAL["mixtral"],
+    "qwen3_moe": TYPICAL["qwen3_moe"],
+    "olmoe": TYPICAL["olmoe"],
+    "glm4_moe": TYPICAL["glm4_moe"],
+    "gpt_oss": TYPICAL["gpt_oss"],
     "phi3, partial": TYPICAL["phi3"],
     "phi3, longrope": Case("phi3", _PHI3 | {"original_max_position_embeddings": 64, "rope_parameters": _LONGROPE}),
 }

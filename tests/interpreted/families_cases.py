@@ -24,11 +24,14 @@ from treespec_kernels.comparison import assert_close
 from treespec_kernels.tuning.testing import path_to
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
+from treespec_weights.families import FAMILIES
 
 CPU, VOCAB, PREFIX = torch.device("cpu"), 61, 23  # a window of 21 positions ends inside the prompt
 PARENTS = [-1, 0, 0, 1, 2, 4]
 NAMED = os.environ.get("TREESPEC_FAMILIES", "").split(",")
-CHOSEN = [name for name in TYPICAL if name not in SLOW or name == "olmo2"] if NAMED == [""] else NAMED
+RULES = {name: FAMILIES[case.model_type] for name, case in TYPICAL.items() if name not in SLOW or name == "olmo2"}
+WITH_KERNELS = [name for name, rules in RULES.items() if rules.experts is None and rules.recurrent is None]
+CHOSEN = WITH_KERNELS if NAMED == [""] else NAMED
 IN_ROUNDS = ["gemma3", "gpt2"] if NAMED == [""] else NAMED
 
 

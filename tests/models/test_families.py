@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -28,7 +28,9 @@ from tests.helpers.models import (
 )
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM, SamplingParams, SpecConfig
+from treespec.cli.kernels import settings_of
 from treespec.engine.runner import tree_rows
+from treespec.errors import ConfigError, KernelError, VariantError
 from treespec.models.decoder import HiddenStates
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -128,6 +130,18 @@ def test_every_family_has_a_case() -> None:
     assert {case.model_type for case in CASES.values()} == set(FAMILIES)
 
 
+def test_models_without_triton_kernels_run_transformers_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_model(tmp_path, TYPICAL["gpt_oss"], 3)
+    reason = "there is no Triton kernel for its experts"
+    with pytest.raises(VariantError, match=reason):
+        open_llm(folder, attention="triton", backend="native")
+    with caplog.at_level("INFO", "treespec"), pytest.raises(KernelError, match="needs a GPU"):  # for the adapter
+        open_llm(folder, attention="triton")
+    assert f"{reason}): backend=transformers" in caplog.text
+    with pytest.raises(ConfigError, match=reason):
+        settings_of(str(folder), [], None)
+
+
 # --- trees against plain decoding
 
 
@@ -186,10 +200,18 @@ def test_trees_have_the_bits_of_plain_decoding(name: str, dtype: torch.dtype, co
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name", ["gemma3", "gpt_neox"])
-def test_compiled_passes_with_quantised_weights(name: str) -> None:
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("gemma3", {"quantization": "int8"}),
+        ("gpt_neox", {"quantization": "int8"}),
+        ("qwen2_moe", {"quantization": "int8", "draft_quantization": "int8"}),
+        ("gpt_oss", {"quantization": "int8", "activations": "int8"}),
+    ],
+)
+def test_compiled_passes_with_quantised_weights(name: str, options: dict[str, Any]) -> None:
     folder, draft = model_of(name, torch.bfloat16, True)
-    llm = open_llm(folder, [draft], compile=True, prove=True, quantization="int8")
+    llm = open_llm(folder, [draft], compile=True, prove=True, **options)
     prompts = random_prompts((9, 62), vocab=VOCAB)
     assert_exact(llm, run(llm, prompts, greedy(12), "off"), SPECS[1])
 

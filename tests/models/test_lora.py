@@ -52,7 +52,10 @@ def test_logits_are_those_of_the_merged_model(name: str, tmp_path: Path) -> None
     """In every family: fused and transposed tensors, permuted heads, products without a gate."""
     case, compiled = TYPICAL[name.split()[0]], name.endswith("compiled")
     target = make_model(tmp_path / "target", case, 3, **(fitting(case) if compiled else {}))
-    lora = make_lora(tmp_path / "lora", target, 7)
+    # Of the layers' matrices, except those of experts, which take no updates
+    lora = make_lora(
+        tmp_path / "lora", target, 7, r".*(layers|h)\.\d+\.(?!mlp\.(router|gate$|.*expert)|block_sparse).*"
+    )
     (tokens,) = random_prompts((72,), vocab=509)
     merged = open_llm(merge(tmp_path / "merged", target, lora), compile=compiled)
     llm = open_llm(target, compile=compiled, enable_lora=True)
@@ -240,6 +243,15 @@ def test_unsupported_configs_are_refused(name: str, tmp_path: Path) -> None:
 def test_tensors_that_are_no_updates_are_refused(name: str, tmp_path: Path) -> None:
     tensors, message = TENSORS[name]
     refuse(make_lora(tmp_path, tiny()[0], 1, "none", more=tensors), message)
+
+
+def test_updates_of_experts_are_refused(tmp_path: Path) -> None:
+    target = make_model(tmp_path / "target", TYPICAL["qwen2_moe"], 3)
+    llm = open_llm(target, enable_lora=True)
+    for i, module in enumerate(("mlp.experts.2.up_proj", "mlp.shared_expert.up_proj", "mlp.gate")):
+        lora = make_lora(tmp_path / str(i), target, 1, rf".*layers\.2\.{module}")
+        with pytest.raises(CheckpointError, match=f"updates of model.layers.2.{module} are not supported"):
+            llm.generate([1, 2], greedy(1), lora_request=lora_request(lora))
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ LAYERS = {
     ),
     "treespec_weights": (
         ("dtypes", "errors", "progress", "quantize", "sentencepiece"),
-        ("files", "quant_schemes", "rules", "sizes"),
+        ("experts", "files", "quant_schemes", "sizes"),
+        ("rules",),
         ("blocks", "layouts"),
         ("quant_config",),
         ("families",),

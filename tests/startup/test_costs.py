@@ -151,6 +151,17 @@ def test_a_long_context_is_measured_where_there_is_room_for_one(long: int, monke
     assert all(not pool[:, :, 1:].any() for pool in llm.engine.cache.pools), "nothing is left behind"
 
 
+def test_rows_have_different_tokens() -> None:
+    """Rows of one token would read the same experts. Fewer rows have the first tokens of more."""
+    runner = tiny_llm().engine.runner
+    with mock.patch.object(runner, "run_pass", wraps=runner.run_pass) as passes:
+        costs.measure(runner, None, 0.0)
+    by_rows = {len(tokens): tokens.tolist() for tokens in (call.args[1] for call in passes.call_args_list)}
+    most = by_rows[max(by_rows)]
+    assert len(by_rows) > 2 and len(set(most)) > 0.9 * len(most)
+    assert all(tokens == most[:rows] for rows, tokens in by_rows.items())
+
+
 CURVE = CostCurve((1, 8), (1e-9, 2e-9), 0.01)
 
 

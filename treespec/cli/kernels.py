@@ -43,8 +43,11 @@ def settings_of(
 
 def _settings(config: "ModelConfig", dtype: "torch.dtype", quantization: str | None) -> "list[Setting]":
     """Return the settings of a model, one per weight format of its layers."""
+    from treespec.errors import ConfigError
     from treespec_kernels.ops.shapes import KernelShape, Setting
 
+    if (part := config.without_kernel) is not None:
+        raise ConfigError(f"{config.folder}: there is no Triton kernel for its {part}")
     shape = config.shape
     heads, width = (shape.head_dim, shape.num_heads, shape.num_kv_heads), (shape.hidden_size, shape.intermediate_size)
     kernel = KernelShape(

@@ -39,9 +39,16 @@ class CpuAttention:
         return plan_tree_attention_cpu(requests, self.num_heads, self.mode, window)
 
     def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, cap: float | None = None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Any,
+        scale: float,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return tree_attention_cpu(q, k_cache, v_cache, plan, scale, cap)
+        return tree_attention_cpu(q, k_cache, v_cache, plan, scale, cap, sinks)
 
 
 class TritonAttention:
@@ -107,8 +114,10 @@ class TritonAttention:
         plan: dict[str, Any],
         scale: float,
         cap: float | None = None,
+        sinks: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
+        assert sinks is None, "there is no kernel for sinks"
         return tree_attention_triton(q, k_cache, v_cache, scale=scale, score_cap=cap, pdl=pdl, **plan)
 
 

@@ -17,15 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treespec.errors import KernelError
+from treespec.errors import KernelError, ModelError
 from treespec.models.decoder import Decoder, HiddenStates, Pass, StreamInput, without_scales
-from treespec.models.layer import take_layer, take_projection
+from treespec.models.layer import take_experts, take_layer, take_projection
 from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import take_head_norm
 from treespec.models.recurrent import MAX_KERNEL, STATE_LANES, recurrent_sizes, take_mixer
 from treespec.utils.memory import drop_mapped
 from treespec_kernels.attention.tree_batch import RequestRows, UpdatedRows, updated_rows
+from treespec_kernels.cpu.compiled_experts import CompiledExperts, MlpWeights
 from treespec_kernels.cpu.compiled_plan import CompiledPlan, plan_compiled
 from treespec_kernels.cpu.cpu_library import CompileError, build_together, find_compiler
 from treespec_kernels.cpu.decoder_cpu import (
@@ -35,7 +36,7 @@ from treespec_kernels.cpu.decoder_cpu import (
     CompiledUpdates,
     unsupported_reason,
 )
-from treespec_kernels.cpu.decoder_library import build
+from treespec_kernels.cpu.decoder_library import build, form_of
 from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.cpu.lookup_cpu import lookup_library
 from treespec_kernels.linear.quantized import BlockWeight
@@ -52,7 +53,7 @@ def check_compiled(configs: Sequence[ModelConfig], dtype: torch.dtype, device: t
         raise KernelError(f"compile=True needs a CPU, the device is {device}; use compile=False")
     for config in configs:
         shape = config.shape
-        reason = unsupported_reason(shape.hidden_size, shape.intermediate_size, shape.head_dim, dtype)
+        reason = unsupported_reason(shape.hidden_size, shape.mlp_sizes, shape.head_dim, dtype)
         if (recurrent := shape.recurrent) is not None:
             sizes = recurrent.heads, recurrent.key_dim, recurrent.value_dim
             if recurrent.kernel > MAX_KERNEL or any(size % STATE_LANES for size in sizes):
@@ -77,6 +78,11 @@ def _libraries(head_dim: int, dtype: torch.dtype, folder: Path) -> tuple[ctypes.
         return build(compiler, head_dim, dtype, folder), growth_library(compiler, folder)
     except (CompileError, OSError) as error:
         raise KernelError(f"compile=True: {error}; name a C++ compiler in CXX, or use compile=False") from error
+
+
+def _forms_of(weight: Any) -> list[object]:
+    """Return the forms of a product's matrices."""
+    return [form_of(part) for part in (weight if isinstance(weight, list) else [weight])]
 
 
 class CompiledDecoder(Decoder):
@@ -135,12 +141,37 @@ class CompiledDecoder(Decoder):
             prefix = f"layers.{i}."
             head_norm = take_head_norm(weights, prefix, self.config.shape)
             dense = [value for name, value in weights.items() if name.startswith(prefix) and isinstance(value, Tensor)]
-            parts = take_layer(weights, i, joins=False)
+            parts = take_layer(weights, i, joins=False) | {"sinks": weights.pop(f"{prefix}sinks", None)}
             if kind.recurrent:
                 parts |= take_mixer(weights, prefix, config)
+            if kind.sparse:
+                parts["experts"] = self._take_experts(weights, i)
             yield CompiledLayerWeights(head_norm=head_norm, ropes=kind.ropes, window=kind.window, **parts)
             del parts
             drop_mapped(dense)
+
+    def _take_experts(self, weights: Weights, i: int) -> CompiledExperts:
+        config = self.config.shape.experts
+        assert config is not None
+        own = take_experts(weights, i, config.count, joins=False)
+        forms = {tuple(_forms_of(expert["gate_up"]) + _forms_of(expert["down"])) for expert in own.experts}
+        if len(forms) > 1:
+            raise ModelError(
+                f"{self.config.folder}: the experts of layer {i} are not all quantised alike; use compile=False"
+            )
+        return CompiledExperts(
+            own.router,
+            own.router_bias,
+            own.correction,
+            own.shared_scale,
+            [MlpWeights(**expert) for expert in own.experts],
+            config.top_k,
+            config.scoring,
+            config.normalized,
+            config.scale,
+            config.groups,
+            config.chosen_groups,
+        )
 
     def weight_forms(self) -> Sequence[object]:
         return self.model.weight_forms

@@ -52,11 +52,19 @@ class Attention(Protocol):
         """
 
     def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, cap: float | None = None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Any,
+        scale: float,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute attention. q: [num_rows, num_heads, head_dim] in `cache_dtype`; returns the same shape.
 
-        `cap` applies a soft cap to the scores: cap tanh(x / cap).
+        `cap` applies a soft cap to the scores: cap tanh(x / cap). `sinks`, fp32 [num_heads], are scores that add to the
+        sum of a row's weights, and weigh no value (arXiv 2309.17453).
         """
 
 
@@ -206,7 +214,8 @@ class Decoder:
         assert self.linear != "compiled" and self.linear != "triton"
         kinds = [RecurrentLayer if kind.recurrent else Layer for kind in self.config.layers]
         self.layers: list[Layer] = [
-            kind(weights, i, self.config, self.linear, self.dtype, self._library) for i, kind in enumerate(kinds)
+            kind(weights, i, self.config, self.linear, self.dtype, self._library, self.min_rows)
+            for i, kind in enumerate(kinds)
         ]
         self._stream = STREAMS[self.config.rules.norm]
         self.final_norm = self._stream.take(weights.pop("final_norm"), weights.pop("final_norm_bias", None))
@@ -239,7 +248,9 @@ class Decoder:
         """The parameters that determine the cost of the model's passes, as JSON-serialisable values."""
         s = self.config.shape
         rows = s.vocab_size if self.head_vocabulary is None else len(self.head_vocabulary.tokens)
-        sizes = s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, rows
+        sizes = [s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, rows]
+        if (experts := s.experts) is not None:
+            sizes += [len(experts.layers), experts.count, experts.top_k, experts.size, experts.shared_size]
         return [*sizes, *([] if self.backend == "native" else [self.config.folder.name, self.linear, self.min_rows])]
 
     @property
@@ -386,7 +397,7 @@ class Decoder:
             if i in states:
                 states[i] = stream.x.clone()
             cache = next(caches) if layer.mixer is None else next(recurrent)
-            self._run(layer, stream, rotation, layout, cache, None if i else qkv)
+            self._run(layer, stream, rotation, layout, cache, None if i else qkv, layout.num_rows - missing)
         if layout.states is not None:
             layout.states.finish()
         if len(self.layers) in states:
@@ -410,6 +421,7 @@ class Decoder:
         # The layer's pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim]; of a recurrent layer, its number among those
         cache: Any,
         qkv: Tensor | None,  # the layer's projections, if they are given
+        num_rows: int,  # number of rows before those of padding
     ) -> None:
         """Run one layer in place on the stream."""
         if layer.mixer is not None:
@@ -427,9 +439,12 @@ class Decoder:
         else:
             stream.x.add_(update)
             h = stream.norm(layer.mlp_norm)
-        update = self._apply("up" if layer.gate is None else "gate", layer, h, layout, self.config.activation)
-        update = update if layer.gate is None else update.mul_(self._apply("up", layer, h, layout))
-        update = self._apply("down", layer, update, layout)
+        if layer.sparse is not None:
+            update = layer.sparse(h, num_rows)
+        else:
+            update = self._apply("up" if layer.gate is None else "gate", layer, h, layout, self.config.activation)
+            update = update if layer.gate is None else update.mul_(self._apply("up", layer, h, layout))
+            update = self._apply("down", layer, update, layout)
         if layer.mlp_post_norm is not None:
             update = stream.norm_of(update, layer.mlp_post_norm)
         stream.x.add_(update)
@@ -438,7 +453,8 @@ class Decoder:
         """Run the attention block on the projections of all rows, including its output projection."""
         q, (k_cache, v_cache) = self._write(layer, qkv, rotation, layout, cache), cache
         plan = layout.attention[layer.window]
-        out = self.attention(q, k_cache, v_cache, plan, self.config.query_scale, self.config.score_cap)
+        scale, cap = self.config.query_scale, self.config.score_cap
+        out = self.attention(q, k_cache, v_cache, plan, scale, cap, layer.sinks)
         out = out.view(len(qkv), -1)
         if (first := (self.heads + 2 * self.kv_heads) * self.head_dim) < qkv.shape[1]:
             out = out.float() * sigmoid(qkv[:, first:])

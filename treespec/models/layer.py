@@ -2,7 +2,7 @@
 
 import itertools
 from ctypes import CDLL
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from treespec.errors import ModelError
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import STREAMS, Norm, take_head_norm
+from treespec.models.sparse_mlp import Expert, SparseMlp
 from treespec_kernels.cpu.compiled_linear import CompiledLinear, quantized_linear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import BlockWeight, QuantizedWeight, stacked
@@ -100,26 +101,61 @@ def fused_matrices(gated: bool, fuses_gate: bool) -> dict[str, tuple[str, ...]]:
     return products | {"gate": ("gate",), "up": ("up",)}
 
 
-def take_layer(weights: Weights, i: int, fuses_gate: bool = True, joins: bool = True) -> dict[str, Any]:
-    """Pop layer i: the fused projections `qkv`, `o`, `gate_up` and `down`, their biases, and the norms of its inputs.
-
-    Without `fuses_gate`, `gate` and `up` are two projections; `joins` is that of `take_projection`. Parts that the
-    family lacks are None. The first layer of a draft head has no `qkv`: the head computes these projections.
-    """
-    prefix = f"layers.{i}."
-    layer: dict[str, Any] = {}
+def _take_products(
+    weights: Weights, prefix: str, names: tuple[str, ...], fuses_gate: bool, joins: bool
+) -> dict[str, Any]:
+    """Pop those of these products that `fuses_gate` leaves, and their biases; None for missing ones."""
+    parts: dict[str, Any] = {}
     products = fused_matrices(f"{prefix}gate" in weights, fuses_gate)
     if f"{prefix}attn_gate" in weights:
         products["qkv"] += ("attn_gate",)
     if f"{prefix}mix_out" in weights:
         products["o"] = ("mix_out",)
     for name, fused in products.items():
-        layer[name] = take_projection(weights, prefix, fused, joins) if prefix + fused[0] in weights else None
-        biases = [weights.pop(f"{prefix}{matrix}_bias", None) for matrix in fused]
-        present = [bias for bias in biases if bias is not None]
-        layer[f"{name}_bias"] = torch.cat(present) if present else None
+        if name in names:
+            parts[name] = take_projection(weights, prefix, fused, joins) if prefix + fused[0] in weights else None
+            biases = [weights.pop(f"{prefix}{matrix}_bias", None) for matrix in fused]
+            present = [bias for bias in biases if bias is not None]
+            parts[f"{name}_bias"] = torch.cat(present) if present else None
+    return parts
+
+
+def take_mlp(weights: Weights, prefix: str, fuses_gate: bool = True, joins: bool = True) -> dict[str, Any]:
+    """Pop the projections of an MLP or expert, and their biases, as in `take_layer`."""
+    return _take_products(weights, prefix, ("gate_up", "gate", "up", "down"), fuses_gate, joins)
+
+
+def take_layer(weights: Weights, i: int, fuses_gate: bool = True, joins: bool = True) -> dict[str, Any]:
+    """Pop layer i: the fused projections `qkv`, `o`, `gate_up` and `down`, their biases, and the norms of its inputs.
+
+    Without `fuses_gate`, `gate` and `up` are two projections; `joins` is that of `take_projection`. Parts that the
+    family lacks are None. The first layer of a draft head has no `qkv`: the head computes these projections. The MLP of
+    a sparse layer is its shared expert, and `take_experts` pops the others.
+    """
+    prefix = f"layers.{i}."
+    layer = _take_products(weights, prefix, ("qkv", "o"), fuses_gate, joins)
+    layer |= take_mlp(weights, f"{prefix}shared." if f"{prefix}router" in weights else prefix, fuses_gate, joins)
     norms = ("attn_norm", "attn_norm_bias", "attn_post_norm", "mlp_norm", "mlp_norm_bias", "mlp_post_norm")
     return layer | {name: weights.pop(prefix + name, None) for name in norms}
+
+
+class ExpertWeights(NamedTuple):
+    """Weights of the experts of a sparse layer."""
+
+    router: Tensor
+    router_bias: Tensor | None
+    correction: Tensor | None
+    shared_scale: Tensor | None
+    experts: list[dict[str, Any]]  # as of `take_mlp`
+
+
+def take_experts(weights: Weights, i: int, count: int, fuses_gate: bool = True, joins: bool = True) -> ExpertWeights:
+    """Pop the router of layer i and its `count` experts, without the shared one."""
+    prefix = f"layers.{i}."
+    names = ("router", "router_bias", "router_correction", "shared.scale")
+    router, bias, correction, shared_scale = (weights.pop(prefix + name, None) for name in names)
+    experts = [take_mlp(weights, f"{prefix}experts.{e}.", fuses_gate, joins) for e in range(count)]
+    return ExpertWeights(router, bias, correction, shared_scale, experts)
 
 
 class Layer:
@@ -139,11 +175,15 @@ class Layer:
         impl: LinearImpl,
         dtype: torch.dtype,
         library: CDLL | None,
+        min_rows: int,
     ):
-        layer = take_layer(weights, i, fuses_gate=False)
+        layer, experts = take_layer(weights, i, fuses_gate=False), config.shape.experts
 
-        def linear(name: str) -> Linear | CompiledLinear:
-            return make_linear(layer[name], layer[f"{name}_bias"], dtype, impl, library)
+        def linear(name: str, parts: dict[str, Any] = layer) -> Linear | CompiledLinear:
+            return make_linear(parts[name], parts[f"{name}_bias"], dtype, impl, library)
+
+        def expert(parts: dict[str, Any]) -> Expert:
+            return Expert(linear("gate", parts), linear("up", parts), linear("down", parts), config.activation)
 
         def norm(name: str) -> Norm | None:
             weight = layer[name]
@@ -152,8 +192,25 @@ class Layer:
         self.attn_norm, self.mlp_norm = norm("attn_norm"), norm("mlp_norm")
         self.attn_post_norm, self.mlp_post_norm = norm("attn_post_norm"), norm("mlp_post_norm")
         self.qkv = None if layer["qkv"] is None else linear("qkv")
-        self.o, self.up, self.down = linear("o"), linear("up"), linear("down")
-        self.gate = None if layer["gate"] is None else linear("gate")
+        self.o = linear("o")
+        self.gate: Linear | CompiledLinear | None = None
+        self.sparse: SparseMlp | None = None
+        if experts is None or not config.layers[i].sparse:
+            self.up, self.down = linear("up"), linear("down")
+            self.gate = None if layer["gate"] is None else linear("gate")
+        else:
+            own = take_experts(weights, i, experts.count, fuses_gate=False)
+            self.sparse = SparseMlp(
+                experts,
+                Linear(own.router.float() if experts.scoring == "sigmoid" else own.router, own.router_bias, impl),
+                own.correction,
+                [expert(parts) for parts in own.experts],
+                None if layer["up"] is None else expert(layer),
+                None if own.shared_scale is None else Linear(own.shared_scale, None, impl),
+                min_rows,
+            )
+        sinks = weights.pop(f"layers.{i}.sinks", None)
+        self.sinks = None if sinks is None else sinks.float()
         self.head_norm = take_head_norm(weights, f"layers.{i}.", config.shape)
         self.index = i
         self.query_rope, self.rope = (2 * rope for rope in config.layers[i].ropes)

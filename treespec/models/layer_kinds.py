@@ -84,12 +84,13 @@ class RotaryEmbedding:
 
 
 class LayerKind(NamedTuple):
-    """Rotary embedding and attention window of a layer."""
+    """Rotary embedding, attention window and MLP of a layer."""
 
     rope: int  # index into the model's ropes
     window: int | None  # visible positions, including the row's own; None = all
     recurrent: bool = False  # whether it has a state of fixed size in place of attention
     query_rope: int | None = None  # of the queries; None = that of the keys
+    sparse: bool = False  # whether its MLP is a mixture of experts
 
     @property
     def ropes(self) -> tuple[int, int]:
@@ -109,7 +110,7 @@ def read_layers(
         raise ModelError(f"{folder}: rope_type={kind!r}; expected a name such as 'default'")
     plain = kind == "default" and not any("partial" in key or key == "rotary_pct" for key in {*raw, *parameters})
     windows_off = (  # as in Qwen2Config and Qwen3Config
-        rules.model_type in ("qwen2", "qwen3")
+        rules.model_type in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
         and not raw.get("use_sliding_window")
         and raw.get("layer_types") in (None, [FULL] * shape.num_layers)
     )

@@ -44,6 +44,13 @@ class ModelConfig:
     head_rows: int | None = None  # of a draft's reduced head; None = the vocabulary
 
     @property
+    def without_kernel(self) -> str | None:
+        """What no Triton kernel computes of this model, or None if kernels compute all of it."""
+        shape = self.shape
+        parts = {"experts": shape.experts, "attention sinks": shape.sinks}
+        return next((name for name, present in parts.items() if present), None)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(dict.fromkeys(layer.window for layer in self.layers if not layer.recurrent))
 
@@ -102,6 +109,9 @@ class ModelConfig:
             eps = positive(folder, eps, raw.get(eps, 1e-5 if rules.norm == "layer" else 1e-6), float)
         ropes, layers = read_layers(folder, raw, rules, shape, min(max_model_len or max_positions, max_positions))
         layers = tuple(kind._replace(recurrent=shape.is_recurrent(i)) for i, kind in enumerate(layers))
+        if shape.experts is not None:
+            sparse = {*shape.experts.layers}
+            layers = tuple(kind._replace(sparse=i in sparse) for i, kind in enumerate(layers))
         parallel = rules.parallel is not None and raw.get(rules.parallel, True)
         if not isinstance(parallel, bool):
             raise ModelError(f"{folder}: {rules.parallel}={parallel!r}; expected true or false")
@@ -120,7 +130,7 @@ class ModelConfig:
             rules=rules,
             shape=shape,
             norm_eps=float(eps) / stream_scale**2,
-            activation=ACTIVATIONS[named],
+            activation="clamped_swiglu" if rules.clamped else ACTIVATIONS[named],
             parallel=parallel,
             query_scale=scale(rules.score_scale, scale(rules.query_scalar, shape.head_dim) ** -0.5),
             score_cap=_soft_cap(folder, raw, rules.score_cap),

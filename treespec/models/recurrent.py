@@ -266,8 +266,9 @@ class RecurrentLayer(Layer):
         impl: LinearImpl,
         dtype: torch.dtype,
         library: CDLL | None,
+        min_rows: int,
     ):
-        super().__init__(weights, i, config, impl, dtype, library)
+        super().__init__(weights, i, config, impl, dtype, library, min_rows)
         assert config.shape.recurrent is not None
         kind = DeltaMixer if config.shape.recurrent.kind == "delta" else ConvMixer
         self.mixer = kind(weights, f"layers.{i}.", config, impl, dtype, library)

@@ -250,7 +250,7 @@ class PassKernels:
         table, of_queries = (*rotations[::-1], None, None)[:2]
         options: dict[str, Any] = {"bias": layer.qkv_bias, "norm": norm, "q_rotation": of_queries}
         qkv_rope_triton(qkv, table, *places, q, **options, pdl=self.pdl)
-        out = self.attention(q, cache[0], cache[1], plan, config.query_scale, config.score_cap, self.pdl)
+        out = self.attention(q, cache[0], cache[1], plan, config.query_scale, config.score_cap, pdl=self.pdl)
         return out.view(rows, -1)
 
     def _activated(self, h: Tensor, layer: LayerWeights, config: RowLinearConfig) -> Tensor:

@@ -273,13 +273,18 @@ def with_drafting(curve: CostCurve, times: dict[Any, float], ssms: int, requests
 
 
 def star_pass(runner: Runner, request: Request, rows: int) -> None:
-    """Run a target pass over a star of `rows` nodes (a root and its children), up to the argmax."""
+    """Run a target pass over a star of `rows` nodes (a root and its children), up to the argmax.
+
+    Their tokens are random, because rows of one token would read the same experts. The first tokens are those of
+    smaller stars.
+    """
     parents, state = np.minimum(np.arange(rows), 1) - 1, request.state_rows()
     star = RequestRows.tree(request.context_len, parents, request.pages, state=state)
     if rows == 1:
         star = RequestRows.chain(request.context_len, 1, request.pages, state=state)
     target = runner.target
-    target.best(target.logits(runner.run_pass([star], np.ones(rows, dtype=np.int64))))
+    tokens = np.random.default_rng(0).integers(target.vocab_size, size=rows)
+    target.best(target.logits(runner.run_pass([star], tokens)))
     _synchronize(target.device)
 
 

@@ -46,6 +46,7 @@ from treespec_weights.block_drafts import BlockForm, load_block
 from treespec_weights.blocks import Blocks, Weights
 from treespec_weights.gguf.tensors import describe_storage
 from treespec_weights.heads import DraftForm, load_head
+from treespec_weights.load import UNQUANTISED
 from treespec_weights.quantize import quantize
 from treespec_weights.state_heads import StateForm, load_state_head
 from treespec_weights.vocabularies import connect
@@ -331,7 +332,7 @@ def quantize_matrices(weights: Weights) -> None:
     names = [name for name in weights if name == "lm_head" or name.startswith("layers.")]
     for name in names:
         weight = weights[name]
-        if isinstance(weight, Blocks) or name.endswith(_FACTORS):
+        if isinstance(weight, Blocks) or name.endswith((*_FACTORS, *UNQUANTISED)):
             continue
         if weight.dim() == 2 and weight.is_floating_point():
             weights[name], weights[f"{name}_scale"], _ = quantize(weight, 8)

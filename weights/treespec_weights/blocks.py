@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
 
     kind: str  # block type, a key of `FORMS`
     rows: Tensor  # uint8 [out_features, bytes], usually a view of the mapped file
-    file: Any  # mmap.mmap, the private mapping of the file
+    file: Any  # mmap.mmap, the private mapping of the file; None for rows in memory
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the values, [out_features, in_features]."""
@@ -43,6 +43,8 @@ class Blocks(NamedTuple):
 
     def release(self) -> None:
         """Drop the rows' pages from memory if they belong to the file, which is read again on access."""
+        if self.file is None:
+            return
         first, ends = np.frombuffer(self.file, np.uint8).ctypes.data, self.rows.data_ptr() + self.rows.nbytes
         start = -(-(self.rows.data_ptr() - first) // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (ends - first - start) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -97,6 +99,37 @@ class GgufScheme(QuantScheme):
         assert rows is not None
         kind, form = self._type_of[name]
         return _widened(read_blocks(kind, rows), form)
+
+
+@dataclass(frozen=True)
+class Mxfp4Scheme(QuantScheme):
+    """MXFP4 of gpt-oss's experts: tensors of blocks, pairs of E2M1 [..., groups, 16], and of their exponents, E8M0."""
+
+    def covers(self, name: str, head: str) -> bool:
+        return name.endswith("_blocks")
+
+    def form(self, name: str) -> Form:
+        return FORMS["MXFP4"]
+
+    def stored_tensors(self, name: str, out: int, inputs: int) -> dict[str, StoredTensor]:
+        if inputs % 32:
+            raise ValueError(f"{inputs} inputs in groups of 32")
+        blocks, exponents = (out, inputs // 32, 16), (out, inputs // 32)
+        scales = f"{name.removesuffix('blocks')}scales"
+        return {name: StoredTensor((blocks,), ("U8",)), scales: StoredTensor((exponents,), ("U8",))}
+
+    def read(
+        self, name: str, out: int, inputs: int, get: Callable[[str], Tensor | None], dtype: torch.dtype | None
+    ) -> Quantized:
+        return read_blocks("MXFP4", self.rows(name, get))
+
+    def rows(self, name: str, get: Callable[[str], Tensor | None]) -> Tensor:
+        """Return the matrix `name` as the rows of blocks of a GGUF file: values 0 to 15 of 32 in the low bits."""
+        pairs, exponents = get(name), get(f"{name.removesuffix('blocks')}scales")
+        assert pairs is not None and exponents is not None
+        even, odd = (half.unflatten(-1, (2, 8)).unbind(-2) for half in (pairs & 15, pairs >> 4))
+        low, high = (torch.stack(half, -1).flatten(-2) for half in zip(even, odd, strict=True))
+        return torch.cat((exponents.unsqueeze(-1), low | high << 4), -1).flatten(-2)
 
 
 def _widened(weight: Quantized, form: Form) -> Quantized:

@@ -159,9 +159,9 @@ class Checkpoint:
         return self._handle(name).stored(name) if in_blocks else self.tensor(name)
 
     def blocks(self, name: str) -> Blocks | None:
-        """Return a matrix of a GGUF file in its blocks, or None if there is none of a type of `FORMS`."""
+        """Return a matrix, or those of all experts, in a GGUF file's blocks; None if there is none of `FORMS`."""
         info = self.tensors.get(name)
-        if info is None or info.dtype not in FORMS or len(info.shape) != 2:
+        if info is None or info.dtype not in FORMS or len(info.shape) < 2:
             return None
         blocks: Blocks = self._handle(name).blocks(name)
         return blocks

@@ -218,6 +218,11 @@ def plan_steps(
     """Return the steps of a conversion, layer by layer. Raises CheckpointError if several dtypes would be fused."""
     placements, problems = checked_placements(checkpoint, shape, rules), list[Problem]()
     stored = None if checkpoint.folder.is_file() else stored_scheme(checkpoint)  # a GGUF file's tensors are dequantised
+    if any(placement.experts is not None for placement in placements):
+        if written_as is not rules or checkpoint.folder.is_file() or stored is not None:
+            raise OptionError("all experts of a layer are in one tensor, for which no conversion has another layout")
+        if transform.params:
+            raise OptionError("--quantize: all experts of a layer are in one tensor; use LLM(quantization=...)")
     named = rules.for_names(checkpoint.names())
     order = {param: index for index, param in enumerate(shape.parameters())}
     holder = {param: placement for placement in placements for param in placement.params}

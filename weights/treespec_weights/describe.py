@@ -74,6 +74,9 @@ def _made_of(shape: dict[str, Any], traits: dict[str, Any]) -> str:
     if shape["post_norms"]:
         norm += ", also after attention and MLP" if shape["pre_norms"] else ", after attention and MLP, not before"
     features = [norm, _printable(str(traits["activation"])) + ("" if shape["gated"] else ", no gate")]
+    if experts := shape["experts"]:
+        shared = " and a shared one" if experts["shared_size"] else ""
+        features.append(f"{experts['top_k']} of {experts['count']} experts of {experts['size']:,}{shared}")
     if type(traits["window"]) is int:
         features.append(f"windows of {traits['window']:,} positions")
     if traits["parallel"] is True:

@@ -60,6 +60,8 @@ def grown_shape(
     of twice the width. Then uses an MLP of four times the width and as many layers as fit. Raises OptionError, which
     names `options`, if the model is larger than `size`, or the vocabulary would shrink.
     """
+    if shape.experts is not None:
+        raise OptionError(f"{options[0]} {size}: models with experts cannot be grown")
     vocab = shape.vocab_size if vocab is None else vocab
     if vocab < shape.vocab_size:
         raise OptionError(f"{options[1]} {vocab}: the model has {shape.vocab_size} tokens already")

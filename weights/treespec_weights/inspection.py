@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ def _matrices(checkpoint: Checkpoint) -> list[dict[str, Any]] | None:
         return None
     rows: dict[str, dict[str, Any]] = {}
     for info in checkpoint.tensors.values():
-        if len(info.shape) == 2:
+        if len(info.shape) >= 2:
             new = {"type": info.dtype, "in_blocks": info.dtype in FORMS, "count": 0, "bytes": 0}
             row = rows.setdefault(info.dtype, new)
             row["count"] += 1
@@ -182,8 +183,13 @@ def _held_bytes(info: TensorInfo) -> int:
 
 
 def _pass_bytes(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> int:
-    """Return the bytes that a pass reads of the weights: of the layers and the head, which may be the embedding."""
+    """Return the bytes that a pass reads of the weights: of the layers and the head, which may be the embedding.
+
+    It is a pass over one row, which reads `top_k` experts of a layer.
+    """
     rules = rules.for_names(checkpoint.names())
     [embed] = [rule.name for rule in rules.tensors if rule.params == ("embed",)]
     unread = {*ignored_names(shape, rules), rules.tied_copy if shape.tied and embed in checkpoint.tensors else embed}
-    return sum(_held_bytes(info) for name, info in checkpoint.tensors.items() if name not in unread)
+    share = Fraction(shape.experts.top_k, shape.experts.count) if shape.experts else Fraction(1)
+    tensors = ((name, _held_bytes(info)) for name, info in checkpoint.tensors.items() if name not in unread)
+    return int(sum(size * share if ".experts." in name else size for name, size in tensors))

@@ -1,6 +1,7 @@
 """Load decoder parameters strictly: the names, shapes and dtypes of all tensors must match the model's shape."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from treespec_weights.blocks import Weights
+from treespec_weights.blocks import Blocks, Mxfp4Scheme, Weights
 from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.documents import CONFIG, has_document, read_document
 from treespec_weights.dtypes import LOADABLE, TORCH_DTYPES
@@ -22,6 +23,7 @@ from treespec_weights.quantize import BITS, Quantized, dequantize, group_of, qua
 from treespec_weights.rules import FamilyRules, ModelShape, TensorRule, TensorShape
 
 CHUNK = 1 << 19  # values cast at a time
+UNQUANTISED = (".router", ".shared.scale")  # ends of the names of matrices that no scheme quantises
 DTYPES = tuple(TORCH_DTYPES[name] for name in LOADABLE)
 
 
@@ -30,38 +32,53 @@ class Placement(NamedTuple):
 
     name: str
     rule: TensorRule
-    params: dict[str, TensorShape]
+    params: dict[str, TensorShape]  # by expert, in the rule's order, if the tensor holds those of all experts
     heads: int  # groups of a "per_head" tensor
+    experts: int | None = None  # number of experts whose parameters the tensor holds; None for no experts'
+
+    @property
+    def matrix_shape(self) -> TensorShape:
+        """Shape of the parameters stacked, those of all experts too."""
+        first = next(iter(self.params.values()))
+        return (sum(shape[0] for shape in self.params.values()), *first[1:])
 
     @property
     def shape(self) -> TensorShape:
         """Expected shape of the tensor in the file."""
-        first = next(iter(self.params.values()))
-        stacked = (sum(shape[0] for shape in self.params.values()), *first[1:])
-        return stacked[::-1] if self.rule.layout == "transposed" else stacked
+        outputs, *inputs = self.matrix_shape
+        stacked = (outputs // (self.experts or 1), *inputs)
+        stored = stacked[::-1] if self.rule.layout.endswith("transposed") else stacked
+        return stored if self.experts is None else (self.experts, *stored)
 
     def unpack(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Split a checkpoint tensor into its parameters, by name.
+        """Split a checkpoint tensor, or a matrix of `matrix_shape`, into its parameters, by name.
 
         They are contiguous, and views of `tensor` where its layout allows.
         """
-        if len(self.params) == 1 and self.rule.layout == "stacked":
-            return dict.fromkeys(self.params, tensor.contiguous())
-        if self.rule.layout == "transposed":
-            tensor = tensor.t() if tensor.dim() == 2 else tensor
-        sizes = [shape[0] for shape in self.params.values()]
-        if self.rule.layout == "per_head":
-            per_head = tensor.unflatten(0, (self.heads, -1)).split([size // self.heads for size in sizes], dim=1)
-            blocks = [block.flatten(0, 1) for block in per_head]
+        if self.experts is None:
+            parts = self._split(tensor, [*self.params.values()])
         else:
-            blocks = list(tensor.split(sizes))
-        return {name: block.contiguous() for name, block in zip(self.params, blocks, strict=True)}
+            sizes = [*self.params.values()][: len(self.params) // self.experts]  # of one expert
+            each = tensor if tensor.dim() > len(sizes[0]) else tensor.unflatten(0, (self.experts, -1))
+            parts = [part for expert in each for part in self._split(expert, sizes)]
+        return dict(zip(self.params, parts, strict=True))
+
+    def _split(self, tensor: Tensor, sizes: Sequence[TensorShape]) -> list[Tensor]:
+        if self.rule.layout.endswith("transposed") and tensor.dim() == 2:
+            tensor = tensor.t()
+        rows = [shape[0] for shape in sizes]
+        heads = {"per_head": self.heads}.get(self.rule.layout, rows[0])
+        if self.rule.layout in ("per_head", "interleaved", "interleaved_transposed"):
+            per_head = tensor.unflatten(0, (heads, -1)).split([size // heads for size in rows], dim=1)
+            return [block.flatten(0, 1).contiguous() for block in per_head]
+        return [block.contiguous() for block in tensor.split(rows)]
 
     def pack(self, params: dict[str, Tensor]) -> Tensor:
         """Stack parameters, the inverse of `unpack`. A single parameter is not copied."""
         assert self.rule.layout == "stacked", f"no conversion packs parameters into layout {self.rule.layout!r}"
         blocks = [params[name] for name in self.params]
-        return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+        packed = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+        return packed if self.experts is None else packed.unflatten(0, (self.experts, -1))
 
 
 def load_weights(
@@ -108,7 +125,7 @@ def load_weights(
     order = {name: i for i, name in enumerate(checkpoint.tensors)}  # tensors renamed by the scheme come last
     placements.sort(key=lambda placement: order.get(placement.name, len(order)))
     for placement in tracked(f"reading {checkpoint.folder.name}", placements, lambda read: math.prod(read.shape)):
-        if blocks and (matrix := checkpoint.blocks(placement.name)) is not None:
+        if blocks and (matrix := _matrix_in_blocks(checkpoint, scheme, placement, rules)) is not None:
             parts = placement.unpack(matrix.rows)
             loaded |= {param: matrix._replace(rows=rows) for param, rows in parts.items()}
             continue
@@ -123,7 +140,7 @@ def load_weights(
                 except ValueError as error:
                     raise CheckpointError.of(checkpoint.folder, "value", placement.name, str(error)) from error
             continue
-        tensor, infinite = cast(stored, dtype, device)
+        tensor, infinite = cast(stored, torch.float32 if placement.rule.single else dtype, device)
         if infinite:
             overflows.append(Problem("value", repr(placement.name), overflow_message(stored, tensor)))
         loaded |= placement.unpack(tensor)
@@ -134,8 +151,15 @@ def load_weights(
 
 
 def quantizable(shape: ModelShape) -> dict[str, TensorShape]:
-    """Return the parameters that quantisation applies to: the layers' matrices, without embedding, head and norms."""
-    return {name: size for name, size in shape.parameters().items() if name.startswith("layers.") and len(size) == 2}
+    """Return the parameters that quantisation applies to: the layers' matrices, without embedding, head and norms.
+
+    Routers, too, stay as they are.
+    """
+    return {
+        name: size
+        for name, size in shape.parameters().items()
+        if name.startswith("layers.") and len(size) == 2 and not name.endswith(UNQUANTISED)
+    }
 
 
 def quantized_group(shape: ModelShape, quantization: str) -> int | None:
@@ -153,8 +177,18 @@ def stored_scheme(checkpoint: Checkpoint) -> QuantScheme | None:
 
 def covered(scheme: QuantScheme, placement: Placement, rules: FamilyRules) -> bool:
     """Return whether the scheme quantises the tensor of a placement."""
-    is_matrix = len(placement.shape) == 2 and (scheme.embeddings or "embed" not in placement.params)
+    is_matrix = len(placement.matrix_shape) == 2 and (scheme.embeddings or "embed" not in placement.params)
+    is_matrix &= not next(iter(placement.params)).endswith(UNQUANTISED)
     return is_matrix and scheme.covers(placement.name, rules.tied_copy)
+
+
+def _matrix_in_blocks(
+    checkpoint: Checkpoint, scheme: QuantScheme | None, placement: Placement, rules: FamilyRules
+) -> Blocks | None:
+    """Return the matrix of a placement in blocks, or None if it is not stored so."""
+    if isinstance(scheme, Mxfp4Scheme) and covered(scheme, placement, rules):
+        return Blocks("MXFP4", scheme.rows(placement.name, checkpoint.tensor), None)
+    return checkpoint.blocks(placement.name)
 
 
 def _params_of(param: str, quantized: Quantized) -> dict[str, Tensor]:
@@ -190,10 +224,13 @@ def _stored_matrix(
     """Read a quantised matrix; `dtype` is that of an fp8 one."""
 
     def get(name: str) -> Tensor | None:
-        return checkpoint.stored(name) if name in checkpoint.tensors else None
+        if name not in checkpoint.tensors:
+            return None
+        stored = checkpoint.stored(name)
+        return stored if placement.experts is None else stored.flatten(0, 1)
 
     try:
-        out, inputs = placement.shape
+        out, inputs = placement.matrix_shape
         return scheme.read(placement.name, out, inputs, get, dtype)
     except ValueError as error:
         if isinstance(error, CheckpointError):
@@ -215,9 +252,18 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
             expected[placement.name] = StoredTensor((placement.shape,), checkpoint.loadable)
             continue
         try:
-            if placement.rule.layout == "transposed":
+            if placement.rule.layout.endswith("transposed"):
                 raise ValueError("quantised weights that are stored transposed are not supported")
-            expected |= scheme.stored_tensors(placement.name, *placement.shape)
+            if placement.experts is not None and scheme.method not in ("gguf", "mxfp4"):
+                raise ValueError(f"{scheme.name} weights of all experts in one tensor are not supported")
+            *_, out, inputs = placement.shape
+            stored = scheme.stored_tensors(placement.name, out, inputs)
+            if placement.experts is not None:
+                stored = {
+                    name: tensor._replace(shapes=tuple((placement.experts, *size) for size in tensor.shapes))
+                    for name, tensor in stored.items()
+                }
+            expected |= stored
         except ValueError as error:
             problems.append(Problem("shape", repr(placement.name), str(error)))
     if shape.tied and rules.tied_copy in checkpoint.tensors:
@@ -233,7 +279,7 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
         if name not in checkpoint.tensors and (not tensor.optional or name in checkpoint.absent)
     ]
     for name, info in checkpoint.tensors.items():
-        if name in ignored:
+        if name in ignored or (rules.further_layers and _layer_of(name) >= shape.num_layers):
             continue
         if name not in expected:
             problems.append(Problem("unexpected", repr(name), f"unexpected: {unexpected_reason(name, shape, rules)}"))
@@ -306,21 +352,33 @@ def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
     """Return the placements of all tensors that a checkpoint of this shape must have."""
     parameters = shape.parameters()
     placements = []
+    count = 0 if shape.experts is None else shape.experts.count
     for rule in rules.tensors:
+        of_expert, of_experts = "{e}" in rule.name, "{e}" in rule.params[0] and "{e}" not in rule.name
         for i in range(shape.num_layers) if "{i}" in rule.name else [0]:
-            params = [param.replace("{i}", str(i)) for param in rule.params]
-            if all(param in parameters for param in params):
-                shapes = {param: parameters[param] for param in params}
-                placements.append(Placement(rule.name.replace("{i}", str(i)), rule, shapes, getattr(shape, rule.heads)))
+            own = [param.replace("{i}", str(i)) for param in rule.params]
+            for e in range(count) if of_expert else [0]:
+                held = range(count) if of_experts else [e]
+                params = [param.replace("{e}", str(expert)) for expert in held for param in own]
+                if params and all(param in parameters for param in params):
+                    shapes = {param: parameters[param] for param in params}
+                    name = rule.name.replace("{i}", str(i)).replace("{e}", str(e))
+                    experts = count if of_experts else None
+                    placements.append(Placement(name, rule, shapes, getattr(shape, rule.heads), experts))
     covered = [param for placement in placements for param in placement.params]
     assert sorted(covered) == sorted(parameters), f"rules of {rules.model_type!r} do not cover the decoder"
     return placements
 
 
+def _layer_of(name: str) -> int:
+    """Return the layer of a checkpoint's tensor, or -1 if it belongs to none."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
+
+
 def unexpected_reason(name: str, shape: ModelShape, rules: FamilyRules) -> str:
     """Return why a tensor is none of a model's."""
     rule_names = {rule.name for rule in rules.tensors} | set(rules.ignored)
-    components = name.split(".")
+    components = re.sub(r"\.experts\.\d+\.", ".experts.{e}.", name).split(".")
     for i, component in enumerate(components):
         if component.isdecimal() and ".".join([*components[:i], "{i}", *components[i + 1 :]]) in rule_names:
             beyond = len(component) > 5 or component != str(int(component)) or int(component) >= shape.num_layers

@@ -18,6 +18,7 @@ from treespec_weights.load import Placement, cast, expected_tensors, overflow_me
 from treespec_weights.rules import FamilyRules, ModelShape
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_UPDATED = re.compile(r"layers\.\d+\.(q|k|v|o|gate|up|down)")  # parameters of products that take updates
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 _MERGE = "merge the adapter into the model (merge_and_unload of peft)"
 # Keys of the config that add something to B A: their other values, and what these mean.
@@ -141,7 +142,7 @@ def _match(
         if module not in placements:
             reason = unexpected_reason(f"{module}.weight", shape, rules)
             problems.append(Problem("unexpected", repr(name), f"does not fit the model: {reason}"))
-        elif not all(param.startswith("layers.") for param in placements[module].params):
+        elif not all(_UPDATED.fullmatch(param) for param in placements[module].params):
             problems.append(Problem("unexpected", repr(name), f"updates of {module} are not supported; {_MERGE}"))
         else:
             pairs.setdefault(module, {})[side] = name

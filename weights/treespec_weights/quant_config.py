@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from treespec_weights.blocks import GgufScheme
+from treespec_weights.blocks import GgufScheme, Mxfp4Scheme
 from treespec_weights.errors import UnsupportedModelError
 from treespec_weights.quant_schemes import METHODS, QuantScheme
 
@@ -23,6 +23,8 @@ def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantSchem
     method = found.one("quant_method", tuple(method for method in METHODS if method != "gguf"))
     if method == "compressed-tensors":
         return _compressed_tensors(found)
+    if method == "mxfp4":
+        return Mxfp4Scheme("mxfp4", 8, 32)
     if method == "fp8":
         block = found.block("weight_block_size") if found.value("weight_block_size") is not None else None
         found.one("activation_scheme", ("dynamic", None))

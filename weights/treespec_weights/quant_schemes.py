@@ -4,7 +4,7 @@
 - GPTQ with 4 and 8 bits (zero points stored minus one, except in "gptq_v2"), with groups in input order;
 - AWQ with 4 bits, "gemm";
 - fp8 (E4M3) with a scale per tensor, output or block, as Hugging Face's "fp8";
-- GGUF's blocks with 4 and 8 bits (blocks.py).
+- MXFP4 of gpt-oss's experts, and GGUF's blocks with 4 and 8 bits (blocks.py).
 
 Integers and their scales are loaded unchanged. fp8 weights are dequantised to the model's dtype, scaled in fp32 and
 rounded once. Activation quantisation is ignored.
@@ -24,7 +24,7 @@ SMALLEST_GROUP = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of a word's i-th nibble
 _FLOATS = ("F16", "BF16", "F32")
 
-Method = Literal["compressed-tensors", "gptq", "awq", "fp8", "gguf"]
+Method = Literal["compressed-tensors", "gptq", "awq", "fp8", "mxfp4", "gguf"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 

@@ -4,12 +4,14 @@ Each family in `families/` is one declaration. No code depends on a family's nam
 """
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from treespec_weights.errors import CheckpointConfigError, Problem
+from treespec_weights.experts import ExpertRules, Experts
 
 MAX_DIMENSION = 2**31 - 1
 MAX_LAYERS = 10_000
@@ -74,9 +76,11 @@ class ModelShape:
     wide_qk_norm: bool = False  # or each over all of its heads together
     pre_norms: bool = True  # inputs of attention and MLP are normalised
     shared_norm: bool = False  # by one norm (parallel blocks)
+    sinks: bool = False  # a head's softmax has one more score, a parameter, that weighs no position
     post_norms: bool = False  # outputs of attention and MLP are normalised before the residual add
     gated: bool = True  # the MLP has a gate
     learned_positions: int = 0  # rows of the position embedding; 0 for none
+    experts: Experts | None = None
     output_gate: bool = False  # attention outputs are multiplied by sigmoid(attn_gate x)
     recurrent: RecurrentShape | None = None  # layers without K/V
 
@@ -106,6 +110,8 @@ class ModelShape:
             attention |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
         if self.wide_qk_norm:
             attention |= {"q_norm": (q,), "k_norm": (kv,)}
+        if self.sinks:
+            attention |= {"sinks": (self.num_heads,)}
         attention |= {"o": (hidden, q)}
         if self.o_bias:
             attention |= {"o_bias": (hidden,)}
@@ -115,27 +121,32 @@ class ModelShape:
             layer |= norm("attn_post_norm")
         if self.pre_norms and not self.shared_norm:
             layer |= norm("mlp_norm")
-        if self.gated:
-            layer |= {"gate": (inter, hidden)}
-        layer |= {"up": (inter, hidden), "down": (hidden, inter)}
+        mlp: dict[str, TensorShape] = {"gate": (inter, hidden)} if self.gated else {}
+        mlp |= {"up": (inter, hidden), "down": (hidden, inter)}
         if self.mlp_bias:
-            layer |= ({"gate_bias": (inter,)} if self.gated else {}) | {"up_bias": (inter,), "down_bias": (hidden,)}
-        if self.post_norms:
-            layer |= norm("mlp_post_norm")
+            mlp |= ({"gate_bias": (inter,)} if self.gated else {}) | {"up_bias": (inter,), "down_bias": (hidden,)}
+        post = norm("mlp_post_norm") if self.post_norms else {}
+        sparse = {} if self.experts is None else dict.fromkeys(self.experts.layers, self.experts.parameters(hidden))
         result: dict[str, TensorShape] = {"embed": (self.vocab_size, hidden)}
         if self.learned_positions:
             result |= {"positions": (self.learned_positions, hidden)}
         for i in range(self.num_layers):
-            parts = (
-                (norm("attn_norm") if self.pre_norms else {})
-                | (recurrent if self.is_recurrent(i) else attention)
-                | layer
-            )
+            parts = norm("attn_norm") if self.pre_norms else {}
+            parts |= recurrent if self.is_recurrent(i) else attention
+            parts |= layer | sparse.get(i, mlp) | post
             result |= {f"layers.{i}.{name}": shape for name, shape in parts.items()}
         result |= norm("final_norm")
         if not self.tied:
             result["lm_head"] = (self.vocab_size, hidden)
         return result
+
+    @property
+    def mlp_sizes(self) -> tuple[int, ...]:
+        """Numbers of hidden units of the model's MLPs and experts."""
+        if self.experts is None:
+            return (self.intermediate_size,)
+        dense = () if len(self.experts.layers) == self.num_layers else (self.intermediate_size,)
+        return (*dense, self.experts.size, *((self.experts.shared_size,) if self.experts.shared_size else ()))
 
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.parameters().values())
@@ -170,6 +181,8 @@ class ModelShape:
                 values.get("learned_positions", -rules.extra_positions) + rules.extra_positions
             )
             problems = _contradictions(values, rules.config_keys)
+            if rules.experts is not None:
+                values["experts"] = rules.experts.read({**rules.assumed, **config}, values["num_layers"], problems)
         if rules.recurrent is not None and not problems:
             values["recurrent"], problems = rules.recurrent.read(config, values["num_layers"])
         if problems:
@@ -204,19 +217,22 @@ def _contradictions(values: Mapping[str, Any], keys: Mapping[str, str]) -> list[
 
 @dataclass(frozen=True)
 class TensorRule:
-    """A checkpoint tensor and the decoder parameters stored in it. `{i}` is the layer.
+    """A checkpoint tensor and the decoder parameters stored in it. `{i}` is the layer and `{e}` the expert.
 
-    A rule applies if the model has its parameters, so biases need no separate switch. Layouts:
+    A rule applies if the model has its parameters, so biases need no separate switch. If only the parameters contain
+    `{e}`, the tensor holds those of all experts, `[experts, ...]`. Layouts, of each expert if so:
 
     - "stacked": the parameters concatenated (`[q + k + v, hidden]`), also for a single parameter;
     - "per_head": stacked within each head (`[heads, (q, k, v), head_dim, hidden]`);
-    - "transposed": stacked, then transposed (`[in, out]`).
+    - "interleaved": row by row (`[out, (gate, up), hidden]`);
+    - "transposed", "interleaved_transposed": the same, then transposed (`[in, out]`).
     """
 
     name: str
     params: tuple[str, ...]
-    layout: Literal["stacked", "per_head", "transposed"] = "stacked"
+    layout: Literal["stacked", "per_head", "interleaved", "transposed", "interleaved_transposed"] = "stacked"
     heads: Literal["num_heads", "num_kv_heads"] = "num_kv_heads"  # number of heads of a "per_head" tensor
+    single: bool = False  # the parameters stay in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +272,7 @@ class RecurrentRules:
 
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -279,6 +295,8 @@ class FamilyRules:
 
     model_type: str  # `model_type` in config.json
     tensors: tuple[TensorRule, ...]  # the tensors of a checkpoint, and the parameters in them
+    # other tensors for the same parameters, which apply to a checkpoint that has a tensor of this name
+    alternatives: tuple[TensorRule, ...] = ()
     tied_copy: str  # name of the output head; a file with a tied head may contain it, equal to the embedding
     ignored: tuple[str, ...] = ()  # names of derived buffers in old files
     prefix: str = ""  # prefix of all names, omitted by checkpoints of only the base model
@@ -296,6 +314,10 @@ class FamilyRules:
     norm: NormKind = "rms"  # "rms"; "rms_plus_one", scaled by 1 + w; or "layer", LayerNorm
     norm_eps: str | float = "rms_norm_eps"  # key of the norm's epsilon, or a fixed value
     activation: str = "hidden_act"  # key of the MLP's activation, one of `ACTIVATIONS`
+    # whether a checkpoint may have layers after the last one, for multi-token prediction, which are not read
+    further_layers: bool = False
+    clamped: bool = False  # the activation is clamped_swiglu instead
+    experts: ExpertRules | None = None  # None for a family without experts
     rotary: bool = True  # whether q and k have rotary embeddings, as given by `rope_parameters` and its older spellings
     recurrent: RecurrentRules | None = None  # how config.json describes layers without attention
     interleaved: bool = False  # whether pairs of adjacent dimensions are rotated, instead of d and d + head_dim / 2
@@ -329,6 +351,12 @@ class FamilyRules:
 
     def for_names(self, names: Collection[str]) -> "FamilyRules":
         """Return the rules for a checkpoint with these tensor names, without the prefix if no name has it."""
+        if self.alternatives:
+            stems = {re.sub(r"\.\d+\.", ".{i}.", name, count=1) for name in names}
+            present = tuple(rule for rule in self.alternatives if rule.name in stems)
+            replaced = {param for rule in present for param in rule.params}
+            kept = tuple(rule for rule in self.tensors if not replaced.intersection(rule.params))
+            return replace(self, tensors=kept + present, alternatives=()).for_names(names)
         if not self.prefix or any(name.startswith(self.prefix) for name in names):
             return self
 

@@ -82,7 +82,7 @@ def quantise_transform(
     """Return the transform of a model in a family's layout. Raises OptionError for one that cannot be quantised."""
     if quantization not in FORMATS:
         raise OptionError(f"--quantize {quantization}: valid are {', '.join(FORMATS)}")
-    if any(rule.layout == "transposed" for rule in rules.tensors):
+    if any(rule.layout.endswith("transposed") for rule in rules.tensors):
         reason = f"{rules.model_type} stores its projections transposed, for which there is no published layout"
         raise OptionError(f"--quantize {quantization}: {reason}; use LLM(quantization=...)")
     matrices, head = quantizable(shape), rules.tied_copy.removesuffix(".weight")

@@ -81,7 +81,13 @@ def _ones() -> Tensor:
 
 
 def tree_attention_cpu(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: CpuAttentionPlan, scale: float, cap: float | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: CpuAttentionPlan,
+    scale: float,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute the attention of every row of a pass to its own path.
 
@@ -92,6 +98,7 @@ def tree_attention_cpu(
         plan: from `plan_tree_attention_cpu`.
         scale: factor on the scores, usually 1 / sqrt(head_dim).
         cap: soft cap: scores x become cap tanh(x / cap); None for no cap.
+        sinks: fp32 [num_heads], scores that add to the sum of a row's weights but weigh no value; None for no sinks.
 
     Returns:
         fp32 [num_rows, num_heads, head_dim].
@@ -101,11 +108,11 @@ def tree_attention_cpu(
         out[plan.num_rows :] = 0
     for i, block in enumerate(plan.blocks):
         if isinstance(block, Gather):
-            _attend_gathered(q * scale, k_cache, v_cache, block, cap, out)
+            _attend_gathered(q * scale, k_cache, v_cache, block, cap, sinks, out)
         else:
             if i not in plan.workspaces:
                 plan.workspaces[i] = _workspace(block, q.shape[1], k_cache.shape[1], q.shape[2])
-            _attend_packed(q, k_cache, v_cache, block, plan.workspaces[i], scale, cap, out)
+            _attend_packed(q, k_cache, v_cache, block, plan.workspaces[i], scale, cap, sinks, out)
     return out
 
 
@@ -176,6 +183,7 @@ def _attend_packed(
     work: _Workspace,
     scale: float,
     cap: float | None,
+    sinks: Tensor | None,
     out: Tensor,
 ) -> None:
     k, v = k_cache[block.pages], v_cache[block.pages]  # [num_tiles, Hkv, PAGE_SIZE, D], a view if pages are consecutive
@@ -206,6 +214,10 @@ def _attend_packed(
             torch.bmm(w_tile, ones, out=work.mass[i])
     add_tiles(work.summed, block.windowed, work.total)
     add_tiles(work.mass, block.windowed, work.total_mass)
+    if sinks is not None:
+        kv_heads, group = work.value.shape[1:3]
+        peak = work.peak[0, :, : len(work.value) * group].view(kv_heads, -1, group, 1).transpose(0, 1)
+        work.divisor.add_((sinks.view(kv_heads, group, 1) - peak).exp_())
     torch.div(work.value, work.divisor, out=out[rows].view(work.value.shape))
 
 
@@ -224,7 +236,13 @@ def add_tiles(tile_sums: Tensor, windowed: bool, total: Tensor) -> None:
 
 
 def _attend_gathered(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block: Gather, cap: float | None, out: Tensor
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block: Gather,
+    cap: float | None,
+    sinks: Tensor | None,
+    out: Tensor,
 ) -> None:
     """Compute rows one by one, so that all products of all passes have the shape [padded rows, D] x [D, PAGE_SIZE]."""
     _, kv_heads, _, head_dim = k_cache.shape
@@ -244,11 +262,15 @@ def _attend_gathered(
         if cap is not None:
             _cap_scores(scores, cap)
         scores.masked_fill_(block.hidden[row], float("-inf"))
-        weights = scores.sub_(scores.amax(dim=(0, 3), keepdim=True)).exp_().view(-1, padded, PAGE_SIZE)
+        peak = scores.amax(dim=(0, 3), keepdim=True)
+        weights = scores.sub_(peak).exp_().view(-1, padded, PAGE_SIZE)
         summed = torch.bmm(weights, v).view(num_tiles, kv_heads, padded, head_dim)
         mass = torch.bmm(weights, _ones()[:, :PAGE_SIZE].expand(len(weights), -1, -1))
         mass = mass.view(num_tiles, kv_heads, padded, 16)
         total, total_mass = torch.empty_like(summed[0]), torch.empty_like(mass[0])
         add_tiles(summed, block.windowed, total)
         add_tiles(mass, block.windowed, total_mass)
-        out[block.first_row + row] = (total / total_mass[..., :1])[:, :group].reshape(heads, head_dim)
+        total, mass = total[:, :group], total_mass[:, :group, :1]
+        if sinks is not None:
+            mass = mass + (sinks.view(kv_heads, group, 1) - peak[0, :, :group]).exp_()
+        out[block.first_row + row] = (total / mass).reshape(heads, head_dim)

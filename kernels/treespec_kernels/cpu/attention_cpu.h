@@ -111,8 +111,8 @@ void weigh(int64_t queries, const factor* weights, int64_t stride, int64_t count
 }
 
 // Replaces the scores of positions [begin, length) by weights, rounded to the model's dtype, and returns their sum.
-// Other positions of the first page and of the last 16 get weight 0.
-float softmax(float* s, int64_t begin, int64_t length, float cap) {
+// Other positions of the first page and of the last 16 get weight 0. sink: a score whose weight the sum has too, or null.
+float softmax(float* s, int64_t begin, int64_t length, float cap, const float* sink) {
     const int64_t start = begin / PAGE * PAGE, end = (length + 15) / 16 * 16;
     if (cap)
         for (int64_t p = start; p < end; p += LANES) store(s + p, soft_cap(load<vec>(s + p), cap));
@@ -130,7 +130,7 @@ float softmax(float* s, int64_t begin, int64_t length, float cap) {
         store_factors(out, exp(load<vec>(s + p) - most));
         mass.add(p, widen(out));
     }
-    return mass.total();
+    return sink ? mass.total() + exp(splat(*sink - most))[0] : mass.total();
 }
 
 // Positions that rows do not read through their pages: at most PAGE different slots, each shared by any number of rows.
@@ -172,6 +172,7 @@ class Attention {
     const Batch& batch;
     const int64_t first, last, group, page_step, stride, weight_stride, window;
     const float cap;
+    const float* const sinks;
     const scalar *const k, *const v;
 
     static int64_t longest(const Batch& batch, int64_t first, int64_t last) {
@@ -288,12 +289,12 @@ class Attention {
     }
 
   public:
-    // k, v: the head's part of page 0. window, cap: as in Layer and Model.
+    // k, v: the head's part of page 0. window, cap, sinks: as in Layer and Model, sinks those of the group.
     Attention(Memory& memory, const Batch& batch, int64_t first, int64_t last, const scalar* k, const scalar* v,
-              int64_t kv_heads, int64_t group, int64_t window, float cap)
+              int64_t kv_heads, int64_t group, int64_t window, float cap, const float* sinks)
         : memory(memory), batch(batch), first(first), last(last), group(group), page_step(kv_heads * PAGE * HEAD_DIM),
           stride((longest(batch, first, last) + PAGE - 1) / PAGE * PAGE),
-          weight_stride(stride * sizeof(float) / sizeof(factor)), window(window), cap(cap), k(k), v(v) {
+          weight_stride(stride * sizeof(float) / sizeof(factor)), window(window), cap(cap), sinks(sinks), k(k), v(v) {
         const int64_t queries = index_of(last);
         memory.scores.resize(queries * stride);
         memory.totals.assign(queries * HEAD_DIM, 0.0f);
@@ -312,7 +313,8 @@ class Attention {
         for (const Scattered& part : scattered) score_scattered(part);
         for (int64_t r = first; r < last; r++)
             for (int64_t g = 0; g < group; g++)
-                memory.masses[index_of(r) + g] = softmax(scores_of(r) + g * stride, begin_of(r), length_of(r), cap);
+                memory.masses[index_of(r) + g] = softmax(scores_of(r) + g * stride, begin_of(r), length_of(r), cap,
+                                                         sinks ? sinks + g : nullptr);
         weigh_pages();
         for (int64_t r = first; r < last; r++) {
             weigh_scattered(r);

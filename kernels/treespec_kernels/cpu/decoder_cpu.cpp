@@ -116,10 +116,22 @@ struct Norm {
     const float *weight, *bias;  // bias may be null; weight is null if the model family has no such norm
 };
 
+struct Experts {  // of a sparse layer; one form for all experts
+    const Linear *gate_up, *down;  // [count]
+    Linear router, shared_scale;   // [hidden] -> [count], padded to a multiple of 16; shared_scale: to 16, if any
+    const float* correction;       // [padded count], added to the scores by which experts are chosen, or null
+    int64_t count, top_k, scoring, normalized, groups, chosen_groups;  // as in `Experts` (experts.py)
+    float scale;
+};
+
 struct Layer {
     Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;
     const float* head_norm;  // [heads + kv_heads, HEAD_DIM], or null
-    Linear qkv, o, gate_up, down;  // qkv: of a recurrent layer, the projections that `RecurrentRows` mixes
+    const float* sinks;      // [heads], or null
+    // qkv: of a recurrent layer, the projections that `RecurrentRows` mixes; gate_up, down: of a sparse layer, those of
+    // its shared expert, if it has one
+    Linear qkv, o, gate_up, down;
+    const Experts* experts;  // null for a dense layer
     const float* conv;             // convolution of a recurrent layer, [kernel, channels]; null in layers with attention
     const float *dt_bias, *rate, *gain;  // of a Gated DeltaNet, [state_heads] and [value_dim]
     int64_t query_rope, rope;  // indices of the ropes of queries and of keys
@@ -167,6 +179,7 @@ enum FactorForm { FLOATS, HALVES, CODES };  // fp32, fp16, or int8 times an fp16
 #include "pointwise_cpu.h"
 #include "attention_cpu.h"
 #include "recurrent_cpu.h"
+#include "experts_cpu.h"
 
 // One pass with its buffers: the residual stream `x`, fp32 [num_rows, hidden], and intermediate results.
 class Pass {
@@ -315,7 +328,7 @@ class Pass {
             const int64_t head = i * group * HEAD_DIM, page = i * PAGE * HEAD_DIM;
             static thread_local Memory memory;
             Attention attention(memory, batch, r, std::min(r + block, n), k + page, v + page, kv_heads, group,
-                                layer.window, model.score_cap);
+                                layer.window, model.score_cap, layer.sinks ? layer.sinks + i * group : nullptr);
             attention.run(scattered[r / block], y + head, width, a + head, size);
         });
         if (!model.output_gate) return;
@@ -326,14 +339,65 @@ class Pass {
         });
     }
 
-    // Writes the MLP of the normalised rows `h`, without its down projection, to `a`.
-    void mlp_up(const Layer& layer) {
-        const int64_t step = layer.gate_up.stride;
+    // Applies the activation of an MLP to the outputs of its first product: [rows, size or 2 * size] -> [rows, size].
+    void activate_rows(const float* from, int64_t rows, int64_t step, int64_t size, scalar* to) const {
+        parallel(threads, rows, [&](int64_t r) {
+            const float* row = from + r * step;
+            for (int64_t i = 0; i < size; i += LANES)
+                store(to + r * size + i, step == size ? activate(model.activation, load<vec>(row + i))
+                                                      : gated(model.activation, load<vec>(row + i),
+                                                              load<vec>(row + size + i)));
+        });
+    }
+
+    // Adds the MLP of the normalised rows `h` to the residual stream; in a sparse layer that of the shared expert.
+    void add_mlp(const Layer& layer) {
         multiply(layer, &Layer::gate_up, &LayerUpdates::gate_up, h, y, STORE);
-        parallel(threads, n, [&](int64_t r) {
-            for (int64_t i = 0; i < mlp; i += LANES) {
-                const vec active = activate(model.activation, load<vec>(y + r * step + i));
-                store(a + r * mlp + i, step == mlp ? active : active * load<vec>(y + r * step + mlp + i));
+        activate_rows(y, n, layer.gate_up.stride, layer.down.inputs, a);
+        if (!layer.experts || !layer.experts->shared_scale.weight)
+            return add(layer, &Layer::down, &LayerUpdates::down, layer.mlp_post_norm);
+        static thread_local std::vector<float> memory;
+        const Linear& scale = layer.experts->shared_scale;
+        memory.resize(n * scale.stride);
+        float* const scales = memory.data();  // of this thread
+        linear(scale, h, n, scales, STORE, threads);
+        linear(layer.down, a, n, y, STORE, threads);
+        for_rows([&](int64_t r) {
+            const float by = 1.0f / (1.0f + exp(-scales[r * scale.stride]));
+            float* to = x + r * hidden;
+            for (int64_t i = 0; i < hidden; i += LANES)
+                store(to + i, load<vec>(to + i) + by * load<vec>(y + r * hidden + i));
+        });
+    }
+
+    // Adds the outputs of the experts of the normalised rows `h` to the residual stream.
+    void add_experts(const Experts& of) {
+        static thread_local Routed routed;
+        Routed& to = routed;  // of this thread
+        const int64_t k = of.top_k, size = of.down->inputs, step = of.gate_up->stride, outputs = of.router.stride;
+        to.scores.resize(n * outputs), to.choice.resize(n * outputs);
+        to.chosen.resize(n * k), to.weights.resize(n * k);
+        linear(of.router, h, n, to.scores.data(), STORE, threads);
+        for_rows([&](int64_t r) {
+            choose_experts(of, to.scores.data() + r * outputs, to.choice.data() + r * outputs, to.chosen.data() + r * k,
+                           to.weights.data() + r * k);
+        });
+        to.order(of, n);
+        to.inputs.resize(n * k * hidden), to.inner.resize(n * k * size);
+        to.outputs.resize(n * k * std::max(step, hidden));
+        for_rows([&](int64_t r) {
+            for (int64_t j = 0; j < k; j++)
+                std::copy_n(h + r * hidden, hidden, to.inputs.data() + to.places[r * k + j] * hidden);
+        });
+        to.multiply(of.gate_up, to.inputs.data(), threads);
+        activate_rows(to.outputs.data(), n * k, step, size, to.inner.data());
+        to.multiply(of.down, to.inner.data(), threads);
+        for_rows([&](int64_t r) {
+            for (int64_t i = 0; i < hidden; i += LANES) {
+                vec total = {};
+                for (int64_t j = 0; j < k; j++)
+                    total += to.weights[r * k + j] * load<vec>(to.outputs.data() + to.places[r * k + j] * hidden + i);
+                store(x + r * hidden + i, load<vec>(x + r * hidden + i) + total);
             }
         });
     }
@@ -387,8 +451,8 @@ class Pass {
             if (model.parallel) norm(layer.mlp_norm, h);  // the input of the MLP excludes the output of attention
             add(layer, &Layer::o, &LayerUpdates::o, layer.attn_post_norm);
             if (!model.parallel) norm(layer.mlp_norm, h);
-            mlp_up(layer);
-            add(layer, &Layer::down, &LayerUpdates::down, layer.mlp_post_norm);
+            if (layer.experts) add_experts(*layer.experts);
+            if (layer.down.weight) add_mlp(layer);
         }
         keep(batch.num_layers);
         norm(model.final_norm, (scalar*)batch.out);

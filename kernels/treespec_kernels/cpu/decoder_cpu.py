@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, UpdatedRows
+from treespec_kernels.cpu.compiled_experts import CompiledExperts, expert_linears
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
 from treespec_kernels.cpu.cpu_library import address_of, l3_bytes
 from treespec_kernels.cpu.decoder_library import DTYPES, STRUCTS, PanelLinear, Weight
 from treespec_kernels.cpu.huge_pages import HugePages
 from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # in the order of the C++ enum
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")  # in the order of the C++ enum
 
 _LANES = 16
 _NORMS, _LINEARS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"), ("qkv", "o", "gate_up", "down")
-_FLOATS = ("head_norm", "conv", "dt_bias", "rate", "gain")
+_FLOATS = ("head_norm", "sinks", "conv", "dt_bias", "rate", "gain")
 _NormStruct, _LayerStruct, _LinearStruct = STRUCTS["Norm"], STRUCTS["Layer"], STRUCTS["Linear"]
 
 
@@ -40,9 +41,10 @@ class CompiledLayerWeights(NamedTuple):
     qkv_bias: Tensor | None
     o: Weight | Sequence[Weight]
     o_bias: Tensor | None
-    gate_up: Weight | Sequence[Weight]  # gate and up stacked; only up in an MLP without a gate
+    # gate and up stacked; only up in an MLP without a gate. Of the shared expert in a sparse layer, None without one
+    gate_up: Weight | Sequence[Weight] | None
     gate_up_bias: Tensor | None
-    down: Weight | Sequence[Weight]
+    down: Weight | Sequence[Weight] | None
     down_bias: Tensor | None
     ropes: tuple[int, int]  # indices of the ropes of queries and of keys
     window: int | None  # number of positions that a row attends to, its own included; None for all
@@ -50,6 +52,8 @@ class CompiledLayerWeights(NamedTuple):
     mlp_norm_bias: Tensor | None = None
     attn_post_norm: Tensor | None = None
     mlp_post_norm: Tensor | None = None
+    sinks: Tensor | None = None  # [num_heads], scores of attention sinks
+    experts: CompiledExperts | None = None
     # Of a recurrent layer, whose `qkv` are mix, beta, decay and mix_gate. None in layers with attention
     conv: Tensor | None = None  # [kernel, channels]
     dt_bias: Tensor | None = None  # of a Gated DeltaNet, [state_heads]
@@ -208,6 +212,7 @@ class CompiledModel:
         rows = embed.rows if isinstance(embed, BlockWeight) else embed
         self._held: list[Tensor] = [rows] if positions is None else [rows, positions]
         self._linears: list[PanelLinear] = []
+        self._structs: list[Any] = []
         self.dtype, self.hidden_size = dtype, embed.shape[1]
         structs = [self._layer(layer) for layer in layers]
         self._layers = (_LayerStruct * len(structs))(*structs)
@@ -219,14 +224,14 @@ class CompiledModel:
             positions=None if positions is None else positions.data_ptr(),
             final_norm=self._norm(*final_norm),
             hidden=self.hidden_size,
-            mlp=self._layers[0].down.inputs,
+            mlp=max(layer.down.inputs for layer in self._layers),
             threads=num_threads,
             **(numbers | {"score_cap": architecture.score_cap or 0.0}),
         )
         self._head = self._linear(head, None)
         self.vocab_size = self._head.stride
         if self.nbytes > (l3_bytes() or math.inf):
-            for linear in (self._head, *(getattr(layer, name) for layer in self._layers for name in _LINEARS)):
+            for linear in (self._head, *(linear for layer in self._layers for linear in _linears(layer))):
                 for matrix in _matrices(linear):
                     matrix.streams = True
 
@@ -243,7 +248,11 @@ class CompiledModel:
     @property
     def weight_forms(self) -> list[tuple[object, ...]]:
         """The forms of each layer's matrices, which are equal if the same kernels compute them."""
-        return [tuple(part for name in _LINEARS for part in _forms(getattr(layer, name))) for layer in self._layers]
+        return [
+            tuple(part for name in _LINEARS for part in _forms(getattr(layer, name)))
+            + tuple(part for linear in expert_linears(layer)[:2] for part in _forms(linear))
+            for layer in self._layers
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -254,8 +263,13 @@ class CompiledModel:
         norms = {name: self._norm(getattr(layer, name), getattr(layer, f"{name}_bias", None)) for name in _NORMS}
         linears = {name: self._linear(getattr(layer, name), getattr(layer, f"{name}_bias")) for name in _LINEARS}
         floats = {name: self._floats(getattr(layer, name)) for name in _FLOATS}
+        experts = None
+        if layer.experts is not None:
+            packed = layer.experts.pack(self._linear, self._floats)
+            self._structs += packed
+            experts = ctypes.addressof(packed[0])
         ropes = dict(zip(("query_rope", "rope"), layer.ropes, strict=True))
-        return _LayerStruct(**norms, **linears, **floats, **ropes, window=layer.window or 0)
+        return _LayerStruct(**norms, **linears, **floats, **ropes, window=layer.window or 0, experts=experts)
 
     def _floats(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -445,6 +459,11 @@ def _set_updated(batch: ctypes.Structure, updated: Sequence[UpdatedRows]) -> Non
         batch.held = structs  # as long as the batch lives
 
 
+def _linears(layer: ctypes.Structure) -> list[ctypes.Structure]:
+    """Return all projections of a layer."""
+    return [*(getattr(layer, name) for name in _LINEARS), *expert_linears(layer)]
+
+
 def _matrices(linear: ctypes.Structure | None) -> Iterator[ctypes.Structure]:
     """Yield the matrices of a product."""
     while linear is not None:
@@ -464,11 +483,12 @@ def _address_of(function: Any) -> int:
     return address
 
 
-def unsupported_reason(hidden: int, mlp: int, head_dim: int, dtype: torch.dtype) -> str | None:
+def unsupported_reason(hidden: int, mlps: Sequence[int], head_dim: int, dtype: torch.dtype) -> str | None:
     """Return why a model of these sizes cannot be compiled, or None if it can."""
     if dtype not in DTYPES:
         return f"dtype {dtype}; valid: float32, bfloat16"
-    for name, size in (("hidden size", hidden), ("MLP size", mlp), ("head size", head_dim)):
+    sizes = (("hidden size", hidden), *(("MLP size", mlp) for mlp in mlps), ("head size", head_dim))
+    for name, size in sizes:
         if size % _LANES:
             return f"a {name} of {size}, which is not a multiple of {_LANES}"
     return None

@@ -20,7 +20,7 @@ from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight, Quantize
 SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
 _HEADERS = (
     *("vectors_cpu", "batch_cpu", "parallel_cpu", "products_cpu", "tiles_cpu", "quantized_cpu", "integer_cpu"),
-    *("blocks_cpu", "linear_cpu", "pointwise_cpu", "attention_cpu", "recurrent_cpu"),
+    *("blocks_cpu", "linear_cpu", "pointwise_cpu", "attention_cpu", "recurrent_cpu", "experts_cpu"),
 )
 PARTS = tuple(SOURCE.with_name(f"{name}.h") for name in _HEADERS)  # included headers
 DTYPES = (torch.bfloat16, torch.float32)
@@ -99,7 +99,7 @@ class PanelLinear:
         self._library, self._integer, self._memory = library, integer, memory or HugePages(smallest=None)
         self._parts: list[ctypes.Structure] = []  # structs of the matrices, last one first
         end = self.out_features
-        for _, group in reversed([(form, list(parts)) for form, parts in itertools.groupby(weights, _form_of)]):
+        for _, group in reversed([(form, list(parts)) for form, parts in itertools.groupby(weights, form_of)]):
             start = end - sum(part.shape[0] for part in group)
             self._parts.append(self._pack(group, None if bias is None else bias[start:end]))
             end = start
@@ -153,7 +153,7 @@ class PanelLinear:
         return tensor.data_ptr()
 
 
-def _form_of(weight: Weight) -> object:
+def form_of(weight: Weight) -> object:
     """Return the form of a weight; weights of equal form can be packed as one."""
     if isinstance(weight, BlockWeight):
         return weight.kind

@@ -170,14 +170,16 @@ void multiply_integers(const Linear& layer, int64_t panel, const Activations& x,
     finish(layer, panel, result, ROWS, out, then);
 }
 
-void integer_linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
-    const int64_t row_bytes = layer.stride * (then == ROUND ? sizeof(scalar) : sizeof(float));
-    const Activations& activations = quantize(x, rows, layer.inputs, layer.group);
-    parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
-        in_parts(rows, MOST_INTEGER, [&](int64_t row, int64_t count) {
+void integer_product(const Product& product) {
+    const Activations& activations =
+        quantize(product.x, product.rows(), product.form().inputs, product.form().group);
+    product.each_panel([&](const Share& share, int64_t panel) {
+        in_parts(share.rows, MOST_INTEGER, [&](int64_t r, int64_t count) {
+            const int64_t row = share.first + r;
             with_constant<MOST_INTEGER>(count, [&](auto number) {
-                with_code(layer, [&](auto code) {
-                    multiply_integers<code, number>(layer, panel, activations, row, (char*)out + row * row_bytes, then);
+                with_code(*share.layer, [&](auto code) {
+                    multiply_integers<code, number>(*share.layer, panel, activations, row, product.row(row),
+                                                    product.then);
                 });
             });
         });

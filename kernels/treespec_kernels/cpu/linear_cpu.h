@@ -8,36 +8,50 @@
 #include "integer_cpu.h"
 #include "blocks_cpu.h"
 
-// Multiplies one matrix of a product.
-void linear_part(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
-    const int64_t row_bytes = layer.stride * (then == ROUND ? sizeof(scalar) : sizeof(float));
-    if (layer.integer) return integer_linear(layer, x, rows, out, then, threads);
-    if (layer.code) return quantized_linear(layer, x, rows, out, then, threads);
-    const int64_t panels = (layer.outputs + PANEL - 1) / PANEL;
+void dense_product(const Product& product) {
+    const int64_t k = product.form().inputs;
 #if TILES
-    if (rows >= TILED_ROWS && layer.inputs % BLOCK == 0) {
-        const TiledRows tiles(rows, layer.inputs);
-        parallel(threads_of_rows(rows, threads), rows, [&](int64_t r) { tiles.copy(r, x + r * layer.inputs); });
-        return parallel(threads, panels, [&](int64_t panel) {
-            for (int64_t r = 0; r < rows; r += MANY)
-                multiply_tiles(layer, panel, tiles.data() + r * layer.inputs, std::min(MANY, rows - r),
-                               (char*)out + r * row_bytes, then);
-        });
-    }
+    const TiledShares tiled(product, k % BLOCK ? INT64_MAX : TILED_ROWS);
+    const factor* factors = tiled.has_all ? nullptr : to_factors(product.x, product.rows() * k);
+#else
+    const factor* factors = to_factors(product.x, product.rows() * k);
 #endif
-    const factor* factors = to_factors(x, rows * layer.inputs);
-    parallel(threads, panels, [&](int64_t panel) {
+    product.each_panel([&](const Share& share, int64_t panel) {
+#if TILES
+        if (const scalar* x = tiled.of(share)) {
+            for (int64_t r = 0; r < share.rows; r += MANY)
+                multiply_tiles(*share.layer, panel, x + r * k, std::min(MANY, share.rows - r),
+                               product.row(share.first + r), product.then);
+            return;
+        }
+#endif
         const FlushDenormals flushing;
-        in_parts(rows, MANY, [&](int64_t r, int64_t count) {
-            multiply(layer, panel, factors + r * layer.inputs, count, (char*)out + r * row_bytes, then);
+        in_parts(share.rows, MANY, [&](int64_t r, int64_t count) {
+            const int64_t row = share.first + r;
+            multiply(*share.layer, panel, factors + row * k, count, product.row(row), product.then);
         });
     });
 }
 
+// Multiplies the rows of each share with its matrix, [rows, inputs] -> [rows, stride]. Shares follow one another.
+void linear(const Share* shares, int64_t count, const scalar* x, void* out, Then then, int threads) {
+    std::vector<Share> rest;
+    for (;;) {
+        const Product product{shares, count, x, out, then, threads};
+        const Linear& form = product.form();
+        if (form.integer) integer_product(product);
+        else if (form.code) quantized_product(product);
+        else dense_product(product);
+        if (!form.rest) return;
+        out = (char*)out + form.outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
+        if (rest.empty()) rest.assign(shares, shares + count);
+        for (Share& share : rest) share.layer = share.layer->rest;
+        shares = rest.data();
+    }
+}
+
 // Applies a linear layer, [rows, inputs] -> [rows, layer.stride].
 void linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
-    for (const Linear* part = &layer; part; part = part->rest) {
-        linear_part(*part, x, rows, out, then, threads);
-        out = (char*)out + part->outputs * (then == ROUND ? sizeof(scalar) : sizeof(float));
-    }
+    const Share whole{&layer, 0, rows};
+    linear(&whole, 1, x, out, then, threads);
 }

@@ -1,6 +1,6 @@
 // Norms, activations and probabilities, included by decoder_cpu.cpp. Each value depends only on its own row.
 
-enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2 };  // in the order of ACTIVATIONS in decoder_cpu.py
+enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU };  // in the order of ACTIVATIONS in decoder_cpu.py
 
 // The error is at most 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26).
 inline vec erf(vec x) {
@@ -19,6 +19,13 @@ inline vec activate(int64_t activation, vec x) {
         case RELU2: return x < 0.0f ? vec{} : x * x;
         default: return x < 0.0f ? vec{} : x;  // keeps NaN
     }
+}
+
+// Returns the activated gate times the up projection.
+inline vec gated(int64_t activation, vec gate, vec up) {
+    if (activation != CLAMPED_SWIGLU) return activate(activation, gate) * up;
+    const vec g = gate > 7.0f ? splat(7.0f) : gate, u = up > 7.0f ? splat(7.0f) : up < -7.0f ? splat(-7.0f) : up;
+    return g / (1.0f + exp(-1.702f * g)) * (u + 1.0f);
 }
 
 inline vec soft_cap(vec x, float cap) {  // cap tanh(x / cap)

@@ -18,6 +18,30 @@ constexpr int64_t MANY = 32;  // maximum number of rows that share a pass over a
 // less time than with a prefetch distance of 4 KiB (Zen 4), which suits FEW rows.
 constexpr int64_t STRETCH = 48, AHEAD = 16;  // in steps of 4 * PANEL bytes
 
+struct Share { const Linear* layer; int64_t first, rows; };  // a matrix, and the rows that it multiplies
+
+// A product of rows with a matrix, or of consecutive ranges of rows with one matrix each, as those of experts. The matrices
+// have equal sizes and one form; some may have minima and others none.
+struct Product {
+    const Share* shares;
+    const int64_t count;
+    const scalar* x;
+    void* out;
+    const Then then;
+    const int threads;
+
+    const Linear& form() const { return *shares->layer; }
+    int64_t rows() const { return shares[count - 1].first + shares[count - 1].rows; }
+    void* row(int64_t r) const {
+        return (char*)out + r * form().stride * (then == ROUND ? sizeof(scalar) : sizeof(float));
+    }
+    // Calls body(share, panel) for each panel of each matrix.
+    template <class Body> void each_panel(const Body& body) const {
+        const int64_t panels = (form().outputs + PANEL - 1) / PANEL;
+        parallel(threads, count * panels, [&](int64_t i) { body(shares[i / panels], i % panels); });
+    }
+};
+
 // Treats denormals as zero, like tdpbf16ps, during its lifetime.
 class FlushDenormals {
 #if defined(__SSE2__)

@@ -506,39 +506,47 @@ void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t
 }
 #endif
 
-void quantized_linear(const Linear& layer, const scalar* x, int64_t rows, void* out, Then then, int threads) {
+void quantized_product(const Product& product) {
     static thread_local std::vector<float> summed;
-    const int64_t k = layer.inputs, groups = k / layer.group;
-    if (needs_sums(layer)) summed.resize(rows * groups);
-    float* const sums = needs_sums(layer) ? summed.data() : nullptr;
-    const auto sum_groups = [&](int64_t r) {
-        for (int64_t g = 0; sums && g < groups; g++) {
-            Sums lanes;
-            for (int64_t j = 0; j < layer.group; j += LANES) lanes.add(j, widen(x + r * k + g * layer.group + j));
-            sums[r * groups + g] = lanes.total();
-        }
-    };
-    const int preparing = threads_of_rows(rows, threads);
-#if TILES
-    if (rows >= tiled_rows_quantized(layer.code) && layer.group % 16 == 0 && k % BLOCK == 0) {
-        const TiledRows tiles(rows, k);
-        parallel(preparing, rows, [&](int64_t r) { sum_groups(r), tiles.copy(r, x + r * k); });
-        return parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
-            const FlushDenormals flushing;
-            for (int64_t r = 0; r < rows; r += 4 * TILE_ROWS)
-                with_code(layer, [&](auto code) {
-                    const auto multiply = layer.group % BLOCK ? multiply_tiles<code, 16> : multiply_tiles<code, BLOCK>;
-                    void* to = (char*)out + r * layer.stride * (then == ROUND ? sizeof(scalar) : sizeof(float));
-                    multiply(layer, panel, tiles.data() + r * k, std::min(4 * TILE_ROWS, rows - r),
-                             sums ? sums + r * groups : nullptr, to, then);
-                });
+    const Linear& form = product.form();
+    const int64_t k = form.inputs, groups = k / form.group, rows = product.rows();
+    const scalar* x = product.x;
+    const auto needs = [](const Share& share) { return needs_sums(*share.layer); };  // some matrices may have no minima
+    const bool any = std::any_of(product.shares, product.shares + product.count, needs);
+    if (any) summed.resize(rows * groups);
+    float* const sums = any ? summed.data() : nullptr;
+    if (sums)
+        parallel(threads_of_rows(rows, product.threads), rows, [&](int64_t r) {
+            for (int64_t g = 0; g < groups; g++) {
+                Sums lanes;
+                for (int64_t j = 0; j < form.group; j += LANES) lanes.add(j, widen(x + r * k + g * form.group + j));
+                sums[r * groups + g] = lanes.total();
+            }
         });
-    }
-#endif
-    parallel(preparing, rows, sum_groups);
+#if TILES
+    const bool fits = form.group % 16 == 0 && k % BLOCK == 0;
+    const TiledShares tiled(product, fits ? tiled_rows_quantized(form.code) : INT64_MAX);
+    const factor* factors = tiled.has_all ? nullptr : to_factors(x, rows * k);
+#else
     const factor* factors = to_factors(x, rows * k);
-    parallel(threads, (layer.outputs + PANEL - 1) / PANEL, [&](int64_t panel) {
+#endif
+    product.each_panel([&](const Share& share, int64_t panel) {
         const FlushDenormals flushing;
-        with_code(layer, [&](auto code) { multiply_panel<code>(layer, panel, factors, rows, sums, out, then); });
+        const float* own = needs(share) ? sums + share.first * groups : nullptr;
+#if TILES
+        if (const scalar* from = tiled.of(share)) {
+            for (int64_t r = 0; r < share.rows; r += 4 * TILE_ROWS)
+                with_code(form, [&](auto code) {
+                    const auto multiply = form.group % BLOCK ? multiply_tiles<code, 16> : multiply_tiles<code, BLOCK>;
+                    multiply(*share.layer, panel, from + r * k, std::min(4 * TILE_ROWS, share.rows - r),
+                             own ? own + r * groups : nullptr, product.row(share.first + r), product.then);
+                });
+            return;
+        }
+#endif
+        with_code(form, [&](auto code) {
+            multiply_panel<code>(*share.layer, panel, factors + share.first * k, share.rows, own,
+                                 product.row(share.first), product.then);
+        });
     });
 }

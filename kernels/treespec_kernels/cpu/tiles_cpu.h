@@ -115,6 +115,42 @@ class TiledRows {
     const uint16_t* data() const { return tiles; }
 };
 
+// The activations of a product's shares of `least` rows and more. Each share begins with a block of tiles.
+class TiledShares {
+    const Product& product;
+    int64_t total = 0;
+    std::vector<int64_t> starts;  // by share: its first row in the tiles, or -1
+    const scalar* tiles = nullptr;
+
+  public:
+    bool has_all = true;
+
+    TiledShares(const Product& product, int64_t least) : product(product) {
+        const int64_t k = product.form().inputs;
+        for (int64_t i = 0; i < product.count; i++) {
+            const bool tiled = product.shares[i].rows >= least;
+            starts.push_back(tiled ? total : -1), has_all &= tiled;
+            if (tiled) total += (product.shares[i].rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+        }
+        if (!total) return;
+        const TiledRows rows(total, k);
+        tiles = rows.data();
+        for (int64_t i = 0; i < product.count; i++) {
+            const Share& share = product.shares[i];
+            if (starts[i] >= 0)
+                parallel(threads_of_rows(share.rows, product.threads), share.rows, [&](int64_t r) {
+                    rows.copy(starts[i] + r, product.x + (share.first + r) * k);
+                });
+        }
+    }
+
+    // Returns the tiles of a share, or null.
+    const scalar* of(const Share& share) const {
+        const int64_t start = starts[&share - product.shares];
+        return start < 0 ? nullptr : tiles + start * product.form().inputs;
+    }
+};
+
 // Frees the register of a tile that is not read again. The fewer tiles are in use, the more physical registers remain
 // for later instructions. On an Emerald Rapids shared with other machines, the products of a block took 97 ns with
 // seven tiles in use, and 53 ns with four, two of them freed after each use, in phases that a busy hyperthread would

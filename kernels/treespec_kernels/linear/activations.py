@@ -55,6 +55,12 @@ def relu2(x: Tensor) -> Tensor:
     return (y * y).to(x.dtype)
 
 
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gpt-oss's g sigmoid(1.702 g) (u + 1), with g at most 7, and u from -7 to 7."""
+    g, u = gate.float().clamp(max=7.0), up.float().clamp(-7.0, 7.0)
+    return (g / (1 + torch.exp(g * -1.702)) * (u + 1)).to(gate.dtype)
+
+
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """Return cap tanh(x / cap) (Gemma 2, arXiv 2408.00118)."""
     return (torch.tanh(x.float() / cap) * cap).to(x.dtype)

@@ -10,16 +10,22 @@ from typing import Any
 import numpy as np
 
 from treespec_weights.errors import CheckpointConfigError, Problem, UnsupportedModelError
+from treespec_weights.experts import ExpertRules
 from treespec_weights.families import (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GLM4_MOE,
+    GPT_OSS,
     LFM2,
     LLAMA,
+    MIXTRAL,
+    OLMOE,
     PHI3,
     QWEN2,
     QWEN3,
     QWEN3_5,
+    QWEN3_MOE,
     llama_like,
 )
 from treespec_weights.gguf.reader import GgufFile
@@ -54,6 +60,10 @@ ARCHITECTURES: Mapping[str, FamilyRules] = {
     "smollm3": llama_like.SMOLLM3,
     "stablelm": llama_like.STABLELM,
     "starcoder2": llama_like.STARCODER2,
+    "qwen3moe": QWEN3_MOE,
+    "olmoe": OLMOE,
+    "glm4moe": GLM4_MOE,
+    "gpt-oss": GPT_OSS,
 }
 PERMUTED = ("arcee", "granite", "llama", "mistral3", "smollm3")
 """Architectures for which llama.cpp's converter permutes the rows of q and k for interleaved rotation."""
@@ -69,7 +79,7 @@ _SIZES = {
 }
 # What changes layers, and the fields of `FamilyRules` with the config keys that express it.
 _CHANGES_LAYERS: Mapping[str, tuple[str, ...]] = {
-    "expert_count": (),
+    "expert_count": ("experts",),
     "attention.scale": ("score_scale",),
     "embedding_scale": ("embed_scale",),
     "residual_scale": ("residual_scale",),
@@ -77,8 +87,9 @@ _CHANGES_LAYERS: Mapping[str, tuple[str, ...]] = {
 }
 _BIASES = {"o_bias": "attn_output", "mlp_bias": "ffn_up", "attention_bias": "attn_q"}
 # Distances between layers of full attention in models with windows, unless the file states others.
-_PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo2": 4, "cohere2": 4, "exaone4": 4}
-_PARTLY_ROTATED = ("phi3", "glm4", "qwen35", "stablelm")
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo2": 4, "cohere2": 4, "exaone4": 4, "gpt-oss": 2}
+_PARTLY_ROTATED = ("phi3", "glm4", "qwen35", "stablelm", "glm4moe")
+_GATING = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"}  # llama.cpp's numbers of `Scoring`
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROPE_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the second is older
 _ROPE_KEYS = (
@@ -102,6 +113,8 @@ def rules_of(file: GgufFile) -> FamilyRules:
     if file.architecture not in ARCHITECTURES:
         message = f"{file.architecture!r} is not supported; supported GGUF architectures: {', '.join(ARCHITECTURES)}"
         raise UnsupportedModelError.of(file.path, "config", "general.architecture", message)
+    if file.architecture == "llama" and file.value("expert_count"):
+        return MIXTRAL
     slides = file.value("attention.sliding_window")
     return llama_like.OLMO3 if file.architecture == "olmo2" and slides else ARCHITECTURES[file.architecture]
 
@@ -114,7 +127,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     for key, names in _CHANGES_LAYERS.items():
         if value := file.value(key):
             own = [config_key for name in names if (config_key := getattr(rules, name)) is not None]
-            scales |= dict.fromkeys(own, value)
+            scales |= {config_key: value for config_key in own if isinstance(config_key, str)}
             if not own:
                 variants.append(Problem("config", repr(f"{arch}.{key}"), f"{value!r} is not supported"))
     if variants:
@@ -155,6 +168,10 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         if name in rules.config_keys:
             config[rules.config_keys[name]] = f"blk.0.{stem}.bias" in file.tensors
     config |= scales
+    if "qk_norm" in rules.config_keys:
+        config[rules.config_keys["qk_norm"]] = "blk.0.attn_q_norm.weight" in file.tensors
+    if rules.experts is not None:
+        config |= _experts(file, rules.experts, problems)
     config |= _attention(file, config, problems)
     config |= _recurrent(file, rules, natural)
     config |= _positions(file, config, problems)
@@ -195,10 +212,34 @@ def _positive(file: GgufFile, key: str, default: float | None, problems: list[Pr
     return float(value)
 
 
+def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dict[str, Any]:
+    """Return the config keys of experts. Missing values are left to `ExpertRules.read`."""
+    keys = {"expert_count": rules.count[0], "expert_used_count": "num_experts_per_tok"}
+    keys |= {"leading_dense_block_count": "first_k_dense_replace", "expert_weights_norm": "norm_topk_prob"}
+    if rules.size != "intermediate_size":
+        keys["expert_feed_forward_length"] = rules.size
+    if rules.shared_count is not None:
+        keys["expert_shared_count"] = rules.shared_count
+    if rules.grouped:
+        keys |= {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
+    if rules.scale is not None:
+        keys["expert_weights_scale"] = rules.scale
+    elif file.value("expert_weights_scale") not in (None, 0, 1):
+        message = f"{file.value('expert_weights_scale')!r} is not supported"
+        problems.append(Problem("config", repr(f"{file.architecture}.expert_weights_scale"), message))
+    gating = file.value("expert_gating_func")
+    if gating and _GATING.get(gating) != rules.scoring:
+        message = f"{gating!r} is not supported for {file.architecture}"
+        problems.append(Problem("config", repr(f"{file.architecture}.expert_gating_func"), message))
+    # Not stored for qwen3moe: llama.cpp divides the weights of this architecture by their sum.
+    found = {"norm_topk_prob": file.architecture == "qwen3moe"}
+    return found | {name: value for key, name in keys.items() if (value := file.value(key)) is not None}
+
+
 def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
     """Return the config keys of sliding windows, soft caps and attention scales."""
     arch, window = file.architecture, file.value("attention.sliding_window")
-    if arch in ("qwen2", "qwen3"):
+    if arch in ("qwen2", "qwen3", "qwen3moe"):
         return {"use_sliding_window": False}
     if arch in ("phi3", "mistral3", "starcoder2"):  # of the last, llama.cpp leaves out the window
         return {"sliding_window": window or None if arch == "phi3" else None}
@@ -230,7 +271,7 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
 def num_predictors(file: GgufFile) -> int:
     """Return the number of layers after the model's own that predict further tokens (MTP), which are not loaded."""
     count = file.value("nextn_predict_layers")
-    return count if type(count) is int and file.architecture == "qwen35" else 0
+    return count if type(count) is int and file.architecture in ("qwen35", "glm4moe") else 0
 
 
 def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) -> dict[str, Any]:
@@ -287,6 +328,7 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     elif kind == "yarn":
         rope |= {"rope_type": kind, "factor": factor}
         rope |= {} if original is None else {"original_max_position_embeddings": original}
+        rope |= {"truncate": False} if arch == "gpt-oss" else {}
         betas = {name: file.value(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         rope |= {name: value for name, value in betas.items() if value is not None}
         divisor = file.value("rope.scaling.yarn_log_multiplier") or 0.0  # as of DeepSeek's mscale_all_dim

@@ -34,6 +34,7 @@ _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decod
     "attn_q_norm": (("q_norm",),),
     "attn_k_norm": (("k_norm",),),
     "attn_output": (("o",),),
+    "attn_sinks": (("sinks",),),
     "post_attention_norm": (("attn_post_norm",), ("mlp_norm",)),
     "ffn_norm": (("mlp_norm",),),
     "ffn_gate": (("gate",),),
@@ -52,6 +53,10 @@ _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decod
     "shortconv.in_proj": (("mix",),),
     "shortconv.out_proj": (("mix_out",),),
     "token_embd_norm": (("final_norm",),),
+    "ffn_gate_inp": (("router",),),
+    "exp_probs_b": (("router_correction",),),
+    **{f"ffn_{name}_exps": ((f"experts.{{e}}.{name}",),) for name in ("gate", "up", "down")},
+    **{f"ffn_{name}_shexp": ((f"shared.{name}",),) for name in ("gate", "up", "down")},
 }
 _CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
 _PRODUCTS = {
@@ -66,7 +71,8 @@ _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(\.(?P<kind>weight
 
 def hf_names(file: GgufFile) -> dict[str, str]:
     """Return the GGUF name of every tensor by Hugging Face name. Tensors unknown to the family keep their names."""
-    rules = {rule.params: rule.name for rule in rules_of(file).tensors}
+    family = rules_of(file)
+    rules = {rule.params: rule.name for rule in (*family.tensors, *family.alternatives)}
     names, predictors = {}, num_predictors(file)
     count = file.value("block_count")
     unread = {str(count - 1 - i) for i in range(predictors)} if type(count) is int else set[str]()
@@ -102,7 +108,7 @@ def _parameters(name: str) -> list[tuple[str, ...]]:
     if match is None:
         return []
     prefix = "" if match["layer"] is None else "layers.{i}."
-    suffix = "_bias" if match["kind"] == "bias" else ""
+    suffix = "_bias" if match["kind"] == "bias" and match["stem"] != "exp_probs_b" else ""
     return [tuple(f"{prefix}{param}{suffix}" for param in params) for params in _PARAMETERS.get(match["stem"], ())]
 
 
@@ -111,12 +117,12 @@ def block_types(file: GgufFile) -> dict[str, tuple[str, Form]]:
 
     Those of one fused product have one form, or all are dequantised. Embeddings are dequantised.
     """
-    products: dict[tuple[str, str], dict[str, str]] = {}
+    products: dict[tuple[str, str, str], dict[str, str]] = {}
     for hf_name, name in hf_names(file).items():
         layer, tensor = _layer(name), file.tensors[name]
-        if layer and len(tensor.shape) == 2 and (params := _parameters(name)):
-            param = params[-1][0].rpartition(".")[2]
-            products.setdefault((layer, _PRODUCTS.get(param, param)), {})[hf_name] = tensor.type
+        if layer and len(tensor.shape) >= 2 and (params := _parameters(name)):
+            stem, _, param = params[-1][0].rpartition(".")
+            products.setdefault((layer, stem, _PRODUCTS.get(param, param)), {})[hf_name] = tensor.type
     matrix_types: dict[str, tuple[str, Form]] = {}
     for types in products.values():
         if all(kind in FORMS for kind in types.values()):
@@ -135,7 +141,7 @@ def describe_storage(path: Path, dtype: torch.dtype, in_blocks: bool = False) ->
     counts: Counter[tuple[str, str]] = Counter()
     for hf_name, name in hf_names(file).items():
         kind, shape = file.tensors[name].type, file.tensors[name].shape
-        if len(shape) == 2:
+        if len(shape) >= 2:
             _, form = forms.get(hf_name, (kind, None))
             held = str(dtype)[len("torch.") :] if form is None else f"int{form.bits} in groups of {form.group}"
             counts[kind, "in the file's blocks" if in_blocks and kind in FORMS else f"as {held}"] += 1

@@ -1,0 +1,96 @@
+"""Mixtures of experts of the eager decoder, whose rows are independent of one another."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treespec_kernels.cpu.compiled_linear import CompiledLinear
+from treespec_kernels.linear.activations import clamped_swiglu
+from treespec_kernels.linear.linear import Linear
+from treespec_weights.experts import Experts
+
+AnyLinear = Linear | CompiledLinear
+
+
+class Expert(NamedTuple):
+    """An expert: an MLP with a gate."""
+
+    gate: AnyLinear
+    up: AnyLinear
+    down: AnyLinear
+    activation: str
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute x [num_rows, hidden_size]; returns the same shape."""
+        if self.activation == "clamped_swiglu":
+            return self.down(clamped_swiglu(self.gate(x), self.up(x)))
+        return self.down(self.gate.activated(x, self.activation).mul_(self.up(x)))
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate.nbytes + self.up.nbytes + self.down.nbytes
+
+
+class SparseMlp(NamedTuple):
+    """A mixture of experts (arXiv 2101.03961). Each expert is computed once for all rows that chose it.
+
+    The products of an expert's rows are row-invariant, and a row's outputs are added in the order of their scores in
+    float32, so a row's bits do not depend on the choices of others.
+    """
+
+    config: Experts
+    router: Linear
+    correction: Tensor | None  # fp32 [num_experts]
+    experts: list[Expert]
+    shared: Expert | None
+    shared_scale: Linear | None
+    min_rows: int  # as in `Decoder`
+
+    def __call__(self, x: Tensor, num_rows: int) -> Tensor:
+        """Compute the first `num_rows` rows of x [num_rows or more, hidden_size]; the others, padding, become 0."""
+        chosen, weights = self._route(x)
+        chosen, weights = chosen[:num_rows], weights[:num_rows].float()
+        out = x.new_empty(*chosen.shape, x.shape[1])
+        for expert in chosen.unique().tolist():
+            rows, ranks = (chosen == expert).nonzero(as_tuple=True)
+            padded = F.pad(rows, (0, max(self.min_rows - len(rows), 0)))
+            out[rows, ranks] = self.experts[expert](x[padded])[: len(rows)]
+        total = out[:, 0].float() * weights[:, :1]
+        for rank in range(1, self.config.top_k):
+            total += out[:, rank].float() * weights[:, rank : rank + 1]
+        total = F.pad(total, (0, 0, 0, len(x) - num_rows))
+        if self.shared is not None:
+            shared = self.shared(x).float()
+            total += shared if self.shared_scale is None else shared * _sigmoid(self.shared_scale(x).float())
+        return total.to(x.dtype)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts of each row, int64 [num_rows, top_k], and their weights, as in transformers."""
+        config = self.config
+        if config.scoring == "softmax_of_chosen":
+            values, chosen = self.router(x).topk(config.top_k)
+            return chosen, torch.softmax(values, -1)
+        logits = self.router(x.float() if config.scoring == "sigmoid" else x)
+        scores = _sigmoid(logits) if config.scoring == "sigmoid" else torch.softmax(logits.float(), -1)
+        choice = scores if self.correction is None else scores + self.correction
+        if config.groups > 1:
+            by_group = choice.unflatten(1, (config.groups, -1))
+            best = by_group.topk(2).values.sum(-1).topk(config.chosen_groups).indices
+            hidden = torch.ones(len(x), config.groups, dtype=torch.bool, device=x.device).scatter_(1, best, False)
+            choice = by_group.masked_fill(hidden[:, :, None], -torch.inf).flatten(1)
+        chosen = choice.topk(config.top_k).indices
+        weights = scores.gather(1, chosen)
+        if config.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return chosen, weights * config.scale
+
+    @property
+    def nbytes(self) -> int:
+        parts = [self.router, *self.experts, *(part for part in (self.shared, self.shared_scale) if part is not None)]
+        return sum(part.nbytes for part in parts)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))  # row-invariant, as `activations.silu`

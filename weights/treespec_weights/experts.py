@@ -1,0 +1,136 @@
+"""Mixture-of-experts layers: their description in `ModelShape`, and how a family's config.json gives it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from treespec_weights.errors import Problem
+
+MAX_EXPERTS = 4096
+
+Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Experts of a model's sparse layers, and the router that chooses `top_k` of them for each row.
+
+    The router's scores are the softmax of its logits, of those of the chosen experts only ("softmax_of_chosen"), or
+    their sigmoid. The row's output is the sum of the chosen experts' outputs, weighted by their scores.
+    """
+
+    count: int
+    top_k: int
+    size: int  # hidden units of an expert
+    layers: tuple[int, ...]  # indices of the sparse layers; all others have a dense MLP
+    shared_size: int = 0  # hidden units of the expert that computes every row, 0 for none
+    shared_gate: bool = False  # the shared expert's output is scaled by the sigmoid of a product of the row
+    bias: bool = False  # of the router and of the experts' projections
+    correction: bool = False  # experts are chosen by their score plus a parameter
+    scoring: Scoring = "softmax"
+    normalized: bool = True  # the weights of the chosen experts are divided by their sum
+    scale: float = 1.0  # of the weights
+    groups: int = 1  # of experts, of which a row chooses the `chosen_groups` with the largest sums of two scores
+    chosen_groups: int = 1
+
+    def parameters(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Return the parameters of a sparse layer's MLP and their shapes, in order."""
+        result: dict[str, tuple[int, ...]] = {"router": (self.count, hidden)}
+        result |= {"router_bias": (self.count,)} if self.bias else {}
+        result |= {"router_correction": (self.count,)} if self.correction else {}
+        if self.shared_size:
+            shared = _gated(self.shared_size, hidden, False)
+            result |= {f"shared.{name}": size for name, size in shared.items()}
+        result |= {"shared.scale": (1, hidden)} if self.shared_gate else {}
+        expert = _gated(self.size, hidden, self.bias)
+        return result | {f"experts.{e}.{name}": size for e in range(self.count) for name, size in expert.items()}
+
+
+def _gated(inner: int, hidden: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    sizes: dict[str, tuple[int, ...]] = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    return sizes | ({f"{name}_bias": size[:1] for name, size in sizes.items()} if bias else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRules:
+    """Keys of config.json that describe a family's experts, and what the family fixes.
+
+    Every family may have dense layers, by `first_k_dense_replace`, `mlp_only_layers` and `decoder_sparse_step`.
+    """
+
+    count: tuple[str, ...]  # keys of the number of experts, of which a config has one
+    size: str = "moe_intermediate_size"  # key of the hidden units of an expert
+    shared_size: str | None = None  # key of the hidden units of the shared expert
+    shared_count: str | None = None  # key of their number in units of `size`, instead of `shared_size`
+    shared_gate: bool = False
+    bias: bool = False
+    correction: bool = False
+    scoring: Scoring = "softmax"
+    normalized: bool | None = None  # None: key norm_topk_prob
+    scale: str | None = None  # key of the factor on the weights
+    grouped: bool = False  # keys n_group and topk_group apply
+
+    def read(self, config: Mapping[str, Any], num_layers: int, problems: list[Problem]) -> Experts | None:
+        """Read a parsed config.json; adds to `problems` and returns None if a value is missing or wrong."""
+        known = len(problems)
+
+        def natural(key: str, most: int, least: int = 1, default: int | None = None) -> int:
+            value = config.get(key, default)
+            if type(value) is not int or not least <= value <= most:
+                message = f"{value!r} is not a whole number from {least} to {most}"
+                problems.append(Problem("config", repr(key), "missing from config.json" if value is None else message))
+                return least
+            return value
+
+        def flag(key: str) -> bool:
+            if not isinstance(value := config.get(key, False), bool):
+                problems.append(Problem("config", repr(key), f"{value!r} is not true or false"))
+            return value is True
+
+        count = natural(next((key for key in self.count if key in config), self.count[0]), MAX_EXPERTS)
+        size = natural(self.size, 2**31 - 1)
+        shared = 0 if self.shared_size is None else natural(self.shared_size, 2**31 - 1)
+        if self.shared_count is not None:
+            shared = size * natural(self.shared_count, MAX_EXPERTS, default=1)
+        groups, chosen = 1, 1
+        if self.grouped:
+            groups = natural("n_group", count, default=1)
+            chosen = natural("topk_group", groups, default=1)
+            if count % groups or (groups > 1 and count // groups < 2):
+                message = f"{groups!r} groups of {count} experts; valid: groups of equal size, at least 2"
+                problems.append(Problem("config", "'n_group'", message))
+        top_k = natural("num_experts_per_tok", max(chosen * count // groups, 1))
+        scale = 1.0 if self.scale is None else config.get(self.scale, 1.0)
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0:
+            problems.append(Problem("config", repr(self.scale), f"{scale!r} is not a positive number"))
+        layers = self._sparse_layers(config, num_layers, natural, problems)
+        normalized = flag("norm_topk_prob") if self.normalized is None else self.normalized
+        if len(problems) > known:
+            return None
+        return Experts(
+            count=count,
+            top_k=top_k,
+            size=size,
+            layers=layers,
+            shared_size=shared,
+            shared_gate=self.shared_gate,
+            bias=self.bias,
+            correction=self.correction,
+            scoring=self.scoring,
+            normalized=normalized,
+            scale=float(scale),
+            groups=groups,
+            chosen_groups=chosen,
+        )
+
+    def _sparse_layers(
+        self, config: Mapping[str, Any], num_layers: int, natural: Any, problems: list[Problem]
+    ) -> tuple[int, ...]:
+        first = natural("first_k_dense_replace", num_layers, 0, 0)
+        step = natural("decoder_sparse_step", 2**31 - 1, default=1)
+        dense = config.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):
+            problems.append(Problem("config", "'mlp_only_layers'", f"{dense!r} are not layers below {num_layers}"))
+            dense = []
+        layers = range(first, num_layers)
+        return tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)

@@ -1,0 +1,170 @@
+"""Families with experts: Mixtral, Qwen 2 and 3 MoE, OLMoE, GLM-4.5 and gpt-oss."""
+
+from dataclasses import replace
+
+from treespec_weights.experts import ExpertRules
+from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS, QK_NORMS, QWEN2, QWEN3
+from treespec_weights.rules import TensorRule, one_to_one, with_biases
+
+_EXPERT = "layers.{i}.experts.{e}."
+_GATE, _UP, _DOWN = (_EXPERT + name for name in ("gate", "up", "down"))
+_GATE_UP = (_GATE, _UP)
+
+
+def _experts(
+    block: str, router: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[TensorRule, ...]:
+    """Return the rules of a router, and of experts with tensors of their own."""
+    stem = f"model.layers.{{i}}.{block}"
+    return one_to_one(
+        {
+            f"{stem}.{router}.weight": "layers.{i}.router",
+            f"{stem}.experts.{{e}}.{gate}.weight": _GATE,
+            f"{stem}.experts.{{e}}.{up}.weight": _UP,
+            f"{stem}.experts.{{e}}.{down}.weight": _DOWN,
+        }
+    )
+
+
+_STACKED = (
+    # Of all experts, as in GGUF files, and as in transformers' modules
+    *one_to_one({f"model.layers.{{i}}.mlp.experts.{name}_proj": _EXPERT + name for name in ("gate", "up", "down")}),
+    TensorRule("model.layers.{i}.mlp.experts.gate_up_proj", _GATE_UP),
+)
+
+MIXTRAL = replace(
+    LLAMA,
+    model_type="mixtral",
+    tensors=LLAMA_TENSORS + _experts("block_sparse_moe", "gate", "w1", "w3", "w2"),
+    alternatives=(*_STACKED, TensorRule("model.layers.{i}.mlp.gate.weight", ("layers.{i}.router",))),
+    config_keys=LLAMA_SIZES,
+    defaults={"tied": False},
+    assumed={"hidden_act": "silu", "rms_norm_eps": 1e-5},
+    windows=True,
+    requires={"layer_types": (None,)},
+    experts=ExpertRules(count=("num_local_experts", "num_experts"), size="intermediate_size", normalized=True),
+)
+
+_COUNT = ("num_experts", "num_local_experts")
+
+QWEN2_MOE = replace(
+    QWEN2,
+    model_type="qwen2_moe",
+    tensors=LLAMA_TENSORS
+    + _experts("mlp", "gate")
+    + one_to_one(
+        {
+            **{
+                f"model.layers.{{i}}.mlp.shared_expert.{name}_proj.weight": f"layers.{{i}}.shared.{name}"
+                for name in ("gate", "up", "down")
+            },
+            "model.layers.{i}.mlp.shared_expert_gate.weight": "layers.{i}.shared.scale",
+        }
+    ),
+    alternatives=_STACKED,
+    config_keys=LLAMA_SIZES | {"attention_bias": "qkv_bias"},
+    defaults={"tied": False, "attention_bias": True},
+    constants={},
+    experts=ExpertRules(count=_COUNT, shared_size="shared_expert_intermediate_size", shared_gate=True),
+)
+
+QWEN3_MOE = replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    tensors=LLAMA_TENSORS + QK_NORMS + _experts("mlp", "gate"),
+    alternatives=_STACKED,
+    defaults={"tied": False, "attention_bias": False, "o_bias": False},
+    requires={"layer_types": (None,)},
+    experts=ExpertRules(count=_COUNT),
+)
+
+OLMOE = replace(
+    LLAMA,
+    model_type="olmoe",
+    tensors=LLAMA_TENSORS + QK_NORMS + _experts("mlp", "gate"),
+    alternatives=_STACKED,
+    config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias"},
+    defaults={"tied": False, "attention_bias": False, "o_bias": False},
+    constants={"wide_qk_norm": True},
+    assumed={"hidden_act": "silu", "rms_norm_eps": 1e-5},
+    requires={"clip_qkv": (None,)},
+    experts=ExpertRules(count=_COUNT, size="intermediate_size"),
+)
+
+GLM4_MOE = replace(
+    LLAMA,
+    model_type="glm4_moe",
+    tensors=LLAMA_TENSORS
+    + QK_NORMS
+    + _experts("mlp", "gate")
+    + (
+        TensorRule("model.layers.{i}.mlp.gate.e_score_correction_bias", ("layers.{i}.router_correction",), single=True),
+        *one_to_one(
+            {
+                f"model.layers.{{i}}.mlp.shared_experts.{name}_proj.weight": f"layers.{{i}}.shared.{name}"
+                for name in ("gate", "up", "down")
+            }
+        ),
+    ),
+    alternatives=_STACKED,
+    further_layers=True,
+    config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "qk_norm": "use_qk_norm"},
+    defaults={"tied": False, "attention_bias": False, "qk_norm": False},
+    assumed={
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
+    experts=ExpertRules(
+        count=("n_routed_experts",),
+        shared_count="n_shared_experts",
+        correction=True,
+        scoring="sigmoid",
+        scale="routed_scaling_factor",
+        grouped=True,
+    ),
+)
+
+_GPT_OSS = "model.layers.{i}.mlp.experts."
+
+GPT_OSS = replace(
+    LLAMA,
+    model_type="gpt_oss",
+    tensors=LLAMA_TENSORS
+    + with_biases({"model.layers.{i}.mlp.router": "layers.{i}.router"})
+    + (
+        TensorRule("model.layers.{i}.self_attn.sinks", ("layers.{i}.sinks",)),
+        TensorRule(_GPT_OSS + "gate_up_proj", _GATE_UP, "interleaved_transposed"),
+        TensorRule(_GPT_OSS + "gate_up_proj_bias", (_GATE + "_bias", _UP + "_bias"), "interleaved"),
+        TensorRule(_GPT_OSS + "down_proj", (_DOWN,), "transposed"),
+        TensorRule(_GPT_OSS + "down_proj_bias", (_DOWN + "_bias",)),
+    ),
+    # The published MXFP4, and GGUF files
+    alternatives=(
+        TensorRule(_GPT_OSS + "gate_up_proj_blocks", _GATE_UP, "interleaved"),
+        TensorRule(_GPT_OSS + "down_proj_blocks", (_DOWN,)),
+        *one_to_one(
+            {
+                f"{_GPT_OSS}{name}.{end}": _EXPERT + name + suffix
+                for name in ("gate", "up", "down")
+                for end, suffix in (("weight", ""), ("bias", "_bias"))
+            }
+        ),
+    ),
+    config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias"},
+    defaults={"tied": False, "attention_bias": True, "o_bias": True, "head_dim": 64},
+    constants={"sinks": True},
+    assumed={"hidden_act": "silu", "rms_norm_eps": 1e-5},
+    clamped=True,
+    windows=True,
+    requires={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0, 7), "hidden_act": ("silu",)},
+    experts=ExpertRules(
+        count=("num_local_experts", "num_experts"),
+        size="intermediate_size",
+        bias=True,
+        scoring="softmax_of_chosen",
+        normalized=False,
+    ),
+)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -10,6 +11,7 @@ from treespec import LLM, LoRARequest, SpecConfig
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
+from treespec_kernels.attention.tree_batch import RequestRows
 
 
 def our_logits(llm: LLM, tokens: list[int], lora: LoRARequest | None = None) -> Tensor:
@@ -22,7 +24,17 @@ def our_logits(llm: LLM, tokens: list[int], lora: LoRARequest | None = None) -> 
 
     request, rows = request_of(half + 1), []
     request.pages = engine.cache.reserve(request.request_id, len(tokens) + 1)
+    request.state = engine.cache.reserve_state(request.request_id)
     with torch.inference_mode():
+        if request.state is not None:  # it cannot go back to score the prompt a step each
+            parts = [tokens[:half], *([token] for token in tokens[half:])]
+            for part in parts:
+                state = request.state_rows(commits=True)
+                rows_of = RequestRows.chain(request.context_len, len(part), request.pages, state=state)
+                rows.append(engine.runner.target.logits(engine.runner.run_pass([rows_of], np.array(part))))
+                request.context_len += len(part)
+            engine.cache.release(request.request_id)
+            return torch.cat(rows).clone()
         while request.context_len < half:
             engine.runner.prefill([request], [min(llm.config.max_num_batched_tokens, half - request.context_len)])
         for position, token in enumerate(tokens):  # the prompt too, once it is prefilled

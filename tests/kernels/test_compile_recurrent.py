@@ -50,7 +50,7 @@ def make_model(kind: str, instructions: str | None, threads: int = 1) -> Compile
     def layer(out: int, inner: int, **parts: Tensor) -> CompiledLayerWeights:
         matrices = random(out, HIDDEN, gain=1.5), None, random(HIDDEN, inner, gain=2.0), None
         mlp = random(2 * HIDDEN, HIDDEN), None, random(HIDDEN, HIDDEN), None
-        return CompiledLayerWeights(ones, ones, None, *matrices, *mlp, 0, None, **parts)
+        return CompiledLayerWeights(ones, ones, None, *matrices, *mlp, (0, 0), None, **parts)
 
     def recurrent() -> CompiledLayerWeights:
         parts = {"conv": torch.randn(of.kernel, of.channels, generator=generator)}

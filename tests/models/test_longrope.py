@@ -109,7 +109,7 @@ def test_samples_share_a_prompt_and_other_limits_do_not() -> None:
     assert both[0].outputs[0].token_ids != both[1].outputs[0].token_ids[:COUNT]
     short, long = samples(llm, PROMPTS[3], [COUNT, 2 * COUNT])
     llm.engine.scheduler.add(short)
-    with pytest.raises(AssertionError, match="in prompt, spec or longrope's factors"):
+    with pytest.raises(AssertionError, match="in prompt, spec, adapter or rope factors"):
         llm.engine.scheduler.add(long)
     llm.engine.finish(short, "abort")
 

@@ -80,7 +80,8 @@ class Updates:
         pairs = [pair for layer in self.layers for pair in layer.values()]
         for matrix in {(m.in_features, m.out_features): m for pair in pairs for m in pair}.values():
             generator = torch.Generator("cpu").manual_seed(0)
-            x = torch.randn(_ROWS[-1], matrix.in_features, generator=generator, device="cpu").to(dtype)
+            size = _ROWS[-1], matrix.in_features
+            x = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
             whole = matrix(x)
             for count in _ROWS:
                 if not torch.equal(matrix(x[:count]), whole[:count]):

@@ -131,8 +131,9 @@ class StatePass:
         for rows_of in by_level:
             above = [place[parents[row]] if parents[row] >= 0 else ~parents[row] for row in rows_of]
             ending = [(i, last[row]) for i, row in enumerate(rows_of) if row in last]
-            ended = torch.tensor(ending, dtype=torch.int64).reshape(-1, 2)
-            levels.append(Level(torch.tensor(rows_of), torch.tensor(above), ended[:, 0], ended[:, 1]))
+            ended = torch.from_numpy(np.array(ending, dtype=np.int64).reshape(-1, 2))
+            own, parent = (torch.from_numpy(np.array(column, dtype=np.int64)) for column in (rows_of, above))
+            levels.append(Level(own, parent, ended[:, 0], ended[:, 1]))
         return levels
 
     def exchange(self, layer: int, own: Tensor) -> Tensor:
@@ -197,7 +198,8 @@ class DeltaMixer:
         self.conv = _take_conv(weights, prefix)
         self.dt_bias, self.rate, self.gain = _take_steps(weights, prefix).values()
         # `norm_heads` divides by the root of the mean square; a query is also divided by sqrt(key_dim).
-        scale = torch.full((2 * shape.key_heads, 1), shape.key_dim**-0.5)
+        sizes = 2 * shape.key_heads, 1
+        scale = torch.full(sizes, shape.key_dim**-0.5, dtype=torch.float32, device="cpu")
         scale[: shape.key_heads] = 1 / shape.key_dim
         self._scale = scale
 

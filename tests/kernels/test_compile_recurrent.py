@@ -63,7 +63,8 @@ def make_model(kind: str, instructions: str | None, threads: int = 1) -> Compile
     torch.manual_seed(3)
     layers = [recurrent(), layer(6 * 16, 32), recurrent()]
     sizes = of.kernel, of.channels, KEYS, of.heads, KEY_DIM if of.heads else 0, VALUE_DIM if of.heads else 0
-    architecture = Architecture(2, 1, 1e-6, 0.25, "silu", False, False, 1, 1.0, None, True, *sizes)
+    fields = "kernel", "channels", "key_heads", "state_heads", "key_dim", "value_dim"
+    architecture = Architecture(2, 1, 1e-6, 0.25, output_gate=True, **dict(zip(fields, sizes, strict=True)))
     compiler = find_compiler() if instructions is None else compiler_of(instructions)
     library = build(compiler, 16, torch.bfloat16, LIBRARIES)
     embed = random(VOCAB, HIDDEN, gain=8.0)

@@ -76,6 +76,10 @@ TYPICAL = {
     "qwen2": _case("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "qwen3": _case("qwen3", head_dim=24, tie_word_embeddings=True),
     "qwen3_5": _case("qwen3_5_text", **_DELTA, rope_parameters=_partial(0.5)),
+    "qwen3_5_moe": _case(
+        "qwen3_5_moe_text", **_DELTA, **_SPARSE, shared_expert_intermediate_size=40, rope_parameters=_partial(0.5)
+    ),
+    "qwen3_next": _case("qwen3_next", **_DELTA, **_SPARSE, shared_expert_intermediate_size=40, mlp_only_layers=[1]),
     "lfm2": _case("lfm2", block_auto_adjust_ff_dim=False, conv_L_cache=3, full_attn_idxs=[1]),
     "gemma2": _case("gemma2", **_CAPS, sliding_window=WINDOW, query_pre_attn_scalar=40, tie_word_embeddings=True),
     "gemma3": _case("gemma3_text", **_GEMMA3, sliding_window=WINDOW, tie_word_embeddings=True),
@@ -105,7 +109,7 @@ TYPICAL = {
 SLOW = ("smollm3", "granite", "glm4", "olmo2", "hunyuan", "arcee", "ministral3", "cohere2")
 """Those of `TYPICAL` that only slow tests compute on every executor."""
 
-HYBRIDS = ("qwen3_5", "lfm2")
+HYBRIDS = ("qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next")
 """Those of `TYPICAL` with recurrent layers, which are no drafts."""
 
 CASES = TYPICAL | {
@@ -212,7 +216,7 @@ def fitting(case: Case) -> dict[str, Any]:
     if case.model_type == "opt":
         return {"hidden_size": 64, "ffn_dim": 80, "word_embed_proj_dim": 64}
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 80}
-    if case.model_type == "qwen3_5_text":
+    if "linear_num_value_heads" in case.config:
         sizes |= {"linear_num_value_heads": 16, "linear_key_head_dim": 32, "linear_value_head_dim": 80}
     for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
         sizes |= {name: 48} if name in case.config else {}
@@ -230,7 +234,7 @@ def make_model(folder: Path, case: Case, seed: int, dtype: torch.dtype = torch.f
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                added = case.model_type.startswith(("gemma", "qwen3_5")) and "linear_attn" not in name
+                added = case.model_type.startswith(("gemma", "qwen3_5", "qwen3_next")) and "linear_attn" not in name
                 centre = 0.0 if name.endswith("bias") or added else 1.0
                 parameter.normal_(centre, 0.2)
             elif any(part in name for part in ("embed", "wte", "wpe")):

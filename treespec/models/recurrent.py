@@ -22,6 +22,7 @@ from treespec_kernels.recurrent.request_state import RecurrentState, StateShape
 from treespec_kernels.recurrent.state_update import Level, causal_conv_ref, state_update_ref
 from treespec_weights.blocks import Weights
 
+_MIX = ("mix_q", "mix_k", "mix_v")  # of a Gated DeltaNet
 _L2_EPS = 1e-6  # of the norms of queries and keys
 # Of compiled passes:
 MAX_KERNEL = 16  # tokens of a convolution
@@ -41,7 +42,7 @@ def take_mixer(weights: Weights, prefix: str, config: ModelConfig) -> dict[str, 
     """Pop the parameters of a recurrent layer that take the place of attention, as `CompiledLayerWeights` has them."""
     shape = config.shape.recurrent
     assert shape is not None
-    names = ("mix",) if shape.kind == "conv" else ("mix", "beta", "decay", "mix_gate")
+    names = ("mix",) if shape.kind == "conv" else (*_MIX, "beta", "decay", "mix_gate")
     return {
         "qkv": [take_projection(weights, prefix, (name,)) for name in names],
         "conv": _take_conv(weights, prefix),
@@ -193,7 +194,7 @@ class DeltaMixer:
         self._channels = shape.channels(config.shape.hidden_size)
         self.mix, self.rates = (
             make_linear(take_projection(weights, prefix, names), None, dtype, impl, library)
-            for names in (("mix", "mix_gate"), ("beta", "decay"))
+            for names in ((*_MIX, "mix_gate"), ("beta", "decay"))
         )
         self.conv = _take_conv(weights, prefix)
         self.dt_bias, self.rate, self.gain = _take_steps(weights, prefix).values()

@@ -109,7 +109,7 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
         kv_values = 2 * shape.kv_layers * shape.num_kv_heads * shape.head_dim
         scheme = scheme_of(config, checkpoint.folder)
         problems = len(match(checkpoint, shape, rules)[1])
-        ignored = sorted(ignored_names(shape, rules.for_names(checkpoint.names())) & checkpoint.names())
+        ignored = sorted(ignored_names(checkpoint.names(), shape, rules.for_names(checkpoint.names())))
     return {
         "supported": shape is not None,
         "unsupported_because": reason,
@@ -189,7 +189,8 @@ def _pass_bytes(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -
     """
     rules = rules.for_names(checkpoint.names())
     [embed] = [rule.name for rule in rules.tensors if rule.params == ("embed",)]
-    unread = {*ignored_names(shape, rules), rules.tied_copy if shape.tied and embed in checkpoint.tensors else embed}
+    unread = ignored_names(checkpoint.tensors, shape, rules)
+    unread.add(rules.tied_copy if shape.tied and embed in checkpoint.tensors else embed)
     share = Fraction(shape.experts.top_k, shape.experts.count) if shape.experts else Fraction(1)
     tensors = ((name, _held_bytes(info)) for name, info in checkpoint.tensors.items() if name not in unread)
     return int(sum(size * share if ".experts." in name else size for name, size in tensors))

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -272,14 +272,14 @@ def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tupl
         )
     for name, rows in _extra_biases(checkpoint, placements, rules).items():
         expected[name] = StoredTensor(((rows,),), LOADABLE, optional=True)
-    ignored = ignored_names(shape, rules)
+    ignored = ignored_names(checkpoint.tensors, shape, rules)
     problems += [
         checkpoint.missing(name, f"missing; expected {list(tensor.shapes[0])}")
         for name, tensor in expected.items()
         if name not in checkpoint.tensors and (not tensor.optional or name in checkpoint.absent)
     ]
     for name, info in checkpoint.tensors.items():
-        if name in ignored or (rules.further_layers and _layer_of(name) >= shape.num_layers):
+        if name in ignored:
             continue
         if name not in expected:
             problems.append(Problem("unexpected", repr(name), f"unexpected: {unexpected_reason(name, shape, rules)}"))
@@ -343,9 +343,15 @@ def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules
     return {name: rows for name, rows in names.items() if name not in weight_names and name in checkpoint.tensors}
 
 
-def ignored_names(shape: ModelShape, rules: FamilyRules) -> set[str]:
-    """Return the names of derived buffers, which are not loaded."""
-    return {pattern.replace("{i}", str(i)) for pattern in rules.ignored for i in range(shape.num_layers)}
+def ignored_names(names: Iterable[str], shape: ModelShape, rules: FamilyRules) -> set[str]:
+    """Return those of a checkpoint's tensors that are not loaded: derived buffers, and layers that predict further."""
+    ignored = {pattern.replace("{i}", str(i)) for pattern in rules.ignored for i in range(shape.num_layers)}
+    modules = tuple(name for name in rules.ignored if name.endswith("."))
+    return {
+        name
+        for name in names
+        if name in ignored or name.startswith(modules) or (rules.further_layers and _layer_of(name) >= shape.num_layers)
+    }
 
 
 def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
@@ -364,7 +370,8 @@ def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
                     shapes = {param: parameters[param] for param in params}
                     name = rule.name.replace("{i}", str(i)).replace("{e}", str(e))
                     experts = count if of_experts else None
-                    placements.append(Placement(name, rule, shapes, getattr(shape, rule.heads), experts))
+                    heads = getattr(shape.recurrent if rule.heads == "key_heads" else shape, rule.heads)
+                    placements.append(Placement(name, rule, shapes, heads, experts))
     covered = [param for placement in placements for param in placement.params]
     assert sorted(covered) == sorted(parameters), f"rules of {rules.model_type!r} do not cover the decoder"
     return placements

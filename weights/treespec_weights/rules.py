@@ -47,10 +47,12 @@ class RecurrentShape:
 
     def parameters(self, hidden: int) -> dict[str, TensorShape]:
         """Return the parameters of such a layer that take the place of q, k and v, and those of its output."""
-        channels, heads, inner = self.channels(hidden), self.heads, self.heads * self.value_dim
+        channels, heads = self.channels(hidden), self.heads
         if self.kind == "conv":
             return {"mix": (3 * hidden, hidden), "conv": (channels, 1, self.kernel), "mix_out": (hidden, hidden)}
-        parameters: dict[str, TensorShape] = {"mix": (channels, hidden), "mix_gate": (inner, hidden)}
+        keys, inner = self.key_heads * self.key_dim, self.heads * self.value_dim
+        parameters: dict[str, TensorShape] = {"mix_q": (keys, hidden), "mix_k": (keys, hidden)}
+        parameters |= {"mix_v": (inner, hidden), "mix_gate": (inner, hidden)}
         parameters |= {"beta": (heads, hidden), "decay": (heads, hidden), "conv": (channels, 1, self.kernel)}
         parameters |= {"dt_bias": (heads,), "decay_log": (heads,), "mix_gain": (self.value_dim,)}
         return parameters | {"mix_out": (hidden, inner)}
@@ -231,7 +233,8 @@ class TensorRule:
     name: str
     params: tuple[str, ...]
     layout: Literal["stacked", "per_head", "interleaved", "transposed", "interleaved_transposed"] = "stacked"
-    heads: Literal["num_heads", "num_kv_heads"] = "num_kv_heads"  # number of heads of a "per_head" tensor
+    # number of heads of a "per_head" tensor; "key_heads" is that of `RecurrentShape`
+    heads: Literal["num_heads", "num_kv_heads", "key_heads"] = "num_kv_heads"
     single: bool = False  # the parameters stay in float32
 
 
@@ -298,7 +301,8 @@ class FamilyRules:
     # other tensors for the same parameters, which apply to a checkpoint that has a tensor of this name
     alternatives: tuple[TensorRule, ...] = ()
     tied_copy: str  # name of the output head; a file with a tied head may contain it, equal to the embedding
-    ignored: tuple[str, ...] = ()  # names of derived buffers in old files
+    # names of derived buffers in old files, and of modules that are not read, with a "." at their ends
+    ignored: tuple[str, ...] = ()
     prefix: str = ""  # prefix of all names, omitted by checkpoints of only the base model
     # makes a parsed config.json one with `config_keys`, if some releases have other keys
     normalize: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None

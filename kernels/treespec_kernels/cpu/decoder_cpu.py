@@ -54,7 +54,7 @@ class CompiledLayerWeights(NamedTuple):
     mlp_post_norm: Tensor | None = None
     sinks: Tensor | None = None  # [num_heads], scores of attention sinks
     experts: CompiledExperts | None = None
-    # Of a recurrent layer, whose `qkv` are mix, beta, decay and mix_gate. None in layers with attention
+    # Of a recurrent layer, whose `qkv` are the convolution's inputs, beta, decay and mix_gate. None in other layers
     conv: Tensor | None = None  # [kernel, channels]
     dt_bias: Tensor | None = None  # of a Gated DeltaNet, [state_heads]
     rate: Tensor | None = None  # the factor of softplus in the logarithm of the decay, [state_heads]

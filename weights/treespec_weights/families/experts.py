@@ -46,26 +46,26 @@ MIXTRAL = replace(
 )
 
 _COUNT = ("num_experts", "num_local_experts")
+SHARED_EXPERT = ExpertRules(count=_COUNT, shared_size="shared_expert_intermediate_size", shared_gate=True)
+QWEN_EXPERTS = _experts("mlp", "gate") + one_to_one(
+    {
+        **{
+            f"model.layers.{{i}}.mlp.shared_expert.{name}_proj.weight": f"layers.{{i}}.shared.{name}"
+            for name in ("gate", "up", "down")
+        },
+        "model.layers.{i}.mlp.shared_expert_gate.weight": "layers.{i}.shared.scale",
+    }
+)
 
 QWEN2_MOE = replace(
     QWEN2,
     model_type="qwen2_moe",
-    tensors=LLAMA_TENSORS
-    + _experts("mlp", "gate")
-    + one_to_one(
-        {
-            **{
-                f"model.layers.{{i}}.mlp.shared_expert.{name}_proj.weight": f"layers.{{i}}.shared.{name}"
-                for name in ("gate", "up", "down")
-            },
-            "model.layers.{i}.mlp.shared_expert_gate.weight": "layers.{i}.shared.scale",
-        }
-    ),
+    tensors=LLAMA_TENSORS + QWEN_EXPERTS,
     alternatives=_STACKED,
     config_keys=LLAMA_SIZES | {"attention_bias": "qkv_bias"},
     defaults={"tied": False, "attention_bias": True},
     constants={},
-    experts=ExpertRules(count=_COUNT, shared_size="shared_expert_intermediate_size", shared_gate=True),
+    experts=SHARED_EXPERT,
 )
 
 QWEN3_MOE = replace(

@@ -1,24 +1,37 @@
-"""Text models of Qwen 3.5 and 3.6: Gated DeltaNets, and attention with an output gate in every fourth layer."""
+"""Qwen 3.5 and 3.6 (text) and Qwen3-Next: Gated DeltaNets, and attention with an output gate in every fourth layer."""
 
 from dataclasses import replace
 
+from treespec_weights.families.experts import QWEN2_MOE, QWEN_EXPERTS, SHARED_EXPERT
 from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS, QK_NORMS
 from treespec_weights.rules import RecurrentRules, TensorRule, one_to_one
 
 _QUERIES = "model.layers.{i}.self_attn.q_proj.weight"
-_MIXER = one_to_one(
-    {
-        "model.layers.{i}.linear_attn.in_proj_qkv.weight": "layers.{i}.mix",
-        "model.layers.{i}.linear_attn.in_proj_z.weight": "layers.{i}.mix_gate",
-        "model.layers.{i}.linear_attn.in_proj_b.weight": "layers.{i}.beta",
-        "model.layers.{i}.linear_attn.in_proj_a.weight": "layers.{i}.decay",
-        "model.layers.{i}.linear_attn.conv1d.weight": "layers.{i}.conv",
-        "model.layers.{i}.linear_attn.dt_bias": "layers.{i}.dt_bias",
-        "model.layers.{i}.linear_attn.A_log": "layers.{i}.decay_log",
-        "model.layers.{i}.linear_attn.norm.weight": "layers.{i}.mix_gain",
-        "model.layers.{i}.linear_attn.out_proj.weight": "layers.{i}.mix_out",
-    }
+_MIXER = "model.layers.{i}.linear_attn."
+_MIX = tuple(f"layers.{{i}}.mix_{name}" for name in ("q", "k", "v", "gate"))
+_RATES = ("layers.{i}.beta", "layers.{i}.decay")
+_DELTA = (
+    *one_to_one(
+        {
+            _MIXER + "conv1d.weight": "layers.{i}.conv",
+            _MIXER + "norm.weight": "layers.{i}.mix_gain",
+            _MIXER + "out_proj.weight": "layers.{i}.mix_out",
+        }
+    ),
+    TensorRule(_MIXER + "dt_bias", ("layers.{i}.dt_bias",), single=True),
+    TensorRule(_MIXER + "A_log", ("layers.{i}.decay_log",), single=True),
 )
+_PROJECTIONS = (
+    TensorRule(_MIXER + "in_proj_qkv.weight", _MIX[:3]),
+    TensorRule(_MIXER + "in_proj_z.weight", _MIX[3:]),
+    TensorRule(_MIXER + "in_proj_b.weight", _RATES[:1]),
+    TensorRule(_MIXER + "in_proj_a.weight", _RATES[1:]),
+)
+_PROJECTIONS_BY_HEAD = (
+    TensorRule(_MIXER + "in_proj_qkvz.weight", _MIX, "per_head", "key_heads"),
+    TensorRule(_MIXER + "in_proj_ba.weight", _RATES, "per_head", "key_heads"),
+)
+_PREDICTORS = ("mtp.",)  # for multi-token prediction
 
 QWEN3_5 = replace(
     LLAMA,
@@ -27,8 +40,10 @@ QWEN3_5 = replace(
         *(rule for rule in LLAMA_TENSORS if rule.params != ("layers.{i}.q",)),
         *QK_NORMS,
         TensorRule(_QUERIES, ("layers.{i}.q", "layers.{i}.attn_gate"), "per_head", "num_heads"),
-        *_MIXER,
+        *_DELTA,
+        *_PROJECTIONS,
     ),
+    ignored=_PREDICTORS,
     config_keys=LLAMA_SIZES,
     defaults={"tied": False, "head_dim": 256},
     constants={"qk_norm": True, "output_gate": True},
@@ -48,4 +63,22 @@ QWEN3_5 = replace(
         defaults={"kernel": 4, "key_heads": 16, "heads": 32, "key_dim": 128, "value_dim": 128, "interval": 4},
     ),
     requires={"attention_bias": (None, False), "hidden_act": ("silu",)},
+)
+
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    tensors=QWEN3_5.tensors + QWEN_EXPERTS,
+    alternatives=QWEN2_MOE.alternatives,
+    config_keys=LLAMA_SIZES | {"intermediate_size": "moe_intermediate_size"},  # no layer is dense
+    experts=replace(SHARED_EXPERT, normalized=True),
+)
+
+QWEN3_NEXT = replace(
+    QWEN3_5,
+    model_type="qwen3_next",
+    tensors=tuple(rule for rule in QWEN3_5.tensors if rule not in _PROJECTIONS) + _PROJECTIONS_BY_HEAD + QWEN_EXPERTS,
+    alternatives=QWEN2_MOE.alternatives,
+    assumed=QWEN3_5.assumed | {"norm_topk_prob": True},
+    experts=SHARED_EXPERT,
 )

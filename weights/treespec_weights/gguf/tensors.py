@@ -30,7 +30,7 @@ _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decod
     "attn_q": (("q",), ("q", "attn_gate")),
     "attn_k": (("k",),),
     "attn_v": (("v",),),
-    "attn_qkv": (("q", "k", "v"), ("mix",)),
+    "attn_qkv": (("q", "k", "v"), ("mix_q", "mix_k", "mix_v")),
     "attn_q_norm": (("q_norm",),),
     "attn_k_norm": (("k_norm",),),
     "attn_output": (("o",),),
@@ -63,7 +63,7 @@ _PRODUCTS = {
     "k": "q",
     "v": "q",
     "up": "gate",
-    "mix_gate": "mix",
+    "mix_gate": "mix_q",
     "decay": "beta",
 }  # parameters that are computed in one product with another
 _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(\.(?P<kind>weight|bias))?")

@@ -43,7 +43,7 @@ def crowded(name: str, compiled: bool, num_pages: int, **options: Any) -> LLM:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [pytest.param(False, id="eager"), pytest.param(True, marks=needs_compiler)])
-@pytest.mark.parametrize("name, caching", [*zip(HYBRIDS, (True, False), strict=True)])
+@pytest.mark.parametrize("name, caching", [("qwen3_5", True), ("lfm2", False), ("qwen3_next", True)])
 def test_random_interleavings_give_what_requests_alone_give(name: str, caching: bool, compiled: bool) -> None:
     """Several samples of a prompt, chunks of prompts, preemptions and aborts, with trees from an oracle."""
     llm = crowded(name, compiled, 7, enable_prefix_caching=caching)

@@ -26,6 +26,7 @@ from treespec_weights.rules import RecurrentShape
 ARCHITECTURES = {  # where they differ from model_type
     "gemma3_text": "gemma3",
     "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     "cohere": "command-r",
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
@@ -194,6 +195,8 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
     if (experts := shape.experts) is not None:
         found |= {"expert_count": experts.count, "expert_used_count": experts.top_k}
         found["expert_feed_forward_length"] = None if rules.model_type in ("mixtral", "olmoe") else experts.size
+    if rules.model_type == "qwen3_5_moe_text":
+        found |= {"feed_forward_length": None, "expert_shared_feed_forward_length": shape.experts.shared_size}
     if rules.model_type == "glm4_moe":
         found |= {"expert_shared_count": config["n_shared_experts"], "expert_gating_func": 2}
         found["leading_dense_block_count"] = config["first_k_dense_replace"]
@@ -236,6 +239,7 @@ def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
         if arch in PERMUTED and ("attn_q." in name or "attn_k." in name):
             heads = shape.num_heads if "attn_q." in name else shape.num_kv_heads
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        tensor = tensor.squeeze() if "ffn_gate_inp_shexp" in name else tensor
         adds_one = arch.startswith(("gemma", "qwen35")) and "norm." in name and "ssm" not in name
         found[name] = tensor + 1 if adds_one else tensor
     return found

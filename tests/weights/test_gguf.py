@@ -69,9 +69,10 @@ def test_a_file_is_the_model_of_its_folder(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)])
-def test_value_heads_in_the_order_of_llama_cpp(compiled: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_value_heads_in_the_order_of_llama_cpp(name: str, compiled: bool, tmp_path: Path) -> None:
     """Of several for a key head, and a layer of MTP that is not loaded. There is no such folder to convert to."""
-    case = TYPICAL["qwen3_5"]
+    case = TYPICAL[name]
     folder = make_model(tmp_path / "folder", case, 0, **(fitting(case) if compiled else {}))
 
     def add(writer: gguf.GGUFWriter) -> None:

@@ -25,6 +25,7 @@ from treespec_weights.families import (
     QWEN2,
     QWEN3,
     QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_MOE,
     llama_like,
 )
@@ -41,6 +42,7 @@ ARCHITECTURES: Mapping[str, FamilyRules] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen35": QWEN3_5,
+    "qwen35moe": QWEN3_5_MOE,
     "lfm2": LFM2,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
@@ -88,7 +90,7 @@ _CHANGES_LAYERS: Mapping[str, tuple[str, ...]] = {
 _BIASES = {"o_bias": "attn_output", "mlp_bias": "ffn_up", "attention_bias": "attn_q"}
 # Distances between layers of full attention in models with windows, unless the file states others.
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo2": 4, "cohere2": 4, "exaone4": 4, "gpt-oss": 2}
-_PARTLY_ROTATED = ("phi3", "glm4", "qwen35", "stablelm", "glm4moe")
+_PARTLY_ROTATED = ("phi3", "glm4", "qwen35", "qwen35moe", "stablelm", "glm4moe")
 _GATING = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"}  # llama.cpp's numbers of `Scoring`
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROPE_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the second is older
@@ -147,7 +149,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
             return 1
         return value
 
-    config: dict[str, Any] = {name: natural(key) for key, name in _SIZES.items()}
+    dense = {"feed_forward_length": file.value("expert_feed_forward_length")}  # not stored if no layer is dense
+    config: dict[str, Any] = {name: natural(key, dense.get(key)) for key, name in _SIZES.items()}
     heads = config["num_attention_heads"]
     config["num_key_value_heads"] = natural("attention.head_count_kv", heads)
     config["head_dim"] = natural("attention.key_length", config["hidden_size"] // heads or None)
@@ -218,6 +221,8 @@ def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dic
     keys |= {"leading_dense_block_count": "first_k_dense_replace", "expert_weights_norm": "norm_topk_prob"}
     if rules.size != "intermediate_size":
         keys["expert_feed_forward_length"] = rules.size
+    if rules.shared_size is not None:
+        keys["expert_shared_feed_forward_length"] = rules.shared_size
     if rules.shared_count is not None:
         keys["expert_shared_count"] = rules.shared_count
     if rules.grouped:
@@ -271,7 +276,7 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
 def num_predictors(file: GgufFile) -> int:
     """Return the number of layers after the model's own that predict further tokens (MTP), which are not loaded."""
     count = file.value("nextn_predict_layers")
-    return count if type(count) is int and file.architecture in ("qwen35", "glm4moe") else 0
+    return count if type(count) is int and file.architecture in ("qwen35", "qwen35moe", "glm4moe") else 0
 
 
 def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) -> dict[str, Any]:
@@ -367,7 +372,8 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         theta = _positive(file, "rope.freq_base_swa", 10000.0 if arch == "gemma3" else rope["rope_theta"], problems)
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
     # Sections of positions in images are equal in texts.
-    own = {"qwen35": ("rope.dimension_sections",)}.get(arch, ("rope.freq_base_swa",) if by_kind else ())
+    sections = ("rope.dimension_sections",)
+    own = {"qwen35": sections, "qwen35moe": sections}.get(arch, ("rope.freq_base_swa",) if by_kind else ())
     read_keys = {*_ROPE_KEYS, *_ROPE_FACTORS, *own}
     metadata = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()}
     if unknown := [f"{key}={metadata[key]!r}" for key in metadata if key.startswith("rope.") and key not in read_keys]:

@@ -1,7 +1,7 @@
 """Read tensors of GGUF files under their Hugging Face names.
 
 Changes of llama.cpp's converter are undone: it permutes the rows of q and k of some architectures for interleaved
-rotation, adds 1 to the norms of Gemma and Qwen 3.5, stores -exp(A_log), and weights of convolutions as matrices.
+rotation, adds 1 to the norms of Gemma and Qwen 3.5, stores -exp(A_log), and drops dimensions of 1.
 """
 
 import functools
@@ -55,6 +55,7 @@ _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decod
     "token_embd_norm": (("final_norm",),),
     "ffn_gate_inp": (("router",),),
     "exp_probs_b": (("router_correction",),),
+    "ffn_gate_inp_shexp": (("shared.scale",),),
     **{f"ffn_{name}_exps": ((f"experts.{{e}}.{name}",),) for name in ("gate", "up", "down")},
     **{f"ffn_{name}_shexp": ((f"shared.{name}",),) for name in ("gate", "up", "down")},
 }
@@ -96,10 +97,15 @@ def _stem(name: str) -> str:
     return "" if match is None else match["stem"]
 
 
-def _as_convolution(name: str, entry: GgufTensor) -> GgufTensor:
-    """Return a tensor's entry, of the weight of a convolution with the shape [channels, 1, kernel]."""
-    is_matrix = _stem(name) in _CONVOLUTIONS and len(entry.shape) == 2
-    return entry._replace(shape=(entry.shape[0], 1, entry.shape[1])) if is_matrix else entry
+def _with_all_dimensions(name: str, entry: GgufTensor) -> GgufTensor:
+    """Return a tensor's entry, with the dimensions of 1 that llama.cpp leaves out.
+
+    Weights of convolutions have the shape [channels, 1, kernel], and the gate of a shared expert [1, hidden_size].
+    """
+    stem, shape = _stem(name), entry.shape
+    if stem in _CONVOLUTIONS and len(shape) == 2:
+        return entry._replace(shape=(shape[0], 1, shape[1]))
+    return entry._replace(shape=(1, *shape)) if stem == "ffn_gate_inp_shexp" and len(shape) == 1 else entry
 
 
 def _parameters(name: str) -> list[tuple[str, ...]]:
@@ -163,7 +169,7 @@ class GgufTensors:
         self.file = file
         self._names_in_file = hf_names(file)
         self.entries = {
-            name: _as_convolution(stored, file.tensors[stored]) for name, stored in self._names_in_file.items()
+            name: _with_all_dimensions(stored, file.tensors[stored]) for name, stored in self._names_in_file.items()
         }
         self.block_types = tuple(sorted({entry.type for entry in self.entries.values()} - TORCH_DTYPES.keys()))
         self._bytes = {name: np.memmap(file.path.parent / name, np.uint8, "c") for name in file.files}

@@ -27,6 +27,7 @@ ARCHITECTURES = {  # where they differ from model_type
     "gemma3_text": "gemma3",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
     "cohere": "command-r",
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
@@ -195,8 +196,10 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
     if (experts := shape.experts) is not None:
         found |= {"expert_count": experts.count, "expert_used_count": experts.top_k}
         found["expert_feed_forward_length"] = None if rules.model_type in ("mixtral", "olmoe") else experts.size
+    if rules.model_type in ("qwen3_5_moe_text", "qwen3_next"):
+        found["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
     if rules.model_type == "qwen3_5_moe_text":
-        found |= {"feed_forward_length": None, "expert_shared_feed_forward_length": shape.experts.shared_size}
+        found["feed_forward_length"] = None
     if rules.model_type == "glm4_moe":
         found |= {"expert_shared_count": config["n_shared_experts"], "expert_gating_func": 2}
         found["leading_dense_block_count"] = config["first_k_dense_replace"]
@@ -231,24 +234,42 @@ def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
     """The tensors by GGUF name, with what the converter changes of them."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names, found = gguf.get_tensor_name_map(kind, shape.num_layers), {}
-    for own, stored in _with_stacked_experts(load_file(folder / "model.safetensors")).items():
+    tensors = _with_split_projections(_with_stacked_experts(load_file(folder / "model.safetensors")), shape.recurrent)
+    for own, stored in tensors.items():
         own = own.replace("correction_bias", "correction.bias") + ".weight" * own.endswith("sinks")
         name, tensor = names.get_name(own.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias")), stored.float()
         if shape.recurrent is not None:
-            tensor = _as_in_gguf(shape.recurrent, own, tensor)
+            tensor = _as_in_gguf(shape.recurrent, own, tensor, tiles=arch != "qwen3next")
         if arch in PERMUTED and ("attn_q." in name or "attn_k." in name):
             heads = shape.num_heads if "attn_q." in name else shape.num_kv_heads
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         tensor = tensor.squeeze() if "ffn_gate_inp_shexp" in name else tensor
-        adds_one = arch.startswith(("gemma", "qwen35")) and "norm." in name and "ssm" not in name
+        adds_one = arch.startswith(("gemma", "qwen35", "qwen3next")) and "norm." in name and "ssm" not in name
         found[name] = tensor + 1 if adds_one else tensor
     return found
 
 
-def _as_in_gguf(shape: RecurrentShape, name: str, tensor: Tensor) -> Tensor:
+def _with_split_projections(tensors: Mapping[str, Tensor], shape: RecurrentShape | None) -> dict[str, Tensor]:
+    """The tensors of a folder, with Qwen3-Next's projections to q, k and v of all heads in one."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("in_proj_qkvz.weight"):
+            found[name] = tensor
+            continue
+        assert shape is not None
+        values = shape.heads // shape.key_heads * shape.value_dim
+        by_head = tensor.unflatten(0, (shape.key_heads, -1)).split([shape.key_dim] * 2 + [values] * 2, 1)
+        *qkv, z = (part.flatten(0, 1) for part in by_head)
+        found |= {name.replace("qkvz", "qkv"): torch.cat(qkv), name.replace("qkvz", "z"): z}
+    return found
+
+
+def _as_in_gguf(shape: RecurrentShape, name: str, tensor: Tensor, tiles: bool) -> Tensor:
     """A tensor as the converter changes it in recurrent layers: the first value heads of all key heads come first."""
     part = name.rpartition("linear_attn.")[2]
     tensor = -tensor.exp() if part == "A_log" else tensor.squeeze(1) if tensor.dim() == 3 else tensor
+    if not tiles:
+        return tensor
     size = {"in_proj_a.weight": 1, "in_proj_b.weight": 1, "A_log": 1, "dt_bias": 1}.get(part, shape.value_dim)
 
     def tiled(rows: Tensor) -> Tensor:

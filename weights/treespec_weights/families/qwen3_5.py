@@ -78,7 +78,7 @@ QWEN3_NEXT = replace(
     QWEN3_5,
     model_type="qwen3_next",
     tensors=tuple(rule for rule in QWEN3_5.tensors if rule not in _PROJECTIONS) + _PROJECTIONS_BY_HEAD + QWEN_EXPERTS,
-    alternatives=QWEN2_MOE.alternatives,
-    assumed=QWEN3_5.assumed | {"norm_topk_prob": True},
+    alternatives=QWEN2_MOE.alternatives + _PROJECTIONS[:2],  # as GGUF files have them
+    assumed={**QWEN3_5.assumed, "norm_topk_prob": True},
     experts=SHARED_EXPERT,
 )

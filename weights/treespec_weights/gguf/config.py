@@ -27,6 +27,7 @@ from treespec_weights.families import (
     QWEN3_5,
     QWEN3_5_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
     llama_like,
 )
 from treespec_weights.gguf.reader import GgufFile
@@ -43,6 +44,7 @@ ARCHITECTURES: Mapping[str, FamilyRules] = {
     "qwen3": QWEN3,
     "qwen35": QWEN3_5,
     "qwen35moe": QWEN3_5_MOE,
+    "qwen3next": QWEN3_NEXT,
     "lfm2": LFM2,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
@@ -90,7 +92,8 @@ _CHANGES_LAYERS: Mapping[str, tuple[str, ...]] = {
 _BIASES = {"o_bias": "attn_output", "mlp_bias": "ffn_up", "attention_bias": "attn_q"}
 # Distances between layers of full attention in models with windows, unless the file states others.
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo2": 4, "cohere2": 4, "exaone4": 4, "gpt-oss": 2}
-_PARTLY_ROTATED = ("phi3", "glm4", "qwen35", "qwen35moe", "stablelm", "glm4moe")
+_DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
+_PARTLY_ROTATED = ("phi3", "glm4", *_DELTA_NETS, "stablelm", "glm4moe")
 _GATING = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"}  # llama.cpp's numbers of `Scoring`
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROPE_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the second is older
@@ -236,8 +239,8 @@ def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dic
     if gating and _GATING.get(gating) != rules.scoring:
         message = f"{gating!r} is not supported for {file.architecture}"
         problems.append(Problem("config", repr(f"{file.architecture}.expert_gating_func"), message))
-    # Not stored for qwen3moe: llama.cpp divides the weights of this architecture by their sum.
-    found = {"norm_topk_prob": file.architecture == "qwen3moe"}
+    # Not stored for these: llama.cpp divides the weights of the architecture by their sum.
+    found = {"norm_topk_prob": file.architecture in ("qwen3moe", "qwen3next")}
     return found | {name: value for key, name in keys.items() if (value := file.value(key)) is not None}
 
 
@@ -276,7 +279,7 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
 def num_predictors(file: GgufFile) -> int:
     """Return the number of layers after the model's own that predict further tokens (MTP), which are not loaded."""
     count = file.value("nextn_predict_layers")
-    return count if type(count) is int and file.architecture in ("qwen35", "qwen35moe", "glm4moe") else 0
+    return count if type(count) is int and file.architecture in (*_DELTA_NETS, "glm4moe") else 0
 
 
 def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) -> dict[str, Any]:
@@ -297,7 +300,7 @@ def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) 
         "linear_key_head_dim": natural("ssm.state_size"),
         "linear_value_head_dim": natural("ssm.inner_size") // heads or 1,
         "full_attention_interval": natural("full_attention_interval", 4),
-        TILED: heads != keys,
+        TILED: heads != keys and file.architecture != "qwen3next",
     }
 
 
@@ -372,8 +375,7 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         theta = _positive(file, "rope.freq_base_swa", 10000.0 if arch == "gemma3" else rope["rope_theta"], problems)
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
     # Sections of positions in images are equal in texts.
-    sections = ("rope.dimension_sections",)
-    own = {"qwen35": sections, "qwen35moe": sections}.get(arch, ("rope.freq_base_swa",) if by_kind else ())
+    own = ("rope.freq_base_swa",) if by_kind else ("rope.dimension_sections",) if arch in _DELTA_NETS else ()
     read_keys = {*_ROPE_KEYS, *_ROPE_FACTORS, *own}
     metadata = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()}
     if unknown := [f"{key}={metadata[key]!r}" for key in metadata if key.startswith("rope.") and key not in read_keys]:

@@ -44,6 +44,7 @@ _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decod
     "attn_gate": (("mix_gate",),),
     "ssm_a": (("decay_log",),),
     "ssm_alpha": (("decay",),),
+    "ssm_ba": (("beta", "decay"),),
     "ssm_beta": (("beta",),),
     "ssm_conv1d": (("conv",),),
     "ssm_dt": (("dt",),),  # its bias

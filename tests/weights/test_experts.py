@@ -52,7 +52,7 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_5_moe"])
 def test_experts_in_one_tensor(name: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "each", TYPICAL[name], 0)
     expected, found = loaded(folder), loaded(change_tensors(tmp_path / "stacked", folder, stacked))
@@ -60,12 +60,12 @@ def test_experts_in_one_tensor(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
-def test_layers_for_multi_token_prediction_are_not_read(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "plain", TYPICAL["glm4_moe"], 0)
-    names = ("model.layers.3.eh_proj.weight", "model.layers.3.mlp.experts.0.up_proj.weight")
-    more = {name: torch.ones(2) for name in names}
+@pytest.mark.parametrize("name, module", [("glm4_moe", "model.layers.3."), ("qwen3_next", "mtp.layers.0.")])
+def test_layers_for_multi_token_prediction_are_not_read(name: str, module: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "plain", TYPICAL[name], 0)
+    more = {module + part: torch.ones(2) for part in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
     assert loaded(change_tensors(tmp_path / "mtp", folder, lambda own: own | more)).keys() == loaded(folder).keys()
-    more = {"model.layers.1.mlp.experts.9.up_proj.weight": torch.ones(2)}
+    more = {"model.layers.2.mlp.experts.9.up_proj.weight": torch.ones(2)}
     with pytest.raises(CheckpointError, match=r"experts.9.up_proj.weight': unexpected"):
         loaded(change_tensors(tmp_path / "more", folder, lambda own: own | more))
 
@@ -85,6 +85,15 @@ def test_wrong_configs(name: str, config: dict[str, Any], message: str, tmp_path
     folder = edit_config(make_model(tmp_path / "model", TYPICAL[name], 0), **config)
     with pytest.raises(CheckpointError, match=message):
         open_llm(folder)
+
+
+def test_decays_of_delta_nets_stay_in_float32(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "single", TYPICAL["qwen3_next"], 0)
+    convert_checkpoint(folder, tmp_path / "half", dtype=torch.bfloat16)
+    assert_same(folder, tmp_path / "half", torch.bfloat16)
+    weights, stored = loaded(folder, torch.bfloat16), load_file(folder / "model.safetensors")
+    for name, own in (("decay_log", "A_log"), ("dt_bias", "dt_bias")):
+        assert torch.equal(weights[f"layers.0.{name}"], stored[f"model.layers.0.linear_attn.{own}"])
 
 
 def test_what_cannot_be_converted(tmp_path: Path) -> None:

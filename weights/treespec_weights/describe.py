@@ -48,7 +48,7 @@ def describe(report: dict[str, Any]) -> str:
     if report["context"]:
         facts.append(("context", f"{report['context']:,} positions"))
     if report["ignored"]:
-        facts.append(("ignored", f"{len(report['ignored'])} derived buffers"))
+        facts.append(("ignored", f"{len(report['ignored'])} tensors that are not read"))
     if report["problems"]:
         facts.append(("PROBLEMS", f"{report['problems']} names, shapes or dtypes; `verify` lists them"))
     if not report["supported"]:

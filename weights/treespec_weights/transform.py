@@ -25,7 +25,7 @@ class Transform:
     Two conversions whose transforms have the same repr give the same files.
     """
 
-    dtype: torch.dtype | None = None  # None keeps each tensor's dtype
+    dtype: torch.dtype | None = None  # None keeps each tensor's dtype. Those of a rule with `single` keep theirs
     params: frozenset[str] = field(default=frozenset(), repr=False)  # the parameters to quantise
     bits: int = 8  # this and `group`: of the matrices; a group of None is one scale per output
     group: int | None = None
@@ -34,7 +34,7 @@ class Transform:
 
     def outputs(self, placement: Placement, stored: torch.dtype) -> Sequence[Output]:
         """Return the outputs of one tensor of a stored dtype."""
-        name, shape, dtype = placement.name, placement.shape, NAMES[self.dtype or stored]
+        name, shape, dtype = placement.name, placement.shape, NAMES[self._dtype(placement) or stored]
         if not self._quantises(placement):
             return [Output(name, dtype, shape)]
         rows, inputs = shape
@@ -48,7 +48,7 @@ class Transform:
 
     def apply(self, placement: Placement, tensor: Tensor) -> Sequence[Tensor]:
         """Return the tensors of `outputs`. Raises OverflowError if a value does not fit the dtype."""
-        result, infinite = cast(tensor, self.dtype)
+        result, infinite = cast(tensor, self._dtype(placement))
         if infinite:
             raise OverflowError(overflow_message(tensor, result))
         if not self._quantises(placement):
@@ -71,6 +71,9 @@ class Transform:
         ignored = [] if embeddings else [self.head]
         scheme = compressed_tensors_config(self.bits, self.group, ignored, self.floating, embeddings)
         return config | {"quantization_config": scheme}
+
+    def _dtype(self, placement: Placement) -> torch.dtype | None:
+        return None if placement.rule.single else self.dtype
 
     def _quantises(self, placement: Placement) -> bool:
         return any(param in self.params for param in placement.params)

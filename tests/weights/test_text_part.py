@@ -20,12 +20,25 @@ TEXT = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hi
 TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "sliding_window": 17}
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"image_size": 28, "patch_size": 14}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS |= {"shared_expert_intermediate_size": 16, "full_attention_interval": 2, "linear_num_key_heads": 2}
+EXPERTS |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": TEXT, "vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 5},
     "mistral3": {
         "text_config": TEXT | {"model_type": "mistral"},
         "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
         "image_token_index": 5,
+    },
+    "qwen3_5_moe": {
+        "text_config": TEXT | EXPERTS,
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+        },
     },
 }
 
@@ -52,7 +65,7 @@ def rename_as_before(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "before"), [("gemma3", False), ("mistral3", True)])
+@pytest.mark.parametrize(("kind", "before"), [("gemma3", False), ("mistral3", True), ("qwen3_5_moe", False)])
 def test_text_part(kind: str, before: bool, tmp_path: Path) -> None:
     """It runs natively, is verified and inspected, and converts to a checkpoint of its own."""
     expected = make(tmp_path / "whole", kind)

@@ -81,6 +81,7 @@ TYPICAL = {
     ),
     "qwen3_next": _case("qwen3_next", **_DELTA, **_SPARSE, shared_expert_intermediate_size=40, mlp_only_layers=[1]),
     "lfm2": _case("lfm2", block_auto_adjust_ff_dim=False, conv_L_cache=3, full_attn_idxs=[1]),
+    "lfm2_moe": _case("lfm2_moe", **_SPARSE, num_dense_layers=1, layer_types=["conv", "full_attention", "conv"]),
     "gemma2": _case("gemma2", **_CAPS, sliding_window=WINDOW, query_pre_attn_scalar=40, tie_word_embeddings=True),
     "gemma3": _case("gemma3_text", **_GEMMA3, sliding_window=WINDOW, tie_word_embeddings=True),
     "phi3": _case("phi3", **_PHI3, sliding_window=WINDOW, num_key_value_heads=4, rope_parameters=_partial(0.75)),
@@ -109,7 +110,7 @@ TYPICAL = {
 SLOW = ("smollm3", "granite", "glm4", "olmo2", "hunyuan", "arcee", "ministral3", "cohere2")
 """Those of `TYPICAL` that only slow tests compute on every executor."""
 
-HYBRIDS = ("qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next")
+HYBRIDS = ("qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next", "lfm2_moe")
 """Those of `TYPICAL` with recurrent layers, which are no drafts."""
 
 CASES = TYPICAL | {
@@ -244,7 +245,7 @@ def make_model(folder: Path, case: Case, seed: int, dtype: torch.dtype = torch.f
                 gain = 5.0 if "lm_head" in name else 2.0 if "q_proj" in name or "k_proj" in name else 1.4
                 parameter.normal_(0.0, gain * inputs**-0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1)
     model.to(dtype).save_pretrained(folder)
     return folder

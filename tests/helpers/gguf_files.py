@@ -28,6 +28,7 @@ ARCHITECTURES = {  # where they differ from model_type
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
+    "lfm2_moe": "lfm2moe",
     "cohere": "command-r",
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
@@ -198,6 +199,8 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
         found["expert_feed_forward_length"] = None if rules.model_type in ("mixtral", "olmoe") else experts.size
     if rules.model_type in ("qwen3_5_moe_text", "qwen3_next"):
         found["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
+    if rules.model_type == "lfm2_moe":
+        found |= {"expert_gating_func": 2, "leading_dense_block_count": config["num_dense_layers"]}
     if rules.model_type == "qwen3_5_moe_text":
         found["feed_forward_length"] = None
     if rules.model_type == "glm4_moe":
@@ -236,7 +239,9 @@ def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
     names, found = gguf.get_tensor_name_map(kind, shape.num_layers), {}
     tensors = _with_split_projections(_with_stacked_experts(load_file(folder / "model.safetensors")), shape.recurrent)
     for own, stored in tensors.items():
-        own = own.replace("correction_bias", "correction.bias") + ".weight" * own.endswith("sinks")
+        own = own.replace("correction_bias", "correction.bias").replace(
+            "expert_bias", "expert_bias.bias"
+        ) + ".weight" * own.endswith("sinks")
         name, tensor = names.get_name(own.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias")), stored.float()
         if shape.recurrent is not None:
             tensor = _as_in_gguf(shape.recurrent, own, tensor, tiles=arch != "qwen3next")
@@ -361,6 +366,7 @@ GGUF_CASES = {
     "qwen3": TYPICAL["qwen3"],
     "qwen3_5": CASES["qwen3_5, one group of heads, rope of a quarter"],
     "lfm2": TYPICAL["lfm2"],
+    "lfm2_moe": TYPICAL["lfm2_moe"],
     "gemma2": Case("gemma2", _WINDOWS | _CAPS),
     "gemma3": Case("gemma3_text", _WINDOWS | _GEMMA3),
     "mixtral": TYPICAL["mixtral"],

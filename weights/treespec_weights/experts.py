@@ -55,11 +55,12 @@ def _gated(inner: int, hidden: int, bias: bool) -> dict[str, tuple[int, ...]]:
 class ExpertRules:
     """Keys of config.json that describe a family's experts, and what the family fixes.
 
-    Every family may have dense layers, by `first_k_dense_replace`, `mlp_only_layers` and `decoder_sparse_step`.
+    Every family may have dense layers, by the key `dense`, `mlp_only_layers` and `decoder_sparse_step`.
     """
 
     count: tuple[str, ...]  # keys of the number of experts, of which a config has one
     size: str = "moe_intermediate_size"  # key of the hidden units of an expert
+    dense: str = "first_k_dense_replace"  # key of the number of dense layers before the sparse ones
     shared_size: str | None = None  # key of the hidden units of the shared expert
     shared_count: str | None = None  # key of their number in units of `size`, instead of `shared_size`
     shared_gate: bool = False
@@ -126,7 +127,7 @@ class ExpertRules:
     def _sparse_layers(
         self, config: Mapping[str, Any], num_layers: int, natural: Any, problems: list[Problem]
     ) -> tuple[int, ...]:
-        first = natural("first_k_dense_replace", num_layers, 0, 0)
+        first = natural(self.dense, num_layers, 0, 0)
         step = natural("decoder_sparse_step", 2**31 - 1, default=1)
         dense = config.get("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):

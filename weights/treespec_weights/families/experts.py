@@ -11,7 +11,7 @@ _GATE, _UP, _DOWN = (_EXPERT + name for name in ("gate", "up", "down"))
 _GATE_UP = (_GATE, _UP)
 
 
-def _experts(
+def expert_tensors(
     block: str, router: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[TensorRule, ...]:
     """Return the rules of a router, and of experts with tensors of their own."""
@@ -26,7 +26,7 @@ def _experts(
     )
 
 
-_STACKED = (
+STACKED_EXPERTS = (
     # Of all experts, as in GGUF files, and as in transformers' modules
     *one_to_one({f"model.layers.{{i}}.mlp.experts.{name}_proj": _EXPERT + name for name in ("gate", "up", "down")}),
     TensorRule("model.layers.{i}.mlp.experts.gate_up_proj", _GATE_UP),
@@ -35,8 +35,8 @@ _STACKED = (
 MIXTRAL = replace(
     LLAMA,
     model_type="mixtral",
-    tensors=LLAMA_TENSORS + _experts("block_sparse_moe", "gate", "w1", "w3", "w2"),
-    alternatives=(*_STACKED, TensorRule("model.layers.{i}.mlp.gate.weight", ("layers.{i}.router",))),
+    tensors=LLAMA_TENSORS + expert_tensors("block_sparse_moe", "gate", "w1", "w3", "w2"),
+    alternatives=(*STACKED_EXPERTS, TensorRule("model.layers.{i}.mlp.gate.weight", ("layers.{i}.router",))),
     config_keys=LLAMA_SIZES,
     defaults={"tied": False},
     assumed={"hidden_act": "silu", "rms_norm_eps": 1e-5},
@@ -47,7 +47,7 @@ MIXTRAL = replace(
 
 _COUNT = ("num_experts", "num_local_experts")
 SHARED_EXPERT = ExpertRules(count=_COUNT, shared_size="shared_expert_intermediate_size", shared_gate=True)
-QWEN_EXPERTS = _experts("mlp", "gate") + one_to_one(
+QWEN_EXPERTS = expert_tensors("mlp", "gate") + one_to_one(
     {
         **{
             f"model.layers.{{i}}.mlp.shared_expert.{name}_proj.weight": f"layers.{{i}}.shared.{name}"
@@ -61,7 +61,7 @@ QWEN2_MOE = replace(
     QWEN2,
     model_type="qwen2_moe",
     tensors=LLAMA_TENSORS + QWEN_EXPERTS,
-    alternatives=_STACKED,
+    alternatives=STACKED_EXPERTS,
     config_keys=LLAMA_SIZES | {"attention_bias": "qkv_bias"},
     defaults={"tied": False, "attention_bias": True},
     constants={},
@@ -71,8 +71,8 @@ QWEN2_MOE = replace(
 QWEN3_MOE = replace(
     QWEN3,
     model_type="qwen3_moe",
-    tensors=LLAMA_TENSORS + QK_NORMS + _experts("mlp", "gate"),
-    alternatives=_STACKED,
+    tensors=LLAMA_TENSORS + QK_NORMS + expert_tensors("mlp", "gate"),
+    alternatives=STACKED_EXPERTS,
     defaults={"tied": False, "attention_bias": False, "o_bias": False},
     requires={"layer_types": (None,)},
     experts=ExpertRules(count=_COUNT),
@@ -81,8 +81,8 @@ QWEN3_MOE = replace(
 OLMOE = replace(
     LLAMA,
     model_type="olmoe",
-    tensors=LLAMA_TENSORS + QK_NORMS + _experts("mlp", "gate"),
-    alternatives=_STACKED,
+    tensors=LLAMA_TENSORS + QK_NORMS + expert_tensors("mlp", "gate"),
+    alternatives=STACKED_EXPERTS,
     config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias"},
     defaults={"tied": False, "attention_bias": False, "o_bias": False},
     constants={"wide_qk_norm": True},
@@ -96,7 +96,7 @@ GLM4_MOE = replace(
     model_type="glm4_moe",
     tensors=LLAMA_TENSORS
     + QK_NORMS
-    + _experts("mlp", "gate")
+    + expert_tensors("mlp", "gate")
     + (
         TensorRule("model.layers.{i}.mlp.gate.e_score_correction_bias", ("layers.{i}.router_correction",), single=True),
         *one_to_one(
@@ -106,7 +106,7 @@ GLM4_MOE = replace(
             }
         ),
     ),
-    alternatives=_STACKED,
+    alternatives=STACKED_EXPERTS,
     further_layers=True,
     config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "qk_norm": "use_qk_norm"},
     defaults={"tied": False, "attention_bias": False, "qk_norm": False},

@@ -1,19 +1,25 @@
-"""LFM2: gated convolutions, and attention with norms of queries and keys in some layers."""
+"""LFM2, dense or with experts: gated convolutions, and attention with norms of queries and keys in some layers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from treespec_weights.experts import ExpertRules
+from treespec_weights.families.experts import STACKED_EXPERTS, expert_tensors
 from treespec_weights.families.llama import LLAMA_SIZES
-from treespec_weights.rules import FULL_ATTENTION, FamilyRules, RecurrentRules, one_to_one
+from treespec_weights.rules import FULL_ATTENTION, FamilyRules, RecurrentRules, TensorRule, one_to_one
 
 _CONV = "conv"
 
 
+def _normalize_tied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the key of a tied head in first releases by the later one."""
+    return {**config, "tie_word_embeddings": config["tie_embedding"]} if "tie_embedding" in config else dict(config)
+
+
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     """Replace the keys of LFM2's first releases by its later ones, and compute the MLP's size as transformers does."""
-    result, size = dict(config), config.get("block_ff_dim", config.get("intermediate_size"))
-    if "tie_embedding" in config:
-        result["tie_word_embeddings"] = config["tie_embedding"]
+    result, size = _normalize_tied(config), config.get("block_ff_dim", config.get("intermediate_size"))
     if config.get("layer_types") is None and isinstance(config.get("num_hidden_layers"), int):
         attention = config.get("full_attn_idxs")
         attention = range(config["num_hidden_layers"]) if attention is None else attention
@@ -63,4 +69,23 @@ LFM2 = FamilyRules(
         kind="conv", layer_type=_CONV, config_keys={"kernel": "conv_L_cache"}, defaults={"kernel": 3}
     ),
     requires={"conv_bias": (None, False)},
+)
+
+LFM2_MOE = replace(
+    LFM2,
+    model_type="lfm2_moe",
+    tensors=LFM2.tensors
+    + expert_tensors("feed_forward", "gate", "w1", "w3", "w2")
+    + (TensorRule("model.layers.{i}.feed_forward.expert_bias", ("layers.{i}.router_correction",), single=True),),
+    alternatives=STACKED_EXPERTS,
+    normalize=_normalize_tied,
+    assumed={**LFM2.assumed, "num_dense_layers": 2, "norm_topk_prob": True},
+    experts=ExpertRules(
+        count=("num_experts",),
+        dense="num_dense_layers",
+        correction=True,
+        scoring="sigmoid",
+        scale="routed_scaling_factor",
+    ),
+    requires={**LFM2.requires, "use_expert_bias": (None, True)},
 )

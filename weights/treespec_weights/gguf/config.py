@@ -18,6 +18,7 @@ from treespec_weights.families import (
     GLM4_MOE,
     GPT_OSS,
     LFM2,
+    LFM2_MOE,
     LLAMA,
     MIXTRAL,
     OLMOE,
@@ -46,6 +47,7 @@ ARCHITECTURES: Mapping[str, FamilyRules] = {
     "qwen35moe": QWEN3_5_MOE,
     "qwen3next": QWEN3_NEXT,
     "lfm2": LFM2,
+    "lfm2moe": LFM2_MOE,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
@@ -221,7 +223,7 @@ def _positive(file: GgufFile, key: str, default: float | None, problems: list[Pr
 def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dict[str, Any]:
     """Return the config keys of experts. Missing values are left to `ExpertRules.read`."""
     keys = {"expert_count": rules.count[0], "expert_used_count": "num_experts_per_tok"}
-    keys |= {"leading_dense_block_count": "first_k_dense_replace", "expert_weights_norm": "norm_topk_prob"}
+    keys |= {"leading_dense_block_count": rules.dense, "expert_weights_norm": "norm_topk_prob"}
     if rules.size != "intermediate_size":
         keys["expert_feed_forward_length"] = rules.size
     if rules.shared_size is not None:
@@ -240,7 +242,7 @@ def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dic
         message = f"{gating!r} is not supported for {file.architecture}"
         problems.append(Problem("config", repr(f"{file.architecture}.expert_gating_func"), message))
     # Not stored for these: llama.cpp divides the weights of the architecture by their sum.
-    found = {"norm_topk_prob": file.architecture in ("qwen3moe", "qwen3next")}
+    found = {"norm_topk_prob": file.architecture in ("qwen3moe", "qwen3next", "lfm2moe")}
     return found | {name: value for key, name in keys.items() if (value := file.value(key)) is not None}
 
 

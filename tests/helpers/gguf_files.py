@@ -239,9 +239,8 @@ def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
     names, found = gguf.get_tensor_name_map(kind, shape.num_layers), {}
     tensors = _with_split_projections(_with_stacked_experts(load_file(folder / "model.safetensors")), shape.recurrent)
     for own, stored in tensors.items():
-        own = own.replace("correction_bias", "correction.bias").replace(
-            "expert_bias", "expert_bias.bias"
-        ) + ".weight" * own.endswith("sinks")
+        own = own.replace("correction_bias", "correction.bias").replace("expert_bias", "expert_bias.bias")
+        own += ".weight" * own.endswith("sinks")
         name, tensor = names.get_name(own.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias")), stored.float()
         if shape.recurrent is not None:
             tensor = _as_in_gguf(shape.recurrent, own, tensor, tiles=arch != "qwen3next")
@@ -298,7 +297,9 @@ def _with_stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     stacked: dict[str, list[tuple[int, Tensor]]] = {}
     for name, tensor in tensors.items():
         if match := re.fullmatch(r"(.*experts)\.(\d+)\.(.*)", name):
-            stacked.setdefault(f"{match[1]}.{match[3]}", []).append((int(match[2]), tensor))
+            own = f"{match[1]}.{match[3]}"
+            own = own.removeprefix("model." if "feed_forward" in own else "")  # as the converter names LFM2's
+            stacked.setdefault(own, []).append((int(match[2]), tensor))
         elif ".experts.gate_up_proj" in name:  # gpt-oss's
             rows = tensor if name.endswith("bias") else tensor.transpose(1, 2)
             for i, part in enumerate(("gate_proj", "up_proj")):

@@ -212,7 +212,7 @@ def test_layers_of_several_shapes_are_all_proven() -> None:
     [
         ("bloom", "does not use transformers' attention interface"),
         ("mamba", "recurrent state"),
-        ("qwen3_next", "recurrent state"),
+        ("recurrent_gemma", "recurrent state"),
     ],
 )
 def test_architectures_that_cannot_run(kind: str, reason: str) -> None:

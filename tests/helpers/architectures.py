@@ -51,7 +51,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "jetmoe": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "num_key_value_heads": 2},
     "bloom": SIZES | {"n_layer": 2, "n_head": 4},
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
-    "qwen3_next": GROUPED,
+    "recurrent_gemma": GROUPED | {"num_hidden_layers": 3},
 }
 
 

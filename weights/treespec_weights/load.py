@@ -188,7 +188,8 @@ def _matrix_in_blocks(
     """Return the matrix of a placement in blocks, or None if it is not stored so."""
     if isinstance(scheme, Mxfp4Scheme) and covered(scheme, placement, rules):
         return Blocks("MXFP4", scheme.rows(placement.name, checkpoint.tensor), None)
-    return checkpoint.blocks(placement.name)
+    is_read_as_values = next(iter(placement.params)).endswith(UNQUANTISED)
+    return None if is_read_as_values else checkpoint.blocks(placement.name)
 
 
 def _params_of(param: str, quantized: Quantized) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from treespec_weights.families.experts import QWEN2_MOE, QWEN_EXPERTS, SHARED_EXPERT
+from treespec_weights.families.experts import QWEN_EXPERTS, SHARED_EXPERT, STACKED_EXPERTS
 from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS, QK_NORMS
 from treespec_weights.rules import RecurrentRules, TensorRule, one_to_one
 
@@ -69,7 +69,7 @@ QWEN3_5_MOE = replace(
     QWEN3_5,
     model_type="qwen3_5_moe_text",
     tensors=QWEN3_5.tensors + QWEN_EXPERTS,
-    alternatives=QWEN2_MOE.alternatives,
+    alternatives=STACKED_EXPERTS,
     config_keys=LLAMA_SIZES | {"intermediate_size": "moe_intermediate_size"},  # no layer is dense
     experts=replace(SHARED_EXPERT, normalized=True),
 )
@@ -78,7 +78,7 @@ QWEN3_NEXT = replace(
     QWEN3_5,
     model_type="qwen3_next",
     tensors=tuple(rule for rule in QWEN3_5.tensors if rule not in _PROJECTIONS) + _PROJECTIONS_BY_HEAD + QWEN_EXPERTS,
-    alternatives=QWEN2_MOE.alternatives + _PROJECTIONS[:2],  # as GGUF files have them
+    alternatives=STACKED_EXPERTS + _PROJECTIONS[:2],  # as GGUF files have them
     assumed={**QWEN3_5.assumed, "norm_topk_prob": True},
     experts=SHARED_EXPERT,
 )

@@ -135,7 +135,7 @@ def _work(job: Job, share: int) -> None:
         began = time.monotonic()
         if began > job.until or parent is None or not parent.is_alive():
             sys.exit(3)
-        store(job.file, name, {"error": "the process died in this measurement; see log.txt"})  # remains only if the process dies
+        store(job.file, name, {"error": "the process died in this measurement; see log.txt"})  # kept only if it does
         limit = min(limit * (20 if job.few else 1), job.end - began)
         faulthandler.dump_traceback_later(limit + GRACE, exit=True, file=log)
         try:

@@ -31,8 +31,8 @@ from treespec.utils.torch_state import one_thread
 
 logger = logging.getLogger("treespec")
 
-# Maximum number of rounds whose updates run together. After a pass over the weights, Python's code and objects are no
-# longer in the processor's caches, so that the updates of four rounds take little more time than those of one.
+# Maximum number of rounds whose updates run together: a pass over the weights evicts Python's code and objects from the
+# processor's caches, and the updates of a group of rounds load them once.
 DEFERRED_ROUNDS = 4
 
 

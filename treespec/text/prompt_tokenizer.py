@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -118,6 +119,8 @@ class UserTokenizer:
         self._skips = _takes(self._decode, "skip_special_tokens")
         if getattr(base, "clean_up_tokenization_spaces", False) and _takes(base.decode, "clean_up_tokenization_spaces"):
             self._decode = partial(base.decode, clean_up_tokenization_spaces=False)
+        if self._skips and _decodes_natively(base):  # half of the time of decoding a few tokens is transformers' own code
+            self._decode = base.backend_tokenizer.decode
         eos = as_int(getattr(base, "eos_token_id", None), 0)
         self.eos_token_ids = () if eos is None else (eos,)
         ids = None
@@ -170,6 +173,15 @@ class UserTokenizer:
         if not isinstance(text, str):
             raise RequestError(f"the tokenizer decodes {short_repr(tokens)} to {type(text).__name__}; valid: a string")
         return text
+
+
+def _decodes_natively(tokenizer: Any) -> bool:
+    """Return whether a tokenizer has transformers' own `decode`, which only calls its `backend_tokenizer`."""
+    transformers = sys.modules.get("transformers")  # not imported: it takes seconds
+    fast = None if transformers is None else transformers.PreTrainedTokenizerFast
+    return fast is not None and all(
+        getattr(type(tokenizer), name, None) is getattr(fast, name) for name in ("decode", "_decode")
+    )
 
 
 @dataclass(frozen=True)

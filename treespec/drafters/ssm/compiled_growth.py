@@ -102,7 +102,6 @@ class CompiledGrowth:
         tokens = [r.tokens[first : r.context_len + 1] for r, first in zip(requests, firsts, strict=True)]
         held = [self._pack(requests, seeds, limits, reads, tokens, rule, adaptive), _pack_sampling(t, requests)]
         held.append(mixture := np.array(weights, dtype=np.float32))
-        assert np.isfinite(mixture).all()
         t.weights = address_of(mixture, np.float32)
         num_read = sum(map(len, tokens)) - count if t.reads else 0
         scores = [self._scores_of(draft, rows + num_read) for draft in drafts]

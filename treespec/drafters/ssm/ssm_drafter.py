@@ -94,7 +94,7 @@ class SsmDrafter:
                 for i in group
             ]
             self._prepare(of_kind, states, limits)
-            of_group = rule.select(group)
+            of_group = rule if len(group) == len(requests) else rule.select(group)
             grown = None if kind else self._grow_compiled(of_kind, states, seeds, limits, of_group, adaptive)
             if grown is None:
                 forest: Forest | DrawnForest

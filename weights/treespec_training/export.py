@@ -31,10 +31,10 @@ no factual knowledge. `report.json`, beside the model folders, holds the setting
 
 ## Text and licences
 
-The training text was read from installed packages whose metadata states a permissive licence; whole packages were held
-out: {held_out}. It consists of Python source; prose (manuals, and docstrings rendered as pages); and structured data
-(data files, and the source's signatures, constants and messages rendered as JSON, YAML, TOML, tables and logs). The
-text itself is not part of this folder. Packages by licence:
+The training text was read from installed packages whose metadata states a permissive licence. Whole packages were
+held out: {held_out}. The text consists of Python source; prose (manuals, and docstrings rendered as
+pages); and structured data (data files, and the source's signatures, constants and messages rendered as JSON, YAML,
+TOML, tables and logs). The text itself is not part of this folder. Packages by licence:
 
 {licenses}
 

@@ -164,7 +164,7 @@ class ModelShape:
         for name, key in rules.config_keys.items():
             value = config.get(key)
             if value is None:
-                value = rules.defaults.get(name)
+                value = rules.defaults.get(name, False if name in _FLAGS else None)
             if value is None and name == "intermediate_size" and rules.widening:
                 continue
             if value is None and name not in _DERIVED:
@@ -307,7 +307,8 @@ class FamilyRules:
     # makes a parsed config.json one with `config_keys`, if some releases have other keys
     normalize: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     config_keys: Mapping[str, str]  # ModelShape field -> key of config.json
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # ModelShape field -> value if config.json lacks its key
+    # ModelShape field -> value if config.json lacks its key; flags are False unless given here
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     # ModelShape field -> value that the family fixes without a key
     constants: Mapping[str, Any] = field(default_factory=dict)
     # key -> value if config.json lacks it, for keys without a ModelShape field

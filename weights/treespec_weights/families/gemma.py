@@ -18,7 +18,7 @@ GEMMA2 = replace(
     model_type="gemma2",
     tensors=tuple(rule for rule in LLAMA_TENSORS if rule.params != ("layers.{i}.mlp_norm",)) + _NORMS,
     config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias"},
-    defaults={"tied": True, "attention_bias": False, "o_bias": False, "head_dim": 256},
+    defaults={"tied": True, "head_dim": 256},
     constants={"post_norms": True},
     assumed={
         "hidden_activation": "gelu_pytorch_tanh",

@@ -45,7 +45,7 @@ QWEN3_5 = replace(
     ),
     ignored=_PREDICTORS,
     config_keys=LLAMA_SIZES,
-    defaults={"tied": False, "head_dim": 256},
+    defaults={"head_dim": 256},
     constants={"qk_norm": True, "output_gate": True},
     assumed={"hidden_act": "silu", "partial_rotary_factor": 0.25},
     norm="rms_plus_one",

@@ -138,7 +138,7 @@ class Fit:
     """A draft's prediction quality on lessons."""
 
     hits: np.ndarray  # bool [targets], whether the draft's top token is the target's
-    missed: list[np.ndarray]  # by lesson, draft rows of the target's top tokens that the draft missed
+    missed: list[np.ndarray]  # for each lesson, draft rows of the target's top tokens that the draft missed
 
 
 @torch.inference_mode()

@@ -35,7 +35,7 @@ class RecurrentShape:
     kind: Literal["delta", "conv"]
     layers: tuple[int, ...]  # their indices in the model
     kernel: int
-    key_heads: int = 0  # of "delta"; each has heads / key_heads value heads
+    key_heads: int = 0  # only of "delta"; each has heads / key_heads value heads
     heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
@@ -75,9 +75,9 @@ class ModelShape:
     mlp_bias: bool = False  # on gate, up, down
     norm_bias: bool = False  # on every norm of the residual stream
     qk_norm: bool = False  # q and k are normalised per head
-    wide_qk_norm: bool = False  # or each over all of its heads together
+    wide_qk_norm: bool = False  # q and k are normalised over all of their heads together
     pre_norms: bool = True  # inputs of attention and MLP are normalised
-    shared_norm: bool = False  # by one norm (parallel blocks)
+    shared_norm: bool = False  # one norm serves both (parallel blocks)
     sinks: bool = False  # a head's softmax has one more score, a parameter, that weighs no position
     post_norms: bool = False  # outputs of attention and MLP are normalised before the residual add
     gated: bool = True  # the MLP has a gate

@@ -31,7 +31,7 @@ _PROJECTIONS_BY_HEAD = (
     TensorRule(_MIXER + "in_proj_qkvz.weight", _MIX, "per_head", "key_heads"),
     TensorRule(_MIXER + "in_proj_ba.weight", _RATES, "per_head", "key_heads"),
 )
-_PREDICTORS = ("mtp.",)  # for multi-token prediction
+_PREDICTORS = ("mtp.",)  # layers for multi-token prediction
 
 QWEN3_5 = replace(
     LLAMA,

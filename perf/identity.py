@@ -2,13 +2,13 @@
 
     python perf/identity.py                                     # everything, on the embedded models
     python perf/identity.py --prompts 16 --dtypes bfloat16 --batches 8 --out out.json
-    python perf/identity.py --sampling --compile --out sampled.json    # sampled: see identity_sampled.py
+    python perf/identity.py --sampling --compile --out sampled.json
 
-For every dtype and batch size, decodes all prompts with trees (every subset of the drafts, one SSM per round, lookup,
-all sources, automatic) and compares with plain decoding by the same engine. Counts differing tokens and logits of
-accepted nodes that are not `torch.equal`. In float32, plain decoding is compared with transformers, teacher-forced.
-With --sampling: compares coupled sampling with plain decoding of the same seeds, over settings, subsets of the drafts,
-dtypes and batch sizes. Exits with 1 on any difference.
+For every dtype and batch size, decodes all prompts plainly and with trees (every subset of the drafts, one SSM per
+round, lookup, all sources, automatic), greedily or with the settings of --sampling, where a prompt has the same seed in
+every run. Counts tokens that differ from plain decoding at the first batch size, and logits of accepted nodes that are
+not `torch.equal` to those of plain decoding by the same engine. Greedy plain decoding in float32 is compared with
+transformers, teacher-forced. Writes the results after every run, and exits with 1 on any difference.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import identity_sampled as sampled
 import measuring
 import torch
 from torch import Tensor
@@ -31,6 +30,14 @@ from treespec.engine.runner import Runner
 from treespec_weights import default_folder, default_names
 
 TIE = 1e-4  # maximum logit difference of a rounding tie, as a fraction of the row's RMS
+FIRST_SEED = 1000  # seed of prompt 0; each further prompt has the next seed
+GREEDY: dict[str, dict[str, Any]] = {"greedy": {}}
+SAMPLING: dict[str, dict[str, Any]] = {
+    "T=0.7": {"temperature": 0.7},
+    "T=1": {"temperature": 1.0},
+    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2},
+}
 
 
 class LogitRecorder:
@@ -81,14 +88,15 @@ def read_prompts(count: int, llm: LLM) -> list[list[int]]:
     return [tokenizer.encode(text) for text in itertools.islice(itertools.cycle(measuring.alternating()), count)]
 
 
-def modes(llm: LLM, nodes: int) -> dict[str, SpecConfig]:
-    """Return the modes to compare with plain decoding."""
-    subsets = sampled.subsets(llm)
-    result = {",".join(subset): SpecConfig(nodes=nodes, sources=subset) for subset in subsets}
+def modes(llm: LLM, **options: Any) -> dict[str, SpecConfig]:
+    """Return the modes to compare with plain decoding; `options` are those of their `SpecConfig`."""
+    names = llm.engine.sources.ssms.names if llm.engine.sources.ssms else ()
+    subsets = [subset for count in range(1, len(names) + 1) for subset in itertools.combinations(names, count)]
+    result = {",".join(subset): SpecConfig(sources=subset, **options) for subset in subsets}
     if len(subsets) > 1:
-        result["one a round"] = SpecConfig(nodes=nodes, sources=("ssm",), max_ssms=1)
-    result["lookup"] = SpecConfig(nodes=nodes, sources=("lookup",))
-    return result | {"everything": SpecConfig(nodes=nodes), "auto": SpecConfig()}
+        result["one a round"] = SpecConfig(sources=("ssm",), max_ssms=1, **options)
+    result["lookup"] = SpecConfig(sources=("lookup",), **options)
+    return result | {"everything": SpecConfig(**options), "auto": SpecConfig()}
 
 
 def differing_rows(logits: list[Tensor], tree_logits: list[Tensor]) -> int:
@@ -121,27 +129,23 @@ def against_transformers(model: Path, plain: list[RequestOutput], logits: list[T
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring.parser(__doc__, grows=False, prompts=200, max_tokens=128, nodes=16, max_depth=16)
     parser.add_argument("--model", help="a folder; default: the embedded target")
     parser.add_argument("--draft", action="append", help="a folder; repeatable; default: the embedded SSMs")
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--nodes", type=int, default=16)
-    parser.add_argument("--max-depth", type=int, default=6, help="with --sampling: maximum tree depth")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--threads", type=int, help="torch threads; default: torch's")
     parser.add_argument("--compile", action="store_true", help="LLM(compile=True)")
-    parser.add_argument("--json", "--out", dest="out", type=Path, help="write the results to FILE")
-    parser.add_argument("--sampling", action="store_true", help="compare sampled tokens; resumes --out")
-    parser.add_argument("--settings", nargs="+", default=list(sampled.SETTINGS), choices=list(sampled.SETTINGS))
+    parser.add_argument("--out", dest="json", type=Path, help="the same as --json")
+    parser.add_argument("--sampling", action="store_true", help="compare sampled tokens instead of greedy ones")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    try:
-        return sample(args) if args.sampling else greedy(args)
-    except ValueError as error:
-        parser.error(str(error))
+    report = compare(args)
+    bad = any(row["differing_tokens"] or row["differing_logit_rows"] for row in report["runs"])
+    reference = report["transformers"]
+    unexplained = reference is not None and reference["agree"] + reference["rounding_ties"] < reference["tokens"]
+    return int(bad or unexplained)
 
 
 def open_llm(args: argparse.Namespace, dtype: str, batch: int) -> LLM:
@@ -150,70 +154,44 @@ def open_llm(args: argparse.Namespace, dtype: str, batch: int) -> LLM:
     return LLM(model, drafts=drafts, dtype=dtype, max_num_seqs=batch, compile=args.compile)
 
 
-def sample(args: argparse.Namespace) -> int:
-    """Compare coupled sampling with plain decoding."""
-    names = ("model", "prompts", "max_tokens", "nodes", "max_depth", "dtypes", "batches", "compile")
-    setup = {
-        **{name: getattr(args, name) for name in names},
-        "drafts": args.draft,
-        "settings": {name: sampled.SETTINGS[name] for name in args.settings},
-        "verification": "coupled",
-        "first_seed": sampled.FIRST_SEED,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-    document = sampled.run(
-        lambda dtype: open_llm(args, dtype, sampled.PLAIN_BATCH),
-        lambda llm: read_prompts(args.prompts, llm),
-        setup,
-        args.out,
-    )
-    print(sampled.describe(document))
-    return int(document["totals"]["differing_tokens"] > 0)
-
-
-def greedy(args: argparse.Namespace) -> int:
-    """Compare trees with plain decoding, and plain decoding with transformers."""
-    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
-    results: list[dict[str, Any]] = []
-    reference: dict[str, Any] | None = None
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Run all comparisons; return the document, which is also written after every run."""
+    report = measuring.setup(args, "nodes", "max_depth", "prompts", "max_tokens", "compile", commit=commit())
+    runs: list[dict[str, Any]] = []
+    report |= {"threads": torch.get_num_threads(), "runs": runs, "transformers": None}
+    references: dict[tuple[str, str], list[list[int]]] = {}  # plain tokens by dtype and setting
     print(
-        f"{'dtype':9} {'batch':>5}  {'sources':24} {'tokens':>7} {'differ':>6} {'logit rows':>10} {'tau':>5} {'s':>6}"
+        f"{'dtype':9} {'batch':>5} {'setting':10} {'sources':24} {'tokens':>7} {'differ':>6} {'logits':>6} {'tau':>5}"
     )
     for dtype, batch in itertools.product(args.dtypes, args.batches):
         llm = open_llm(args, dtype, batch)
-        recorder = LogitRecorder(llm)
-        prompts = read_prompts(args.prompts, llm)
-        plain = llm.generate(prompts, params, spec="off")
-        plain_tokens = [output.outputs[0].token_ids for output in plain]
-        plain_logits = recorder.take(plain)
-        if dtype == "float32" and reference is None:
-            reference = against_transformers(llm.model_path, plain, plain_logits)
-        for mode, spec in modes(llm, args.nodes).items():
-            start = time.perf_counter()
-            tree = llm.generate(prompts, params, spec=spec)
-            seconds = time.perf_counter() - start
-            tokens = mismatches([output.outputs[0].token_ids for output in tree], plain_tokens)
-            rows = differing_rows(plain_logits, recorder.take(tree))
-            llm.engine.check_integrity()
-            passes = sum(output.metrics.target_passes for output in tree)
-            total = sum(output.metrics.generated_tokens for output in tree)
-            row = {"dtype": dtype, "batch": batch, "sources": mode, "tokens": total, "differing_tokens": tokens}
-            row |= {"differing_logit_rows": rows, "acceptance_length": total / passes, "seconds": seconds}
-            results.append(row)
-            print(
-                f"{dtype:9} {batch:5}  {mode:24} {total:7} {tokens:6} {rows:10} {total / passes:5.2f} {seconds:6.1f}",
-                flush=True,
-            )
-    if reference is not None:
-        print(f"plain against transformers, float32: {reference}")
-    report = {"nodes": args.nodes, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    report |= {"compile": args.compile, "commit": commit()}
-    report |= {"runs": results, "transformers": reference}
-    measuring.write_json(args.out, report)
-    bad = any(row["differing_tokens"] or row["differing_logit_rows"] for row in results)
-    unexplained = reference is not None and reference["agree"] + reference["rounding_ties"] < reference["tokens"]
-    return int(bad or unexplained)
+        recorder, prompts = LogitRecorder(llm), read_prompts(args.prompts, llm)
+        specs = {"plain": "off"} | modes(llm, nodes=args.nodes, max_depth=args.max_depth)
+        for setting, options in (SAMPLING if args.sampling else GREEDY).items():
+            common = {"max_tokens": args.max_tokens, "ignore_eos": True} | options
+            params = [SamplingParams(seed=FIRST_SEED + i, **common) for i in range(len(prompts))]
+            plain_logits: list[Tensor] = []
+            for mode, spec in specs.items():
+                start = time.perf_counter()
+                outputs = llm.generate(prompts, params, spec=spec)
+                seconds = time.perf_counter() - start
+                llm.engine.check_integrity()
+                tokens, logits = [output.outputs[0].token_ids for output in outputs], recorder.take(outputs)
+                plain_logits = plain_logits or logits
+                row = {"dtype": dtype, "batch": batch, "setting": setting, "sources": mode, "seconds": seconds}
+                row |= {"tokens": sum(map(len, tokens))}
+                row["differing_tokens"] = mismatches(tokens, references.setdefault((dtype, setting), tokens))
+                row["differing_logit_rows"] = differing_rows(plain_logits, logits)
+                row["acceptance_length"] = row["tokens"] / sum(output.metrics.target_passes for output in outputs)
+                runs.append(row)
+                shown = "{dtype:9} {batch:5} {setting:10} {sources:24} {tokens:7} {differing_tokens:6} "
+                print((shown + "{differing_logit_rows:6} {acceptance_length:5.2f}").format(**row), flush=True)
+                if report["transformers"] is None and (dtype, setting) == ("float32", "greedy"):
+                    report["transformers"] = against_transformers(llm.model_path, outputs, logits)
+                measuring.write_json(args.json, report)
+    if report["transformers"] is not None:
+        print(f"plain against transformers, float32: {report['transformers']}")
+    return report
 
 
 if __name__ == "__main__":

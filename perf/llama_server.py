@@ -8,9 +8,9 @@ a seed. Each mode of llama.cpp is its own server, which stays open; treespec's m
 draft. Both get the same tokens (from treespec's chat template), and end answers at the end token. Reports by mode
 tokens per second without prefill (over all tokens, and median, minimum and maximum over questions) and tokens per
 target pass; the time from process start to the first token and its peak memory, with the files in the page cache; the
-prompt speed; and pass times by number of rows, each with logits (`passes.py`; for llama.cpp by llama-batched-bench,
-which must be next to the server). Fails if treespec's tokens differ between its modes. Nothing else may run on the
-machine.
+prompt speed; and pass times by number of rows, each with logits (`treespec autotune`; for llama.cpp by
+llama-batched-bench, which must be next to the server). Fails if treespec's tokens differ between its modes. Nothing
+else may run on the machine.
 """
 
 import argparse
@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 
 import measuring
 import torch
-from passes import ROWS, pass_seconds
 
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec_weights.gguf.reader import read_gguf
@@ -257,11 +256,17 @@ def prompts_per_second(llm: LLM, server: Server, args: argparse.Namespace) -> di
     return rows | {"tokens": len(tokens)}
 
 
-def passes(llm: LLM, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def passes(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Return the milliseconds of a pass by number of rows."""
-    ours = dict(zip(ROWS, pass_seconds(llm, args.seconds), strict=True))
-    command = [args.server.with_name("llama-batched-bench"), "-m", args.model, "-t", args.threads, *BENCH.split()]
-    output = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stdout
+
+    def output_of(*command: object) -> str:
+        return subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stdout
+
+    tune = sys.executable, "-m", "treespec", "autotune", "--json", "--device", "cpu", "--seconds", args.seconds
+    [curve] = json.loads(output_of(*tune, "--model", args.model, "--threads", args.threads))["curves"]
+    ours = dict(zip(curve["rows"], curve["verify_seconds"], strict=True))
+    batched = args.server.with_name("llama-batched-bench")
+    output = output_of(batched, "-m", args.model, "-t", args.threads, *BENCH.split())
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     theirs = {line["pl"]: line["t_tg"] / line["tg"] for line in lines}
     rows = {
@@ -304,7 +309,7 @@ def main() -> None:
         document["peak_mib"] = {f"llama.cpp {name}": server.peak_mib for name, server in servers.items()}
         document["peak_mib"]["treespec"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if "passes" not in args.skip:
-        document["passes"] = passes(llm, args)
+        document["passes"] = passes(args)
     measuring.write_json(args.json, document)
     differing = {
         mode: row["answers_that_differ_from_plain"]

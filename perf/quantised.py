@@ -1,14 +1,11 @@
-"""Measures quantised weights on a CPU: bfloat16, int8 and int4 on one grown model, interleaved.
+"""Measures the agreement of quantised models with their references on a CPU.
 
-    python perf/quantised.py --threads 1 --json out.json              # the embedded target grown to 0.5B
-    python perf/quantised.py --grow 1B --modes eager                  # another size, without compiled passes
-    python perf/quantised.py --activations --json out.json            # quality of int8 activations alone
+    python perf/quantised.py --json out.json                  # the embedded target in int8 and int4
+    python perf/quantised.py --activations --json out.json    # int8 activations
 
-Every repeat runs every engine once in turn, so that interference affects all of them. Reports tokens per second of
-decoding (without prefill): median, min and max of the repeats; ratios are per repeat. Compares tree tokens with plain
-decoding by the same engine. Quality, measured on the quantised embedded target with held-out text: the share of
-positions with the same argmax as in bfloat16, and the mean KL(bfloat16 || quantised) in nats, teacher-forced.
---activations compares SmolLM2 as stored (Q4_1), with activations in bfloat16 and int8, with the weights in float32.
+Reports the share of positions with the reference's argmax, and the mean KL(reference || quantised) in nats,
+teacher-forced on held-out text. --activations compares SmolLM2 as stored (Q4_1), with activations in bfloat16 and int8,
+with the weights in float32. `treespec bench --quantization int8` measures the speed.
 
     python perf/quantised.py --gguf A.gguf --threads 2 --json out.json
     python perf/quantised.py --gguf A.gguf --types Q4_0 Q6_K --threads 2    # made from A.gguf
@@ -30,9 +27,7 @@ from typing import Any
 import measuring
 import torch
 
-from treespec import LLM, SamplingParams
-from treespec.bench.grow import grown
-from treespec.bench.options import Options
+from treespec import LLM
 from treespec.bench.prompts import held_out_prompts
 from treespec.text.prompt_files import read_prompts
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -41,53 +36,6 @@ from treespec_weights.gguf.reader import read_gguf
 Logits = Callable[[list[int]], torch.Tensor]  # function from a sequence to its logits, fp32 [len(tokens), vocab]
 
 DOCS, SOURCES = ("architecture", "usage", "models", "exactness"), ("heapq", "textwrap", "csv", "fractions")
-FORMS = (None, "int8", "int4")
-NODES = {"plain": "off", "auto": None}
-
-
-def speed(target: Options, compiled: bool, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure the three engines, compiled or eager, and return their rows."""
-    options: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "compile": compiled}
-    options |= {"max_num_seqs": 1, "max_model_len": 512}
-    engines = {form: LLM(target.model, target.drafts, quantization=form, **options) for form in FORMS}
-    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
-    jobs = [(text, params) for text in measuring.alternating()[: args.prompts]]
-    ways = {
-        (form, nodes): partial(measuring.decode, llm, jobs, spec)
-        for form, llm in engines.items()
-        for nodes, spec in NODES.items()
-    }
-    runs = measuring.interleaved(ways, args.repeats)
-    differing = {form: int(measuring.count_differing(runs[form, "plain"], runs[form, "auto"])[1]) for form in FORMS}
-    speeds = {way: [run.tokens_per_second for run in measured[1:]] for way, measured in runs.items()}
-    rows = []
-    for form, nodes in ways:
-        rate = measuring.spread(speeds[form, nodes])
-        pairs = zip(speeds[form, nodes], speeds[None, nodes], strict=True)
-        ratio = measuring.spread([ours / theirs for ours, theirs in pairs])
-        newest = runs[form, nodes][-1]
-        row = {
-            "weights": form or "bfloat16",
-            "compile": compiled,
-            "nodes": nodes,
-            "tokens_per_second": rate.pop("median"),
-            **rate,
-            "over_bfloat16": ratio.pop("median"),
-            **{f"over_bfloat16_{name}": value for name, value in ratio.items()},
-            "acceptance_length": sum(map(len, newest.tokens)) / newest.passes,
-            "outputs_tokens_that_differ": differing[form],
-            "weight_bytes": engines[form].stats()["memory"]["target_weights"],
-        }
-        rows.append(row)
-        print(
-            f"{'compiled' if compiled else 'eager':8} {row['weights']:8} {nodes:5} {row['tokens_per_second']:7.2f} "
-            f"tokens/s [{row['least']:.2f}, {row['largest']:.2f}], x{row['over_bfloat16']:.2f} "
-            f"[{row['over_bfloat16_least']:.2f}, {row['over_bfloat16_largest']:.2f}] of bfloat16, tau "
-            f"{row['acceptance_length']:.2f}, {row['weight_bytes'] / 2**20:.0f} MiB",
-            flush=True,
-        )
-    assert not any(differing.values()), f"trees differ from plain decoding: {differing}"
-    return rows
 
 
 @torch.inference_mode()
@@ -105,13 +53,11 @@ def logits_of(llm: LLM, tokens: list[int]) -> torch.Tensor:
 
 def quality(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure the agreement of the quantised embedded target with bfloat16."""
-    engines = {
-        form: LLM(drafts=[], device="cpu", dtype="bfloat16", quantization=form, max_num_seqs=1, compile=False)
-        for form in FORMS
-    }
-    tokenizer = engines[None].get_tokenizer()
+    options: dict[str, Any] = {"drafts": [], "device": "cpu", "dtype": "bfloat16", "max_num_seqs": 1, "compile": False}
+    reference, *engines = (LLM(quantization=form, **options) for form in (None, "int8", "int4"))
+    tokenizer = reference.get_tokenizer()
     texts = [tokenizer.encode(text)[:512] for text in measuring.alternating()[: args.texts]]
-    return [engines_agreement(engines[None], engines[form], texts) for form in FORMS[1:]]
+    return [engines_agreement(reference, engine, texts) for engine in engines]
 
 
 def activations() -> list[dict[str, Any]]:
@@ -214,32 +160,14 @@ def requantized(file: Path, kind: str, out: Path) -> Path:
 
 
 def main() -> None:
-    parser = measuring.parser(__doc__, grow="0.5B", prompts=2, max_tokens=32, repeats=5, texts=24, threads=1)
-    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
-    parser.add_argument("--activations", action="store_true", help="only measure the quality of int8 activations")
-    parser.add_argument("--gguf", nargs="+", type=Path, help="only measure the quality of these files")
+    parser = measuring.parser(__doc__, grows=False, texts=24, positions=256, threads=1)
+    parser.add_argument("--activations", action="store_true", help="measure int8 activations instead")
+    parser.add_argument("--gguf", nargs="+", type=Path, help="measure these files instead, on `--positions` per text")
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="requantise them to these types first, such as Q4_K")
-    parser.add_argument("--positions", type=int, default=256, help="positions per text, for the 8 texts of --gguf")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if args.gguf:
-        setup = measuring.setup(args, "threads", "positions")
-        measuring.write_json(args.json, {"setup": setup, "agreement": files_agreement(args)})
-        return
-    if args.activations:
-        measuring.write_json(args.json, {"setup": measuring.setup(args), "quality": activations()})
-        return
-    with grown(Options(device="cpu"), args.grow, None, None) as (target, summary):
-        rows = [row for mode in args.modes for row in speed(target, mode == "compiled", args)]
-    shape = summary.shape
-    setup = measuring.setup(args, "threads", "prompts", "max_tokens", "repeats") | {
-        "parameters": shape.num_parameters(),
-        "layers": shape.num_layers,
-        "hidden": shape.hidden_size,
-        "mlp": shape.intermediate_size,
-    }
-    document = {"setup": setup, "speed": rows, "quality": quality(args) if args.texts else []}
-    measuring.write_json(args.json, document)
+    rows = files_agreement(args) if args.gguf else activations() if args.activations else quality(args)
+    measuring.write_json(args.json, {"setup": measuring.setup(args, "threads", "positions"), "agreement": rows})
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""Compares the acceptance of verification rules, both on the same trees and in separate runs.
+"""Compares the acceptance of verification rules on the same trees.
 
     python perf/rules.py                                     # held-out prompts, the embedded models, temperature 0.8
     python perf/rules.py --prompts 90 --seeds 4 --compile --json out.json
 
-*On the same trees*: runs draw trees of one static topology and continue with the output of "rejection". Each tree is
-verified `REPEATS` more times by every rule with new random numbers, which pairs the rules by round. All rules preserve
-the target's distribution, so the trees are representative for each rule. Coupled sampling draws no random numbers in
-verification and is excluded. *Separate runs*: topology, prompts and seeds are equal, each rule continues with its own
-output, and "naive" and "coupled" use the most likely children. Reports tokens per target pass, bonus included (`tau`),
-with bootstrap 95 % intervals over prompts, also for paired differences.
+Runs draw trees of one static topology and continue with the output of "rejection". Each tree is verified `REPEATS` more
+times by every rule with new random numbers, which pairs the rules by round. All rules preserve the target's
+distribution, so the trees are representative for each rule. Coupled sampling draws no random numbers in verification
+and is excluded. Reports tokens per target pass, bonus included (`tau`), with bootstrap 95 % intervals over prompts,
+also for paired differences. `treespec bench --verification all` compares all rules in runs of their own.
 """
 
 import sys
@@ -24,7 +23,7 @@ from measuring import RESAMPLES, interval, tau
 from torch import Tensor
 from tqdm import tqdm
 
-from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
+from treespec import LLM, SamplingParams, SpecConfig
 from treespec.bench.prompts import choose
 from treespec.config.configs import DRAWS
 from treespec.sampling.sampler import Sampler
@@ -34,8 +33,8 @@ from treespec.verification.verify import RandomOracle, verify_drawn
 
 REPEATS = 4
 FIRST_SEED = 1000
-RULES = ("naive", "rejection", "traversal", "coupled")
-PAIRS = (("rejection", "naive"), ("traversal", "rejection"), ("coupled", "naive"), ("coupled", "traversal"))
+RULES = ("naive", "rejection", "traversal")
+PAIRS = (("rejection", "naive"), ("traversal", "rejection"))
 
 
 @contextmanager
@@ -55,10 +54,10 @@ def verified_by_all(rng: np.random.Generator) -> Iterator[dict[int, dict[str, li
                 rows[node] = self.target_probs(logits[node], tokens, ancestors)
             return rows[node]
 
-        seed_lengths = lengths.setdefault(self.noise.seed, {name: [] for name in RULES[:3]})
+        seed_lengths = lengths.setdefault(self.noise.seed, {name: [] for name in RULES})
         deterministic, oracle = tree.as_deterministic(), RandomOracle(rng)
         for _ in range(REPEATS):
-            for name in RULES[:3]:  # "rejection" with one-hot draft distributions is the naive rule
+            for name in RULES:  # "rejection" with one-hot draft distributions is the naive rule
                 how = ("rejection", deterministic) if name == "naive" else (name, tree)
                 seed_lengths[name].append(len(verify_drawn(*how, target, oracle)[0]))
         return original(self, rule, tree, logits, tokens)
@@ -88,11 +87,7 @@ def figures(counted: dict[str, Counted]) -> dict[str, Any]:
 
     return {
         "tau": {rule: row(values) for rule, values in lengths.items()},
-        "difference": {
-            f"{ours} - {theirs}": row(lengths[ours] - lengths[theirs])
-            for ours, theirs in PAIRS
-            if ours in lengths and theirs in lengths
-        },
+        "difference": {f"{ours} - {theirs}": row(lengths[ours] - lengths[theirs]) for ours, theirs in PAIRS},
     }
 
 
@@ -123,27 +118,16 @@ def main() -> None:
         for i in range(len(texts))
     ]
 
-    def run(rule: str, draws: str = DRAWS[0]) -> list[RequestOutput]:
-        spec = SpecConfig(branching=args.branching, verification=rule, draws=draws, sources=("ssm",))
-        return llm.generate(texts, params, spec=spec)
-
-    separate, same_trees = {}, {}
-    shown = tqdm(total=len(DRAWS) + len(RULES), leave=False, desc="runs", disable=not sys.stderr.isatty())
-    for draws in DRAWS:
+    same_trees = {}
+    for draws in tqdm(DRAWS, leave=False, desc="runs", disable=not sys.stderr.isatty()):
+        spec = SpecConfig(branching=args.branching, verification="rejection", draws=draws, sources=("ssm",))
         with verified_by_all(np.random.default_rng(0)) as lengths:
-            outputs = run("rejection", draws)
+            outputs = llm.generate(texts, params, spec=spec)
         counted = {}
-        for rule in RULES[:3]:
+        for rule in RULES:
             runs = [lengths[output.metrics.seed][rule] for output in outputs]
             counted[rule] = by_prompt([sum(each) for each in runs], [len(each) for each in runs], args.seeds)
         same_trees[draws] = figures(counted)
-        shown.update()
-    for rule in RULES:
-        metrics = [output.metrics for output in run(rule)]
-        tokens, passes = [each.generated_tokens for each in metrics], [each.target_passes for each in metrics]
-        separate[rule] = by_prompt(tokens, passes, args.seeds)
-        shown.update()
-    shown.close()
     names = ("seeds", "max_tokens", "branching", "temperature", "batch", "compile")
     setup = (
         {"prompts": len(prompts)}
@@ -156,12 +140,10 @@ def main() -> None:
             "sources": list(llm.engine.sources.ssms.names),
         }
     )
-    document = {"setup": setup, "same_trees": same_trees, "own_runs": figures(separate)}
     for draws, results in same_trees.items():
         show(f"on the same trees, {draws}", results)
-    show("separate runs, cross-source", document["own_runs"])
     print(", ".join(f"{name} {value}" for name, value in setup.items()))
-    measuring.write_json(args.json, document)
+    measuring.write_json(args.json, {"setup": setup, "same_trees": same_trees})
 
 
 if __name__ == "__main__":

@@ -1,17 +1,13 @@
-"""Sends requests to a real `treespec serve`: tokens against plain decoding, a soak, and throughput.
+"""Sends requests to a real `treespec serve`: tokens against plain decoding, and a soak.
 
     python perf/serve.py --json out.json
-    python perf/serve.py --throughput --model smollm2 --json out.json
 
-The first command compares the tokens of `--requests` requests of mixed parameters and priorities, which arrive at
-random times and share a cache too small for them, with `LLM.generate(spec="off")` in this process at the same seeds.
-Then follow `--soak` requests, many of them cancelled, cut off, invalid or read slowly; after every tenth one, when all
-have ended and the server has audited half of the finished ones (at most 256), the server's resources are recorded. The
-second command measures tokens per second of the server relative to `LLM.generate` on the same requests, and of the
-server with speculation relative to without; nothing else may run on the machine.
+Compares the tokens of `--requests` requests of mixed parameters and priorities, which arrive at random times and share
+a cache too small for them, with `LLM.generate(spec="off")` in this process at the same seeds. Then follow `--soak`
+requests, many of them cancelled, cut off, invalid or read slowly; after every tenth one, when all have ended and the
+server has audited half of the finished ones (at most 256), the server's resources are recorded.
 """
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -39,13 +35,9 @@ import torch
 from openai import AsyncOpenAI
 from serve_requests import TEMPLATE, Answers, Case, ask, cases, differ, plainly
 
-from treespec import LLM, AsyncLLM, SamplingParams
-from treespec.bench.grow import grown
-from treespec.bench.options import Options
-from treespec.bench.prompts import held_out_prompts
+from treespec import LLM, AsyncLLM
 from treespec.cli import main as treespec
 from treespec.serve import app as serve_app
-from treespec.text.prompt_files import read_prompts
 
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 8}
 # A cache of 10 pages for 8 requests, which need 2 to 6 each: requests are preempted.
@@ -318,88 +310,11 @@ class Soak:
         return head.encode() + headers + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-# --- throughput
-
-
-def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return tokens per second of the server and of `LLM.generate` for each number of clients, and their ratios."""
-    rows = []
-    options = Options(device="cpu", model=args.model)
-    with grown(options, args.grow, None, None) if args.grow else contextlib.nullcontext((options, None)) as (target, _):
-        drafts = [] if target.drafts is None else [item for draft in target.drafts for item in ("--draft", draft)]
-        is_chat = args.model == "smollm2"
-        prompts = [prompt.content for prompt in read_prompts(held_out_prompts(is_chat), is_chat)]
-        for clients in (1, 4, 8, 16):
-            engine = ENGINE | {"max_model_len": 1024, "max_num_seqs": clients}
-            llm = LLM(target.model, target.drafts, **engine)
-            work = [prompts[i % len(prompts)] for i in range(max(args.prompts, 2 * clients))]
-            flags = [*drafts, *_flags(engine), "--no-enable-prefix-caching", "--served-model-name", "m"]
-            with serving(target.model or "embedded", *flags) as url:
-                rows.append({"clients": clients, "requests": len(work)} | _measure(llm, url, work, clients, args))
-            print(rows[-1], flush=True)
-    return rows
-
-
-def _measure(llm: LLM, url: str, work: Sequence[Any], clients: int, args: argparse.Namespace) -> dict[str, Any]:
-    rates: dict[str, list[float]] = {"generate": [], "server": [], "server_off": []}
-    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
-    for repeat in range(args.repeats + 1):  # the first run warms up
-        for name, values in rates.items():
-            began = time.perf_counter()
-            if name == "generate":
-                chats = isinstance(work[0], list)
-                outputs = llm.chat(work, params) if chats else llm.generate(work, params)
-                tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-            else:
-                tokens = asyncio.run(_load(url, work, clients, args.max_tokens, name == "server_off"))
-            if repeat:
-                values.append(tokens / (time.perf_counter() - began))
-    figures = {name: measuring.spread(values) for name, values in rates.items()}
-    for name, one, other in (("server_by_generate", "server", "generate"), ("on_by_off", "server", "server_off")):
-        figures[name] = measuring.spread([a / b for a, b in zip(rates[one], rates[other], strict=True)])
-    return figures
-
-
-async def _load(url: str, work: Sequence[Any], clients: int, max_tokens: int, is_off: bool) -> int:
-    """Stream all requests from concurrent clients; return the number of tokens."""
-    queue, tokens = [*work], 0
-    fields = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | (
-        {"speculation": "off"} if is_off else {}
-    )
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=None) as client:
-
-        async def one() -> None:
-            nonlocal tokens
-            while queue:
-                prompt = queue.pop(0)
-                chats = isinstance(prompt, list)
-                create: Any = client.chat.completions.create if chats else client.completions.create
-                arguments = {"messages" if chats else "prompt": prompt, "stream_options": {"include_usage": True}}
-                async for chunk in await create(model="m", stream=True, extra_body=fields, **arguments):
-                    if chunk.usage is not None:
-                        tokens += chunk.usage.completion_tokens
-
-        await asyncio.gather(*(one() for _ in range(clients)))
-    return tokens
-
-
-def _flags(engine: dict[str, Any]) -> list[Any]:
-    return [item for name, value in engine.items() for item in (f"--{name.replace('_', '-')}", value)]
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        return child(sys.argv[2:])
     sizes = {"requests": 2000, "soak": 20_000, "seed": 0, "threads": 1}
-    parser = measuring.parser(__doc__, **sizes, prompts=32, max_tokens=64, repeats=5)
-    parser.add_argument("--throughput", action="store_true", help="measure throughput instead")
-    parser.add_argument("--model", help="target for --throughput; default: the embedded one")
-    args = parser.parse_args()
+    args = measuring.parser(__doc__, grows=False, **sizes).parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     torch.set_num_threads(args.threads)
-    if args.throughput:
-        document = measuring.setup(args, "threads", "prompts", "max_tokens", "repeats", "model")
-        return measuring.write_json(args.json, document | {"rows": throughput(args)})
     document = measuring.setup(args, "requests", "seed", "threads", soak_requests=args.soak)
     llm = LLM("embedded", **ENGINE)
     tokenizer = llm.get_tokenizer()
@@ -409,9 +324,9 @@ def main() -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
         template.write(TEMPLATE)
         template.flush()
-        flags = ["embedded", *_flags(SCARCE), "--chat-template", template.name, "--served-model-name", "m"]
-        flags += ["--audit", "0.5"]
-        with serving(*flags) as url:
+        flags = [item for name, value in SCARCE.items() for item in (f"--{name.replace('_', '-')}", value)]
+        flags += ["--chat-template", template.name, "--served-model-name", "m", "--audit", "0.5"]
+        with serving("embedded", *flags) as url:
             if args.requests:
                 document["tokens"] = asyncio.run(compare(url, work, expected, args.seed))
                 print(document["tokens"], flush=True)
@@ -420,8 +335,7 @@ def main() -> None:
             for _ in range(10 if args.soak else 0):
                 document["soak"] = asyncio.run(soak.run(args.soak // 10))
                 measuring.write_json(args.json, document)
-    return None
 
 
 if __name__ == "__main__":
-    main()
+    child(sys.argv[2:]) if sys.argv[1:2] == ["--child"] else main()

@@ -4,23 +4,18 @@
     python perf/structured.py --grow 0.5B --threads 2 --json out.json      # the target grown, with the same SSMs
 
 Every repeat runs every mode once in turn: automatic trees, and trees of 8 nodes from one SSM per round, lookup and the
-grammar. In "unaware" modes, drafts ignore the constraint, which the target applies at every node. Seconds are from a
-request's arrival to its end. Speed-ups are relative to plain decoding in the same repeat: median (min to max). Tokens
-per pass are over all repeats. Tokens are compared with plain decoding.
+grammar. Seconds are from a request's arrival to its end. Speed-ups are relative to plain decoding in the same repeat:
+median (min to max). Tokens per pass are over all repeats. Tokens are compared with plain decoding.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import measuring
 import torch
 
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.text.prompt_files import read_prompts
-from treespec.tree import TokenTree
 
 TEXT = {"type": "string", "maxLength": 40}
 NEEDED = {
@@ -44,32 +39,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "any object": {"json_object": True},
     "regex": {"regex": r"def [a-z_]{3,20}\(self(, [a-z_]{1,10})*\)( -> (int|str|None))?:\n    '[A-Za-z ,.]{20,200}'\n"},
 }
-TREE = SpecConfig(nodes=8, max_ssms=1)
-WAYS: dict[str, Any] = {"plain": "off", "auto": None, "auto, unaware": None, "8 nodes": TREE, "8 nodes, unaware": TREE}
-
-
-@contextmanager
-def unaware() -> Iterator[None]:
-    """Make drafts ignore the constraint."""
-    with ExitStack() as stack:
-        restriction = "treespec.sampling.restriction.Restriction"
-        stack.enter_context(mock.patch(f"{restriction}.narrow", lambda self, logits, tokens, paths: None))
-        stack.enter_context(mock.patch(f"{restriction}.prune", lambda self, tree, tokens: tree))
-        root = lambda request, *limits: TokenTree.root(request.tokens[-1])  # noqa: E731
-        stack.enter_context(mock.patch("treespec.engine.host_executor.forced_tree", root))
-        yield
-
-
-def decode(llm: LLM, jobs: list[measuring.Job], way: str) -> measuring.Decoded:
-    with unaware() if "unaware" in way else nullcontext():
-        return measuring.decode(llm, jobs, WAYS[way])
+WAYS: dict[str, Any] = {"plain": "off", "auto": None, "8 nodes": SpecConfig(nodes=8, max_ssms=1)}
 
 
 def measure(llm: LLM, form: str, temperature: float, max_tokens: int, prompts: list[Any], repeats: int) -> Any:
     """Measure one constraint: speed and tokens per pass by way, and tokens that differ from plain decoding."""
     common: dict[str, Any] = {"max_tokens": max_tokens, "structured_outputs": FORMS[form], "temperature": temperature}
     jobs = [(prompt, SamplingParams(**common, seed=seed)) for seed, prompt in enumerate(prompts)]
-    runs = measuring.interleaved({way: partial(decode, llm, jobs, way) for way in WAYS}, repeats)
+    runs = measuring.interleaved(
+        {way: partial(measuring.decode, llm, jobs, spec) for way, spec in WAYS.items()}, repeats
+    )
     row = measuring.over_plain(f"{form}, T={temperature}", runs, lambda run: run.total("seconds"))
     finished = sum(output.outputs[0].finish_reason == "stop" for output in runs["plain"][0].outputs)
     return {"form": form, "temperature": temperature, "finished": finished} | row

@@ -1,7 +1,7 @@
 """Train the embedded default models: `python weights/train_default.py`.
 
 Stages: text of installed packages -> tokenizer -> target -> ssm-1, ssm-2, ssm-3, as `treespec train` trains them ->
-evaluation on held-out packages and export. Ctrl-C pauses without loss of progress; `--resume` continues. Training time
+prompts of held-out packages and export. Ctrl-C pauses without loss of progress; `--resume` continues. Training time
 is set in minutes per stage, over which the learning rate is annealed. `--target FOLDER` trains new SSMs for the target
 of an earlier run.
 """
@@ -190,15 +190,10 @@ class Build:
         return model.eval()
 
     def finish(self, target: LlamaForCausalLM, drafts: Path) -> None:
-        """Evaluate on the held-out packages and export everything."""
+        """Measure the target's loss on the held-out packages, and export everything."""
         s = self.settings
         held_out = list(data.read_documents(self.work / "heldout.jsonl"))
         prompts = evaluate.cut_prompts(held_out, self.tokenizer, self.args.prompts, s.seed)
-        students = {name: evaluate.open_draft(drafts / name, s.vocab_size) for name in DRAFTS}
-        ids = [self.tokenizer.encode(prompt.text).ids for prompt in prompts]
-        kinds = [prompt.kind for prompt in prompts]
-        new_tokens, device = self.args.new_tokens, self.device.type
-        figures = evaluate.agreement_report(self.work / "target", students, ids, kinds, new_tokens, device)
         streams = {kind: data.Stream(self.work / f"heldout-{kind}.bin") for kind in s.kinds}
         stages = self.progress.values()
         trained = {
@@ -213,13 +208,10 @@ class Build:
                 "window": s.window,
             }
         print("target", trained["held_out_loss"], flush=True)
-        for kind, shares in {"all": figures["agreement"], **figures["agreement_by_kind"]}.items():
-            print(kind, {name: share["top1"] for name, share in shares.items()}, flush=True)
         threads = torch.get_num_threads()
         report = {
             "target": trained,
             "drafts": training_of(drafts),
-            **figures,
             "settings": asdict(s) | {"peak_rate": PEAK_RATE, "shallow": SHALLOW},
             "packages": data.summary(data.read_documents(self.work / "train.jsonl")),
             "held_out_packages": data.summary(held_out),
@@ -240,13 +232,14 @@ def minutes_of(stages: Iterable[train.TrainingProgress]) -> float:
 
 
 def training_of(drafts: Path) -> dict[str, object]:
-    """Return the settings and training statistics stored in the folder of a finished `treespec train` run."""
+    """Return the settings, training statistics and figures in the folder of a finished `treespec train` run."""
     report = json.loads((drafts / "report.json").read_text())
     lessons = train.TrainingProgress(**json.loads((drafts / "work" / "lessons.json").read_text()))
     stages = [lessons, *(train.read_progress(path) for path in sorted((drafts / "work").glob("*.ckpt")))]
     names = ("minutes", "tokens", "specialise", "layers", "hidden", "vocabulary", "seed")
     settings = {name: report["settings"][name] for name in names}
-    return {"settings": settings, "lesson_tokens": lessons.tokens, "minutes": minutes_of(stages)}
+    trained = {"settings": settings, "lesson_tokens": lessons.tokens, "minutes": minutes_of(stages)}
+    return trained | {"agreement": report["agreement"], "measured": report["measured"]}
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -274,8 +267,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     compiles = {"action": argparse.BooleanOptionalAction, "default": shutil.which("g++") is not None}
     parser.add_argument("--compile", **compiles, help="compile the training step (a quarter faster on a CPU)")
     parser.add_argument("--compare", action="store_true", help="also train a generalist, into --work's drafts/")
-    parser.add_argument("--prompts", type=int, default=256, help="held-out prompts to evaluate on and export")
-    parser.add_argument("--new-tokens", type=int, default=128, help="tokens per continuation")
+    parser.add_argument("--prompts", type=int, default=256, help="held-out prompts to export")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="toy shapes, for tests")
     return parser.parse_args(argv)

@@ -215,6 +215,10 @@ def test_document_of_all_kinds_of_modes(ids_file: Path, lent_engine: None) -> No
     tree = by_name["tree-ssms-n8"]
     emitted = 1 + sum(tree["acceptance_by_depth"])
     assert tree["acceptance_length"] == pytest.approx(emitted, abs=0.15)  # the last round may end inside its path
+    pairs = {(each["mode"], each["minus"]) for each in single["differences"]}
+    below = {"everything": ["ssms", "lookup"], "trusted-lookup": ["trusted", "lookup"]}
+    below |= {merged: ["ssm-1", "ssm-2", "ssm-3"] for merged in ("ssms", "trusted")}
+    assert pairs == {(f"tree-{a}-n8", f"tree-{b}-n8") for a, others in below.items() for b in others}
 
 
 # --- the command

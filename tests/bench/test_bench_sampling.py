@@ -15,7 +15,7 @@ from tests.helpers.models import random_prompts, tiny_llm
 from treespec import SamplingParams, SpecConfig
 from treespec.bench.measure import MEANING, profiled
 from treespec.bench.modes import PLAIN, rule_modes
-from treespec.bench.report import PAIRS, intervals
+from treespec.bench.report import differences, interval, resampled_lengths
 from treespec.bench.run import bench
 from treespec.config.configs import RANDOM_DRAWS, VERIFICATIONS
 from treespec.engine import executor
@@ -26,7 +26,7 @@ from treespec.sampling.noise import Noise
 pytestmark = pytest.mark.slow
 
 
-def test_intervals_are_over_prompts_and_paired() -> None:
+def test_differences_are_paired_by_prompt() -> None:
     modes = rule_modes(("naive", "rejection"), [(2, 1)], sampled=True)[1:]
     rng = np.random.default_rng(0)
     passes = rng.integers(20, 60, (2, 40))
@@ -35,17 +35,16 @@ def test_intervals_are_over_prompts_and_paired() -> None:
         return SimpleNamespace(tokens=[[0] * 60] * 40, passes=passes.tolist())
 
     samples = {"naive-n5": [sample(each) for each in passes], "rejection-n5": [sample(each - 2) for each in passes]}
-    found = intervals(modes, samples)
-    (length, low, high), (other, *_) = (each["acceptance_length"] for each in found["acceptance_lengths"])
+    (length, low, high), (other, *_) = (interval(resampled_lengths(each)) for each in samples.values())
     assert length == pytest.approx(2 * 40 * 60 / passes.sum()) and low < length < high
-    [pair] = found["differences"]
+    [pair] = differences(modes, samples)
     assert (pair["mode"], pair["minus"]) == ("rejection-n5", "naive-n5")
     difference, least, most = pair["difference"]
     assert difference == pytest.approx(other - length) and 0 < least < difference < most
     assert most - least < (high - low) / 2, "what prompts have in common is not in the difference"
-    assert intervals(modes, samples) == found
-    same = intervals(modes, dict.fromkeys(samples, samples["naive-n5"]))
-    assert same["differences"][0]["difference"] == [0.0, 0.0, 0.0]
+    assert differences(modes, samples) == [pair]
+    [same] = differences(modes, dict.fromkeys(samples, samples["naive-n5"]))
+    assert same["difference"] == [0.0, 0.0, 0.0]
 
 
 def test_a_stage_inside_another_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,11 +93,13 @@ def test_rules_in_one_document(ids_file: Path, lent_engine: None) -> None:
         by_name = {mode["mode"]: mode for mode in figures["modes"]}
         assert list(by_name) == [PLAIN, "coupled-n7", "naive-n7", "rejection-n7", "traversal-n7"]
         assert [mode["mismatches"] for mode in by_name.values()] == [0, 0, 0, None, None]
-        lengths = {each["mode"]: each["acceptance_length"] for each in figures["rules"]["acceptance_lengths"]}
-        for name, (length, low, high) in lengths.items():
-            assert length == pytest.approx(by_name[name]["acceptance_length"]) and low <= length <= high
-        named = [(each["mode"], each["minus"]) for each in figures["rules"]["differences"]]
-        assert named == [(f"{a}-n7", f"{b}-n7") for a, b in PAIRS]
+        assert figures["rules"] == list(by_name)[1:]
+        for name in figures["rules"]:
+            low, high = by_name[name]["acceptance_length_interval"]
+            assert low <= by_name[name]["acceptance_length"] <= high
+        pairs = {(each["mode"].removesuffix("-n7"), each["minus"]) for each in figures["differences"]}
+        below = {"coupled": ["naive"], "rejection": ["naive"], "traversal": ["rejection", "coupled"]}
+        assert pairs == {(rule, f"{other}-n7") for rule, others in below.items() for other in others}
         for mode in by_name.values():
             total = sum(mode["profile_ms"].values())
             assert 0 < mode["verify_share"] < 1 and 0 <= mode["noise_share"] < 1 and total > 0

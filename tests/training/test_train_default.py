@@ -35,7 +35,7 @@ def text_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(text_root: Path, folder: Path) -> list[str]:
-    toy = "--tiny --max-steps 4 --draft-tokens 600 --no-compile --device cpu --prompts 6 --new-tokens 8".split()
+    toy = "--tiny --max-steps 4 --draft-tokens 600 --no-compile --device cpu --prompts 6".split()
     text = ["--text-root", str(text_root), "--held-out", "secret", "--compare"]
     return [*toy, *text, "--work", str(folder / "work"), "--out", str(folder / "default")]
 

@@ -1,15 +1,32 @@
 """The commands `grow` and `load`, and the measurement of loading."""
 
+import math
 import shutil
 import sys
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers import commands
 from tests.helpers.models import embedded_draft, make_llama
-from treespec_weights import inspect_checkpoint, verify_checkpoint
+from treespec_weights import (
+    LLAMA,
+    ModelShape,
+    convert_checkpoint,
+    default_folder,
+    grow_checkpoint,
+    grown_shape,
+    inspect_checkpoint,
+    load_weights,
+    read_config,
+    verify_checkpoint,
+)
+from treespec_weights.timing import touch
 
 
 def run(*arguments: object, code: int = 0) -> Any:
@@ -75,16 +92,45 @@ def test_load(tmp_path: Path) -> None:
     assert run("load", folder, code=2)["error"]["type"] == "CheckpointError"
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
-def test_the_memory_of_loading_and_converting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As stored, files are mapped; a cast needs a copy, and a conversion a few tensors of 30."""
-    monkeypatch.syspath_prepend(commands.ROOT / "perf")
-    import loading
+def anonymous_bytes() -> int:
+    """The process's anonymous memory."""
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) << 10
 
-    document = loading.measure(0.064, tmp_path)
-    assert 0.9 < document["bytes"] / 64e6 < 1.1 and document["files"] == 1
-    stored, cast, converted = document["memory"].values()
-    assert stored["of_size"] < 0.1 and cast["of_size"] < 1.1 and converted["of_largest_tensor"] < 6
-    assert "MB anonymous" in loading.show(document) and not list(tmp_path.iterdir())
-    with pytest.raises(SystemExit, match="GB of disk are needed"):
-        loading.measure(10**6, tmp_path)
+
+def anonymous_peak(run: Callable[[], object]) -> int:
+    """The most anonymous memory that a call takes, sampled while it runs and before its result is freed."""
+    before, samples, done = anonymous_bytes(), list[int](), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.003):
+            samples.append(anonymous_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        result = run()
+        samples.append(anonymous_bytes())
+        del result
+    finally:
+        done.set()
+        thread.join()
+    return max(samples) - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
+def test_the_memory_of_loading_and_converting(tmp_path: Path) -> None:
+    """As stored, files are mapped; a cast needs a copy, and a conversion a few of 30 tensors."""
+    source, folder = default_folder("target"), tmp_path / "model"
+    shape = grown_shape(ModelShape.from_hf(read_config(source), LLAMA, source), 32_000_000)
+    grow_checkpoint(source, folder, shape, seed=0)
+    size, largest = 2 * shape.num_parameters(), 2 * max(map(math.prod, shape.parameters().values()))
+
+    def load(dtype: torch.dtype | None) -> object:
+        weights = load_weights(folder, shape, dtype=dtype)
+        touch(weights.values())
+        return weights
+
+    assert anonymous_peak(lambda: load(None)) < 0.1 * size
+    assert anonymous_peak(lambda: load(torch.float16)) < 1.1 * size
+    convert = partial(convert_checkpoint, folder, tmp_path / "converted", dtype=torch.float16)
+    assert anonymous_peak(convert) < 6 * largest

@@ -55,8 +55,8 @@ class AdapterDecoder(Decoder):
     def __init__(
         self,
         config: AdapterConfig,  # from `trace`
-        model: nn.Module,  # in eval mode; unmodified except by `pack`
-        attention: Attention,  # for causal layers without sinks; others attend row by row
+        model: nn.Module,  # must be in eval mode; only `pack` modifies it
+        attention: Attention,  # used by causal layers without sinks; others attend row by row
         longest: int,  # positions of the longest request, scratch included
         min_rows: int = 2,  # minimum rows of a pass, by padding
         # Pads the number of rows to a multiple. ATen's activations compute the SIMD tail of a tensor with other code;
@@ -81,7 +81,7 @@ class AdapterDecoder(Decoder):
         except ModelError as error:
             raise ModelError(f"{config.source.name}: {error}") from error
         self.windows = tuple(dict.fromkeys(window.size for window in windows if window is not None))
-        # by layer, index into `AdapterPass.attention`; None = row by row
+        # each layer's index into `AdapterPass.attention`; None = row by row
         self.plans = tuple(None if window is None else self.windows.index(window.size) for window in windows)
         self._calls_per_layer, base = 0, model.get_submodule(config.base)
         self._longropes = [name for name, module in base.named_modules() if _is_longrope(module)]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-GATHERED_BYTES = 64 << 20  # of the matrices that one batched product reads
+GATHERED_BYTES = 64 << 20  # maximum size of the matrices that one batched product reads
 
 
 def run_experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from treespec.models.attention import Attention
 from treespec.models.feature_head import FeatureHead
 from treespec.models.model_config import ModelConfig
 
-MTP = "mtp"  # in `drafts`, the target's own layer
+MTP = "mtp"  # name in `drafts` of the target's own layer
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,12 @@ _WITHOUT_EFFECT = frozenset(
 class AttentionCall:
     """One attention call of a pass over flattened rows."""
 
-    index: int  # of the call within the pass; also the layer of the KV cache
+    index: int  # position of the call in the pass, and layer of the KV cache
     query: Tensor  # [num_rows, num_heads, key width]
     key: Tensor  # [num_rows, num_kv_heads, key or value width], of the same rows
     value: Tensor
     mask: MaskRule  # visible keys by position, within the row's own path
-    scale: float  # of the scores
+    scale: float  # factor of the scores
     softcap: float | None  # c of s -> c tanh(s / c)
     sinks: Tensor | None  # [num_heads], attention sink scores
 
@@ -63,7 +63,7 @@ class _Route:
     attention: str | None = None
     exact: bool = True  # experts are row-invariant
     calls: int = 0
-    masks: dict[int, tuple[Tensor, MaskRule]] = field(default_factory=dict)  # by address of the mask placeholder
+    masks: dict[int, tuple[Tensor, MaskRule]] = field(default_factory=dict)  # key: address of the mask placeholder
 
 
 # A context variable, because model code may not forward extra arguments to its attention.
@@ -80,7 +80,7 @@ class _PatchedConfig:
 
 
 _PATCHED = ("_attn_implementation_internal", "_experts_implementation_internal")
-_patched: dict[int, _PatchedConfig] = {}  # by id of the config, which the entry keeps alive
+_patched: dict[int, _PatchedConfig] = {}  # key: id of the config, which the entry keeps alive
 _guard = threading.Lock()
 
 

@@ -48,9 +48,9 @@ def attend_rows(
     # finite value
     k_cache: Tensor,
     v_cache: Tensor,
-    plan: RowPlan,  # of the pass
+    plan: RowPlan,  # plan of the pass
     mask: MaskRule,  # visibility within a row's path
-    scale: float,  # of the scores
+    scale: float,  # factor of the scores
     softcap: float | None = None,  # c of s -> c tanh(s / c)
     sinks: Tensor | None = None,  # [num_heads], attention sink scores
 ) -> Tensor:

@@ -21,20 +21,20 @@ from treespec_weights.files import resolve_folder
 from treespec_weights.hub import is_hub_id
 
 _COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
-_STATES = ("linear", "mamba", "conv", "recurrent", "rwkv", "ssm", "lstm", "hybrid")  # in layer type names
+_STATES = ("linear", "mamba", "conv", "recurrent", "rwkv", "ssm", "lstm", "hybrid")  # parts of the names of layer types
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
     """A model that has not been traced yet."""
 
-    folder: Path  # of the checkpoint, or a label for a model in memory
+    folder: Path  # the checkpoint, or a label for a model in memory
     hf_config: Any
-    model_ref: "weakref.ref[nn.Module] | None"  # of a model in memory; None for a checkpoint
+    model_ref: "weakref.ref[nn.Module] | None"  # a model in memory; None for a checkpoint
     generation: dict[str, Any]  # non-default values of its generation config
     max_positions: int
     short_context: int  # as in `ModelConfig`
-    dtype: torch.dtype  # of the stored weights
+    dtype: torch.dtype  # dtype of the stored weights
     eos_token_ids: tuple[int, ...]  # tokens that end a text
     tokenizer: Any = None  # one given with a model in memory: an object, or a folder
 

@@ -29,8 +29,8 @@ class AdapterConfig:
 
     source: Source
     shape: ModelShape
-    masks: tuple[MaskRule, ...]  # by layer
-    sinks: tuple[bool, ...]  # by layer, whether it has sinks
+    masks: tuple[MaskRule, ...]  # one per layer
+    sinks: tuple[bool, ...]  # whether each layer has sinks
     base: str  # submodule that returns the hidden states for the head
     output: type  # its output class
     folder: Path  # this and the rest: of the source

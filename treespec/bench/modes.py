@@ -11,6 +11,7 @@ from treespec.errors import ConfigError
 
 PLAIN = "plain"
 _WIDEST, _DEEPEST = 4, 6
+_COMPARED_RULES = {"traversal": ("rejection", "coupled"), "rejection": ("naive",), "coupled": ("naive",)}
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Mode:
     label: str  # name in tables
     options: dict[str, Any] | None  # arguments of `SpecConfig`; None = plain decoding
     keeps_tokens: bool = True  # whether tokens must equal plain decoding with the same seed
+    compared_with: tuple[str, ...] = ()  # names of the modes to subtract from its acceptance length
 
     @property
     def spec(self) -> SpecConfig | str:
@@ -79,19 +81,24 @@ def our_modes(
             deepest = max(SpecConfig().max_depth, k)
             chain = {"policy": "static", "branching": (1,) * k, "max_depth": deepest, "sources": ("ssm",)}
             modes.append(Mode(f"chain-k{k}", f"chain, K={k}", chain))
-    singles = [(name, name, (name,)) for name in ssms] if len(ssms) > 1 else []
-    merged = [("ssms", "all SSMs" if len(ssms) > 1 else ssms[0], ("ssm",))] if ssms else []
+    # name, label, sources, and names of the trees to compare with
+    Tree = tuple[str, str, tuple[str, ...], tuple[str, ...]]
+    singles: list[Tree] = [(name, name, (name,), ()) for name in ssms] if len(ssms) > 1 else []
+    alone = tuple(name for name, *_ in singles)
+    merged: list[Tree] = [("ssms", "all SSMs" if len(ssms) > 1 else ssms[0], ("ssm",), alone)] if ssms else []
     if len(ssms) > 1:  # only the SSM with the largest mixture weight drafts, in the time of one SSM
-        merged.append(("trusted", "one SSM per round", ("ssm",)))
-    lookup = [("lookup", "lookup", ("lookup",))]
-    everything = [("everything", "SSMs + lookup", ("ssm", "lookup"))] if ssms else []
+        merged.append(("trusted", "one SSM per round", ("ssm",), alone))
+    lookup: list[Tree] = [("lookup", "lookup", ("lookup",), ())]
+    both = ("ssm", "lookup")
+    everything: list[Tree] = [("everything", "SSMs + lookup", both, ("ssms", "lookup"))] if ssms else []
     if len(ssms) > 1:
-        everything.append(("trusted-lookup", "one SSM per round + lookup", ("ssm", "lookup")))
+        everything.append(("trusted-lookup", "one SSM per round + lookup", both, ("trusted", "lookup")))
     for count in nodes:
-        for name, label, sources in (*singles, *merged, *lookup, *everything):
+        for name, label, sources, others in (*singles, *merged, *lookup, *everything):
             options: dict[str, Any] = {"nodes": count, "sources": sources}
             options |= {"max_ssms": 1} if name.startswith("trusted") else {}
-            modes.append(Mode(f"tree-{name}-n{count}", f"{label}, {count} nodes", options))
+            compared_with = tuple(f"tree-{other}-n{count}" for other in others)
+            modes.append(Mode(f"tree-{name}-n{count}", f"{label}, {count} nodes", options, compared_with=compared_with))
     valid = (*ssms, "ssm", "lookup", "suffix", "table")
     for name in combine:
         sources = tuple(name.split("+"))
@@ -141,8 +148,10 @@ def rule_modes(rules: Sequence[str], branchings: Sequence[tuple[int, ...]], samp
         }
         size = SpecConfig(**topology).static_nodes
         for rule in rules:
-            name, keeps = f"{rule}-n{size}", not (sampled and rule in RANDOM_DRAWS)
-            modes.append(Mode(name, f"{rule}, {size} nodes", topology | {"verification": rule}, keeps))
+            label, spec = f"{rule}, {size} nodes", topology | {"verification": rule}
+            others = tuple(f"{other}-n{size}" for other in _COMPARED_RULES.get(rule, ()))
+            keeps_tokens = not (sampled and rule in RANDOM_DRAWS)
+            modes.append(Mode(f"{rule}-n{size}", label, spec, keeps_tokens, others))
     return modes
 
 

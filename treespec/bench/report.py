@@ -11,14 +11,12 @@ import numpy as np
 
 from treespec.bench.measure import Sample
 from treespec.bench.modes import PLAIN, Mode, Peer
-from treespec.config.configs import SpecConfig
 from treespec.text.prompt_files import Prompt
 
 # figures available for treespec's modes only
 OURS = """acceptance_by_depth accepted_by_source nodes_per_pass profile_ms verify_share noise_share efficiency
     pass_ratio draft_share""".split()
 RESAMPLES, COVERAGE = 2000, 0.95  # bootstrap over prompts: resamples, and coverage of the intervals
-PAIRS = (("traversal", "rejection"), ("rejection", "naive"), ("coupled", "naive"), ("traversal", "coupled"))
 LOOPING = 0.5  # maximum share of distinct 4-grams at which an output counts as looping
 
 
@@ -177,19 +175,12 @@ def comparisons(fastest: Mapping[str, str], samples: Mapping[str, Sequence[Sampl
     return result
 
 
-def intervals(modes: Sequence[Mode], samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
-    """Return acceptance lengths of rules and their paired differences, with bootstrap intervals over prompts."""
-    by_rule: dict[int, dict[str, str]] = {}
-    figures: dict[str, np.ndarray] = {}
-    for mode in modes:
-        spec = SpecConfig.resolve(mode.spec, SpecConfig())
-        by_rule.setdefault(spec.static_nodes, {})[spec.verification] = mode.name
-        figures[mode.name] = resampled_lengths(samples[mode.name])
-    lengths = [{"mode": mode.name, "acceptance_length": interval(figures[mode.name])} for mode in modes]
-    pairs = [
-        {"mode": named[a], "minus": named[b], "difference": interval(figures[named[a]] - figures[named[b]])}
-        for named in by_rule.values()
-        for a, b in PAIRS
-        if a in named and b in named
+def differences(modes: Sequence[Mode], samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
+    """Return differences of acceptance lengths, paired by prompt, with bootstrap intervals over prompts."""
+    lengths = {mode.name: resampled_lengths(samples[mode.name]) for mode in modes}
+    return [
+        {"mode": mode.name, "minus": other, "difference": interval(lengths[mode.name] - lengths[other])}
+        for mode in modes
+        for other in mode.compared_with
+        if other in lengths
     ]
-    return {"resamples": RESAMPLES, "coverage": COVERAGE, "acceptance_lengths": lengths, "differences": pairs}

@@ -30,7 +30,7 @@ from treespec.bench.modes import (
 from treespec.bench.options import Options
 from treespec.bench.peers import Transformers
 from treespec.bench.prompts import choose, held_out_prompts
-from treespec.bench.report import best, comparisons, intervals, mismatches, summarise
+from treespec.bench.report import best, comparisons, differences, mismatches, summarise
 from treespec.bench.text import LEGEND, RULES_LEGEND
 from treespec.config.configs import AUTO_NODES, SpecConfig
 from treespec.errors import ConfigError
@@ -168,7 +168,8 @@ def _summary(
         "comparisons": comparisons(best(figures), samples),
         "peers_left_out": left_out,
         "why_left_out": WHY_BATCH_ONE if left_out else None,
-        "rules": intervals(ours[1:], samples) if options.verification else None,
+        "rules": [mode.name for mode in ours[1:]] if options.verification else None,
+        "differences": differences(ours, samples),
         "modes": figures,
     }
 

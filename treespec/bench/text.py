@@ -14,10 +14,9 @@ speed-up           time per token of treespec's plain decoding over the mode's, 
 acceptance length  output tokens per target pass, including the target's token (plain decoding: 1.00);
                    "lively" excludes outputs with at most {LOOPING:.0%} distinct 4-grams: loops are easy to predict
 efficiency         speed-up / (acceptance length / (pass ratio + draft share)): achieved share of the possible speed-up
-95 % interval      bootstrap over prompts with all their repeats
+95 % interval      bootstrap over prompts with all their repeats; differences are paired by prompt
 differ             output tokens that differ from treespec's plain decoding (must be 0 for treespec's modes)"""
 RULES_LEGEND = """\
-differences        paired by prompt
 verify, noise      shares of a round: logits to accepted path; sampling noise of drafts and target
 differ "-"         not counted for rejection and traversal, which preserve the distribution, not the tokens"""
 
@@ -66,7 +65,7 @@ def body(document: Mapping[str, Any], profile: bool) -> str:
         blocks += [_speed(title, modes), *_comparisons(title, run), *_rules(title, run)]
         if run["peers_left_out"]:
             blocks.append(f"skipped: {', '.join(run['peers_left_out'])}: {run['why_left_out']}")
-        blocks.append(_acceptance(title, modes))
+        blocks += [_acceptance(title, modes), *_differences(title, run)]
         if profile:
             blocks.append(_profile(title, modes))
     memory = document["memory_mib"]
@@ -115,22 +114,28 @@ def _comparisons(title: str, run: Mapping[str, Any]) -> list[str]:
 
 
 def _rules(title: str, run: Mapping[str, Any]) -> list[str]:
-    """Format the acceptance lengths of verification rules and their paired differences."""
+    """Format the acceptance lengths of verification rules, and their share of a round."""
     if not run["rules"]:
         return []
-    modes = {mode["mode"]: mode for mode in run["modes"]}
     rows = [(f"{title}, by rule", "tokens per pass", "95 % interval", "ms per round", "verify", "noise")]
-    for entry in run["rules"]["acceptance_lengths"]:
-        mode, (length, low, high) = modes[entry["mode"]], entry["acceptance_length"]
+    for mode in (mode for mode in run["modes"] if mode["mode"] in run["rules"]):
+        low, high = mode["acceptance_length_interval"]
         total = sum(mode["profile_ms"].values())
         shares = (f"{mode[f'{stage}_share']:.1%}" for stage in ("verify", "noise"))
-        rows.append((mode["label"], f"{length:.3f}", f"{low:.3f}..{high:.3f}", f"{total:.2f}", *shares))
-    differences = [(f"{title}, differences", "tokens per pass", "95 % interval")]
-    for entry in run["rules"]["differences"]:
+        length = f"{mode['acceptance_length']:.3f}"
+        rows.append((mode["label"], length, f"{low:.3f}..{high:.3f}", f"{total:.2f}", *shares))
+    return [table(rows)]
+
+
+def _differences(title: str, run: Mapping[str, Any]) -> list[str]:
+    """Format the differences of acceptance lengths, between rules or between a merged tree and its sources."""
+    labels = {mode["mode"]: mode["label"] for mode in run["modes"]}
+    rows = [(f"{title}, differences", "tokens per pass", "95 % interval")]
+    for entry in run["differences"]:
         difference, low, high = entry["difference"]
-        label = f"{modes[entry['mode']]['label']}, less {modes[entry['minus']]['verification']}"
-        differences.append((label, f"{difference:+.3f}", f"{low:+.3f}..{high:+.3f}"))
-    return [table(rows)] + ([table(differences)] if differences[1:] else [])
+        label = f"{labels[entry['mode']]}, less {labels[entry['minus']].partition(', ')[0]}"
+        rows.append((label, f"{difference:+.3f}", f"{low:+.3f}..{high:+.3f}"))
+    return [table(rows)] if rows[1:] else []
 
 
 def _acceptance(title: str, modes: Sequence[Mapping[str, Any]]) -> str:

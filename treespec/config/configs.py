@@ -193,4 +193,4 @@ class EngineConfig:
     linear: str
     attention: str
     compile: bool
-    quantization: str | None  # of the target's layers
+    quantization: str | None  # the target's

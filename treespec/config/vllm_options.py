@@ -139,7 +139,7 @@ CALLS: dict[str, Absent] = {
 
 _TRANSFORMERS = "LLM generates text; use transformers' AutoModel, or sentence-transformers"
 _IN_PROCESS = "the model runs in this process; load a transformers model, modify it, and give it to LLM(model)"
-MISSING_METHODS = {  # of vLLM's `LLM`: what to do instead
+MISSING_METHODS = {  # method of vLLM's `LLM` -> what to do instead
     "apply_model": _IN_PROCESS,
     "beam_search": (
         "sample n outputs with logprobs=0 and choose by cumulative_logprob, or use generate(num_beams=...) of "

@@ -1,7 +1,7 @@
 """Distillation of drafts from lessons, in the draft's own vocabulary."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,9 @@ class LessonBatch:
 
 Prediction = tuple[Tensor, LessonBatch]
 """Logits, float32 [targets, rows], and the batch restricted to these targets."""
+
+Predict = Callable[[Any, LessonBatch, Sequence[int]], Iterator[Prediction]]
+"""Function that yields a draft's predictions for a batch, by depth below the verified tokens, given a random seed."""
 
 
 class Curriculum:
@@ -94,28 +97,32 @@ class Curriculum:
         arrays = tokens, inputs, np.concatenate(positions), self._ids[index], self._probs[index]
         return LessonBatch(np.asarray(indices), *(torch.from_numpy(array).to(self.device) for array in arrays))
 
-    def loss(self, model: nn.Module, step: int) -> StepLoss:
-        """Return the loss of a step over all target positions of its lessons."""
-        total, hits = torch.zeros(2, dtype=torch.float32, device=self.device)
-        count = 0
-        for batch in self.batches(step):
-            logits = logits_at(model, batch)
-            total = total + distillation_losses(logits, batch).sum()
-            hits = hits + (logits.detach().argmax(1) == batch.ids[:, 0]).sum()
-            count += len(batch.positions)
-        return StepLoss(total / count, count, float(hits) / count)
 
-
-def logits_at(model: Any, batch: LessonBatch) -> Tensor:
-    """Return the draft's logits at the target positions, float32 [targets, rows], without the last row."""
+def predict_next(model: Any, batch: LessonBatch, seed: Sequence[int] = ()) -> Iterator[Prediction]:
+    """Yield an SSM's logits at all target positions, without the last row, which is for unknown tokens."""
     with mixed_precision(batch.inputs.device):
         hidden = model.get_decoder()(input_ids=batch.inputs, use_cache=False).last_hidden_state
         logits: Tensor = model.get_output_embeddings()(hidden[batch.positions[:, 0], batch.positions[:, 1]])
-    return logits[:, :-1].float()
+    yield logits[:, :-1].float(), batch
+
+
+def lesson_loss(
+    model: Any, curriculum: Curriculum, step: int, predict: Predict = predict_next, decay: float = 1.0
+) -> StepLoss:
+    """Return the loss of a step's lessons: the mean over all predictions, weighted by `decay` to the power of depth."""
+    total, weight, hits, count = torch.zeros(1, dtype=torch.float32, device=curriculum.device)[0], 0.0, 0.0, 0
+    for number, batch in enumerate(curriculum.batches(step)):
+        for depth, (logits, targets) in enumerate(predict(model, batch, (curriculum.seed, 5, step, number))):
+            total = total + decay**depth * distillation_losses(logits, targets).sum()
+            weight += decay**depth * len(logits)
+            if depth == 0:
+                hits += float((logits.detach().argmax(1) == targets.ids[:, 0]).sum())
+                count += len(logits)
+    return StepLoss(total / weight, count, hits / count)
 
 
 def distillation_losses(logits: Tensor, batch: LessonBatch) -> Tensor:
-    """Return the loss of each target position, [targets], from `logits_at`.
+    """Return the loss of each target of a `Prediction`, [targets].
 
     Cross-entropy to the target's distribution over the draft's vocabulary, plus cross-entropy to its top token.
     """
@@ -131,18 +138,19 @@ class Fit:
     """A draft's prediction quality on lessons."""
 
     hits: np.ndarray  # bool [targets], whether the draft's top token is the target's
-    missed: list[np.ndarray]  # by lesson, draft rows of the target's top tokens that the draft missed
+    missed: list[np.ndarray]  # for each lesson, draft rows of the target's top tokens that the draft missed
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, curriculum: Curriculum) -> Fit:
-    """Evaluate a draft on all lessons of a curriculum."""
+def evaluate(model: nn.Module, curriculum: Curriculum, predict: Predict = predict_next) -> Fit:
+    """Evaluate a draft's predictions below verified tokens, on all lessons of a curriculum."""
     model.eval()
     hits, missed, count = [], list[np.ndarray](), len(curriculum.lessons)
-    for start in range(0, count, 2 * BATCH_ROWS):
-        batch = curriculum.of(range(start, min(start + 2 * BATCH_ROWS, count)))
-        rows, first = batch.positions[:, 0].cpu().numpy(), batch.ids[:, 0].cpu().numpy()
-        hit = logits_at(model, batch).argmax(1).cpu().numpy() == first
+    for start in range(0, count, BATCH_ROWS):
+        batch = curriculum.of(range(start, min(start + BATCH_ROWS, count)))
+        logits, targets = next(predict(model, batch, (curriculum.seed, 6, start)))
+        rows, first = targets.positions[:, 0].cpu().numpy(), targets.ids[:, 0].cpu().numpy()
+        hit = logits.argmax(1).cpu().numpy() == first
         hits.append(hit)
         missed += [first[~hit & (rows == row)] for row in range(len(batch.inputs))]
     return Fit(np.concatenate(hits), missed)

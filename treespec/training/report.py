@@ -39,7 +39,7 @@ class TrainingReport:
     plain_tokens_per_second: float  # speed of plain decoding
     measured: tuple[Measured, ...]  # measurements with 0, 1, ... drafts
     recommended: int  # number of drafts with the highest speed
-    # by draft, including the generalist: share of held-out positions where its top token is the target's
+    # draft (or generalist) -> share of held-out positions where its top token is the target's
     agreement: dict[str, float]
     differing: int  # number of outputs that differ from plain decoding; expected to be 0
 

@@ -4,10 +4,10 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from treespec.startup.options import resolve_device, resolve_model
 from treespec.text.prompt_files import has_chat_template
 from treespec.text.prompt_tokenizer import UserTokenizer, load_tokenizer
 from treespec.text.training_prompts import read_training_prompts
-from treespec.training.distillation import STEP_TOKENS, Curriculum, evaluate
+from treespec.training.distillation import STEP_TOKENS, Curriculum, LessonBatch, Prediction, evaluate, lesson_loss
 from treespec.training.draft_vocabulary import choose_vocabulary
 from treespec.training.eagle3 import head_config, head_layers
 from treespec.training.files import remove_temporary, replacing, write_json
-from treespec.training.head_kinds import HEAD_KINDS, head_agreement, head_loss, write_head
+from treespec.training.head_kinds import HEAD_KINDS, write_head
 from treespec.training.lessons import MAX_PROMPT_TOKENS, Lessons, LessonWriter, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, ProgressLog, StepLoss, TrainingProgress, train
 from treespec.training.report import TrainingReport, measure_drafts
@@ -336,7 +336,7 @@ class TrainingRun:
         def loss(model: Any, step: int, done: float) -> StepLoss:
             if texts is not None and texts.is_text_step(step, done):
                 return texts.loss(model, step)
-            return curriculum.loss(model, step)
+            return lesson_loss(model, curriculum, step)
 
         def agreement(model: Any) -> float:
             return float(evaluate(model, self._watched).hits.mean())
@@ -383,9 +383,18 @@ class TrainingRun:
             curriculum = self.curriculum(lessons.select(indices), target_ids)
             return curriculum, TargetStates(target, layers, curriculum, self.work / f"states-{label}.bin")
 
+        def predict(states: TargetStates, head: Any, batch: LessonBatch, seed: Sequence[int]) -> Iterator[Prediction]:
+            return head.predict(batch, states, seed)
+
+        def agreement(curriculum: Curriculum, states: TargetStates) -> float:
+            return float(evaluate(head, curriculum, partial(predict, states)).hits.mean())
+
         unknown = np.flatnonzero(is_held_out)
         training, states = subset(np.flatnonzero(~is_held_out), "train")
         watched, evaluated = subset(unknown[:WATCHED], "watched"), subset(unknown, "held-out")
+
+        def loss(head: Any, step: int, done: float) -> StepLoss:
+            return lesson_loss(head, training, step, partial(predict, states), head.decay)
 
         def export() -> None:
             with replacing(self.out / name) as temporary:
@@ -393,24 +402,15 @@ class TrainingRun:
 
         checkpoint, budget = self.work / f"{name}.ckpt", self._budget(1.0, training.lessons)
         try:
-            train(
-                name,
-                head,
-                lambda _, step, done: head_loss(head, training, states, step),
-                budget,
-                PEAK_RATE,
-                checkpoint,
-                self.pause,
-                lambda _: head_agreement(head, *watched),
-            )
+            train(name, head, loss, budget, PEAK_RATE, checkpoint, self.pause, lambda _: agreement(*watched))
         except Paused:
             export()
             raise
         export()
-        agreement = {name: head_agreement(head, *evaluated)}
+        agreements = {name: agreement(*evaluated)}
         for target_states in (states, watched[1], evaluated[1]):
             target_states.close()
-        return self._report([name], evaluated[0].lessons, agreement)
+        return self._report([name], evaluated[0].lessons, agreements)
 
     def _stored(self, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
         """Return an array of `work`, computed and stored on first use."""

@@ -1,27 +1,17 @@
-"""Evaluate models on held-out packages: loss, and how often drafts predict the target's next token."""
+"""Held-out packages: prompts of them, and the target's loss on them. `treespec bench` decodes the prompts."""
 
 import random
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from treespec import LLM, SamplingParams
-from treespec.bench.report import distinct_share
-from treespec.training.draft_vocabulary import rows_of_tokens
-from treespec.training.student import open_model
 from treespec_training.data import Document, Stream
-from treespec_weights.draft_vocabulary import read_draft_vocabulary
 
 PROMPT_TOKENS = (48, 160)
-TOPS = (1, 2, 4)
 WINDOWS, WINDOW_TOKENS = 96, 512  # windows per kind of held-out text, and their length
 
 
@@ -75,98 +65,3 @@ def held_out_losses(model: LlamaForCausalLM, streams: dict[str, Stream]) -> dict
             losses.append(F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none"))
         result[kind] = round(torch.cat(losses).mean().item(), 4)
     return result
-
-
-def greedy_continuations(target: Path, prompts: Sequence[list[int]], new_tokens: int, device: str) -> list[Tensor]:
-    """Continue prompts greedily in float32, beyond end tokens. Returns int64 [prompt + new_tokens] for each."""
-    llm = LLM(target, drafts=[], dtype="float32", device=device, max_num_seqs=64)
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, spec="off")
-    return [torch.tensor(output.prompt_token_ids + output.outputs[0].token_ids) for output in outputs]
-
-
-@dataclass(frozen=True)
-class RankedDraft:
-    """A draft of `treespec train`."""
-
-    model: LlamaForCausalLM
-    rows: np.ndarray  # int64 [target's vocabulary], the draft row of each token
-    num_tokens: int  # number of tokens that it can propose; unknown tokens have rows from `num_tokens` on
-
-
-def open_draft(folder: Path, target_size: int) -> RankedDraft:
-    """Open a draft in float32."""
-    model = open_model(folder, torch.float32)
-    target_ids = read_draft_vocabulary(folder, model.config.vocab_size, target_size)
-    if target_ids is None:
-        return RankedDraft(model, np.arange(target_size), target_size)
-    return RankedDraft(model, rows_of_tokens(target_ids, target_size), len(target_ids) - 1)
-
-
-@torch.inference_mode()
-def ranks(draft: RankedDraft, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[Tensor]:
-    """Rank every token of the continuations by the draft's probabilities, with teacher forcing.
-
-    Returns int64 [new tokens] for each sequence; rank 0 is the most probable token, and tokens that the draft does not
-    know come last.
-    """
-    rows, num_tokens = torch.from_numpy(draft.rows), draft.num_tokens
-    results = []
-    for sequence, length in zip(sequences, prompt_lengths, strict=True):
-        ids = rows[sequence]
-        logits = draft.model(input_ids=ids[None, :-1], use_cache=False).logits[0, length - 1 :, :num_tokens]
-        targets = ids[length:, None]
-        scores = logits.gather(-1, targets.clamp(max=num_tokens - 1))
-        results.append(torch.where(targets[:, 0] < num_tokens, (logits > scores).sum(-1), num_tokens))
-    return results
-
-
-def agreement(ranks_per_draft: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-    """Compute how often each draft, and any draft (`union`), has the target's token among its top 1, 2 and 4.
-
-    `only` is the share of tokens that are the top 1 of this draft only.
-
-    Args:
-        ranks_per_draft: name -> int64 [positions], the same positions for every draft.
-    """
-    stacked = torch.stack(list(ranks_per_draft.values()))
-    unique_hits = (stacked == 0) & ((stacked == 0).sum(0) == 1)
-    rows = {**ranks_per_draft, "union": stacked.amin(0)}
-    shares = {name: {f"top{top}": _share(rank < top) for top in TOPS} for name, rank in rows.items()}
-    for name, hits in zip(ranks_per_draft, unique_hits, strict=True):
-        shares[name]["only"] = _share(hits)
-    return shares
-
-
-def _share(hits: Tensor) -> float:
-    return round(hits.float().mean().item(), 4)
-
-
-def agreement_report(
-    target: Path,
-    drafts: dict[str, RankedDraft],
-    prompts: Sequence[list[int]],
-    kinds: Sequence[str],
-    new_tokens: int,
-    device: str,
-) -> dict[str, object]:
-    """Continue prompts greedily with the target in a folder, and rank its tokens with the drafts.
-
-    Reports the agreement over all prompts and by kind of prompt.
-    """
-    sequences = greedy_continuations(target, prompts, new_tokens, device)
-    lengths = [len(prompt) for prompt in prompts]
-    distinct = [distinct_share(row[length:].tolist()) for row, length in zip(sequences, lengths, strict=True)]
-    draft_ranks = {name: ranks(draft, sequences, lengths) for name, draft in drafts.items()}
-
-    def over(indices: Sequence[int]) -> dict[str, dict[str, float]]:
-        return agreement({name: torch.cat([rows[i] for i in indices]) for name, rows in draft_ranks.items()})
-
-    by_kind = {kind: [i for i, prompt_kind in enumerate(kinds) if prompt_kind == kind] for kind in dict.fromkeys(kinds)}
-    return {
-        "agreement": over(range(len(prompts))),
-        "agreement_by_kind": {kind: over(indices) for kind, indices in by_kind.items()},
-        "prompts": len(prompts),
-        "new_tokens": new_tokens,
-        "distinct_4grams": round(statistics.mean(distinct), 4),  # low if greedy decoding loops
-    }

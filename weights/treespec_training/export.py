@@ -11,12 +11,11 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from treespec.training.files import atomic_write_text, write_json
-from treespec.training.student import open_model
 from treespec_training.shapes import MAX_LENGTH
 from treespec_training.train_tokenizer import as_pretrained
 
 CARD = """---
-license: {card_license}
+license: apache-2.0
 language: [en, code]
 library_name: transformers
 pipeline_tag: text-generation
@@ -28,103 +27,35 @@ tags: [speculative-decoding]
 
 A small language model trained from scratch by `weights/train_default.py` of treespec, so that speculative decoding can
 be tried and tested offline. It continues text of the kinds in its training data; it does not answer questions and has
-no factual knowledge.
-
-| | |
-|---|---|
-| architecture | `LlamaForCausalLM`, tied embeddings, no biases |
-| parameters | {parameters:,} ({layers}, hidden {hidden}, MLP {mlp}) |
-| attention | {heads} heads of {head_dim}, {kv_heads} KV heads |
-| context | {context} positions |
-| tokenizer | {tokenizer} |
-| weights | bfloat16 |
-| trained on | {trained} |
-| text | {kinds}: {characters:,} characters that install with Python and treespec's dependencies |
-| held out | {held_out} (whole packages) |
-
-## Measured on the held-out packages
-
-{figures}
+no factual knowledge. `report.json`, beside the model folders, holds the settings and all figures of this build.
 
 ## Text and licences
 
-The training text was read from installed packages whose metadata states a permissive licence. It consists of Python
-source; prose (manuals, and docstrings rendered as pages); and structured data (data files, and the source's signatures,
-constants and messages rendered as JSON, YAML, TOML, tables and logs). The text itself is not part of this folder.
-Packages by licence:
+The training text was read from installed packages whose metadata states a permissive licence. Whole packages were
+held out: {held_out}. The text consists of Python source; prose (manuals, and docstrings rendered as
+pages); and structured data (data files, and the source's signatures, constants and messages rendered as JSON, YAML,
+TOML, tables and logs). The text itself is not part of this folder. Packages by licence:
 
 {licenses}
 
 The weights are published under treespec's own licence.
-
-## Rebuild
-
-`python weights/train_default.py`, with time budgets and kinds of text as options; `report.json` beside the model
-folders holds the settings, the package list and all figures of this build.
 """
+PURPOSES = {
+    "target": "The target model, whose output speculative decoding reproduces.",
+    "draft": "A draft model (SSM) that predicts the tokens of the target in the neighbouring folder; it was trained by "
+    "`treespec train`, and mostly on one kind of text.",
+}
 
 
-def _figures(name: str, report: dict) -> str:
-    if name == "target":
-        losses = ", ".join(f"{kind} {value:.3f}" for kind, value in report["target"]["held_out_loss"].items())
-        lines = [f"Loss, nats per token: {losses}"]
-    else:
-        lines = [
-            f"Fraction of the tokens of the target's greedy continuations ({report['prompts']} prompts, "
-            f"{report['new_tokens']} tokens each) that are among this draft's k most probable tokens, and fraction "
-            "that only this draft predicts with its most probable token:",
-            "",
-            "| text | k = 1 | k = 2 | k = 4 | only this draft |",
-            "|---|---|---|---|---|",
-        ]
-        for kind, shares in {"all": report["agreement"], **report["agreement_by_kind"]}.items():
-            lines.append(f"| {kind} | " + " | ".join(f"{share:.3f}" for share in shares[name].values()) + " |")
-    return "\n".join(lines)
-
-
-def _trained(name: str, report: dict) -> str:
-    entry = report["target" if name == "target" else "drafts"]
-    if name == "target":
-        return f"{entry['tokens']:,} tokens in {entry['minutes']:.0f} minutes on {report['device']}"
-    return (
-        f"{entry['lesson_tokens']:,} tokens that the target generated, and raw text; "
-        f"{entry['minutes']:.0f} minutes for all drafts together, on {report['device']}"
-    )
-
-
-def model_card(name: str, report: dict, model: LlamaForCausalLM) -> str:
+def model_card(name: str, report: dict) -> str:
     """Return the README.md of a model folder."""
-    config = model.config
     by_license: dict[str, list[str]] = {}
     for package, facts in report["packages"].items():
         by_license.setdefault(facts["license"], []).append(package)
-    if name == "target":
-        purpose = "The target model, whose output speculative decoding reproduces."
-        tokenizer = f"byte-level BPE, {config.vocab_size} tokens, lossless, shared by target and drafts"
-    else:
-        purpose = (
-            "A draft model (SSM) that predicts the tokens of the target in the neighbouring folder; it was trained by "
-            "`treespec train`, and mostly on one kind of text."
-        )
-        tokenizer = "the target's, in its folder"
     return CARD.format(
-        card_license="apache-2.0",
         name=name,
-        purpose=purpose,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layers=f"{config.num_hidden_layers} layer{'s' * (config.num_hidden_layers > 1)}",
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        kv_heads=config.num_key_value_heads,
-        mlp=config.intermediate_size,
-        context=config.max_position_embeddings,
-        tokenizer=tokenizer,
-        trained=_trained(name, report),
-        kinds=", ".join(report["settings"]["kinds"]),
-        characters=sum(sum(facts["characters"].values()) for facts in report["packages"].values()),
+        purpose=PURPOSES.get(name, PURPOSES["draft"]),
         held_out=", ".join(report["settings"]["held_out"]),
-        figures=_figures(name, report),
         licenses="\n".join(f"- {license}: {', '.join(sorted(names))}" for license, names in sorted(by_license.items())),
     )
 
@@ -146,7 +77,7 @@ def export(out: Path, folders: dict[str, Path], report: dict, prompts: Sequence[
     Args:
         out: `default`; created if missing. Other files in it are kept.
         folders: name -> folder of a model.
-        report: document written as `report.json`; also the source of the figures on the model cards.
+        report: document written as `report.json`, also the source of the model cards.
         prompts: document written as `heldout_prompts.json`.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -154,7 +85,7 @@ def export(out: Path, folders: dict[str, Path], report: dict, prompts: Sequence[
         staging = Path(temporary)
         for name, folder in folders.items():
             shutil.copytree(folder, staging / name)
-            atomic_write_text(staging / name / "README.md", model_card(name, report, open_model(folder)))
+            atomic_write_text(staging / name / "README.md", model_card(name, report))
             for file in (staging / name).iterdir():
                 file.chmod(0o644)  # safetensors makes the file readable only for its owner
         for name in folders:

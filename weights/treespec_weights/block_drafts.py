@@ -27,9 +27,9 @@ _TRANSFORMERS = "muse_glimmer_assistant"  # transformers' type of DFlash drafts,
 class BlockForm:
     """What a published folder says about a block draft."""
 
-    folder: Path  # of the draft
+    folder: Path  # folder of the draft
     kind: Literal["dflash", "pard"]  # "dflash" or "pard"
-    # of the target, whose inputs it reads, in the order of the draft's projection; empty for "pard"
+    # target layers whose inputs it reads, in the order of the draft's projection; empty for "pard"
     layers: tuple[int, ...]
     config: dict[str, Any]  # of its layers, in the form of a model's config.json
     rules: FamilyRules  # family of its layers
@@ -68,7 +68,7 @@ class BlockForm:
 class MarkovWeights(NamedTuple):
     """Weights of a DSpark draft's bias by a node's token."""
 
-    embed: Tensor  # of the tokens, [vocab, rank]
+    embed: Tensor  # token embedding, [vocab, rank]
     out: Tensor  # [rows of the vocabulary head, rank]
     gate: tuple[Tensor, Tensor] | None  # weight [rank, hidden + rank] and bias [rank]; None for none
 
@@ -83,7 +83,7 @@ class BlockWeights(NamedTuple):
     state_norm: Tensor | None  # norm of the projected states, [hidden]; None for "pard"
     embed: Tensor | None  # own embeddings of "dflash", [vocab, hidden]; None for the target's
     mask: Tensor | None = None  # embedding of the mask token of "pard", [hidden]; None for "dflash", which looks it up
-    markov: MarkovWeights | None = None  # of a DSpark draft; None for others
+    markov: MarkovWeights | None = None  # only DSpark drafts have it
 
     @property
     def num_parameters(self) -> int:

@@ -301,8 +301,8 @@ def _halves(data: Tensor) -> Tensor:
 
 
 class _BlockType(NamedTuple):
-    form: Form  # in memory
-    num_bytes: int  # of a block
+    form: Form  # form in memory
+    num_bytes: int  # size of a block
     read: Callable[[Tensor], _Read]
 
 

@@ -36,7 +36,7 @@ class TensorInfo(NamedTuple):
     file: str
     dtype: str  # safetensors' name: "BF16", "F32" ..., or a GGUF type of blocks: "Q4_K" ...
     shape: tuple[int, ...]
-    nbytes: int  # in the file
+    nbytes: int  # size in the file
 
     @property
     def size(self) -> int:
@@ -52,7 +52,7 @@ class Checkpoint:
     """
 
     folder: Path  # the real path
-    tensors: dict[str, TensorInfo]  # by name, in the order of the files and within them
+    tensors: dict[str, TensorInfo]  # in the order of the files and within them
     files: dict[str, int]  # file name to size in bytes
     _handles: dict[str, Any]
     absent: dict[str, str]  # name to file of the index's entries for tensors that no file holds

@@ -69,7 +69,7 @@ class ConversionStep(NamedTuple):
 
     target: Placement  # the result
     sources: tuple[Placement, ...]  # checkpoint tensors that hold the target's parameters
-    schemes: tuple[QuantScheme | None, ...]  # of the sources; None for one that is not quantised
+    schemes: tuple[QuantScheme | None, ...]  # one per source; None if it is not quantised
     outputs: tuple[Output, ...]  # tensors to write
 
     def tensors(self, checkpoint: Checkpoint, transform: Transform) -> Sequence[Tensor]:

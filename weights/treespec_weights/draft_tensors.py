@@ -49,7 +49,7 @@ def _unpickle(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a pickled file, memory-mapped. Code in the file is never run."""
     try:
         stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # of pickle, zipfile or torch
+    except Exception as error:  # pickle, zipfile and torch raise many types
         raise CheckpointError.of(file.parent, "file", file.name, f"not a file of tensors: {error}") from error
     return {name: tensor for name, tensor in stored.items() if isinstance(tensor, Tensor)}
 

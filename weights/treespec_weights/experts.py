@@ -25,12 +25,12 @@ class Experts:
     layers: tuple[int, ...]  # indices of the sparse layers; all others have a dense MLP
     shared_size: int = 0  # hidden units of the expert that computes every row, 0 for none
     shared_gate: bool = False  # the shared expert's output is scaled by the sigmoid of a product of the row
-    bias: bool = False  # of the router and of the experts' projections
+    bias: bool = False  # the router and the experts' projections have biases
     correction: bool = False  # experts are chosen by their score plus a parameter
     scoring: Scoring = "softmax"
     normalized: bool = True  # the weights of the chosen experts are divided by their sum
-    scale: float = 1.0  # of the weights
-    groups: int = 1  # of experts, of which a row chooses the `chosen_groups` with the largest sums of two scores
+    scale: float = 1.0  # factor of the weights
+    groups: int = 1  # groups of experts; a row uses the `chosen_groups` with the largest sums of two scores
     chosen_groups: int = 1
 
     def parameters(self, hidden: int) -> dict[str, tuple[int, ...]]:

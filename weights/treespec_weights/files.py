@@ -12,7 +12,7 @@ from treespec_weights.errors import CheckpointError, Problem
 
 MAX_JSON_BYTES = 256 << 20  # the largest published tokenizer.json is about 35 MB
 _GGUF = ".gguf"
-_LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)  # of a model split into several files
+_LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)  # a model split into several files
 
 
 def resolve_folder(folder: Path | str) -> Path:

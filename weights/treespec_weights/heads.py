@@ -42,8 +42,8 @@ _PROJECTIONS = tuple(f"layers.0.{name}{suffix}" for name in "qkv" for suffix in 
 class HeadForm:
     """What a published folder says about a draft head."""
 
-    folder: Path  # of the head
-    layers: tuple[int, ...] | None  # of the target; None for the default, which depends on the target's depth
+    folder: Path  # folder of the head
+    layers: tuple[int, ...] | None  # target layers; None for the default, which depends on the target's depth
     by_output: bool  # `layers` are numbered by their outputs, as SpecForge and SGLang do, not by their inputs
     config: dict[str, Any]  # of the head's layers, in the form of a model's config.json
     rules: FamilyRules  # family of the head's layers
@@ -51,7 +51,7 @@ class HeadForm:
     norm_output: bool  # the feature of a drafted token is the output after the final norm
     kind: Literal["eagle", "eagle3"] = "eagle3"  # "eagle" is EAGLE-1 and EAGLE-2
     block: int = 0  # number of tokens that a parallel EAGLE head predicts in a pass; 0 for other heads
-    mask_token: int = 0  # of a parallel head's pairs after the root
+    mask_token: int = 0  # token of a parallel head's pairs after the root
 
     @property
     def name(self) -> str:
@@ -104,7 +104,7 @@ class HeadWeights(NamedTuple):
     # each; None for none
     state_norms: Tensor | None
     embed: Tensor | None  # own embeddings [vocab, hidden]; None for the target's
-    # in place of the target's states in the mask pairs of a parallel head, [number of layers, hidden of the target];
+    # replaces the target's states in the mask pairs of a parallel head, [number of layers, hidden of the target];
     # None for other heads
     mask_states: Tensor | None = None
 
@@ -158,7 +158,7 @@ def _is_eagle(raw: Mapping[str, Any], folder: Path) -> bool:
 
 
 def _eagle_form(folder: Path, raw: Mapping[str, Any]) -> HeadForm:
-    if raw.get("layernorms"):  # of speculators, for HASS
+    if raw.get("layernorms"):  # written by speculators for HASS
         raise config_error(folder, "layernorms", "EAGLE heads with norms of their inputs are not supported")
     return HeadForm(folder, None, False, *layers_of(folder, raw, 1), False, False, "eagle")
 

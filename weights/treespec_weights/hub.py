@@ -54,7 +54,7 @@ def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None
             f"the hub did not give {_named(hub_id, revision)} ({type(error).__name__}: {reason}); check the name and "
             "the revision, and HF_TOKEN for a gated model, or name a local folder with config.json and *.safetensors"
         ) from error
-    if (folder / "adapter_config.json").exists():  # of a LoRA adapter, which `load_lora` checks
+    if (folder / "adapter_config.json").exists():  # a LoRA adapter, which `load_lora` checks
         return folder
     try:
         read_config(folder.resolve())

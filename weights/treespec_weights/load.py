@@ -58,7 +58,7 @@ class Placement(NamedTuple):
         if self.experts is None:
             parts = self._split(tensor, [*self.params.values()])
         else:
-            sizes = [*self.params.values()][: len(self.params) // self.experts]  # of one expert
+            sizes = [*self.params.values()][: len(self.params) // self.experts]  # shapes of one expert
             each = tensor if tensor.dim() > len(sizes[0]) else tensor.unflatten(0, (self.experts, -1))
             parts = [part for expert in each for part in self._split(expert, sizes)]
         return dict(zip(self.params, parts, strict=True))

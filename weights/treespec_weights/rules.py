@@ -35,7 +35,7 @@ class RecurrentShape:
     kind: Literal["delta", "conv"]
     layers: tuple[int, ...]  # their indices in the model
     kernel: int
-    key_heads: int = 0  # of "delta"; each has heads / key_heads value heads
+    key_heads: int = 0  # only of "delta"; each has heads / key_heads value heads
     heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
@@ -75,9 +75,9 @@ class ModelShape:
     mlp_bias: bool = False  # on gate, up, down
     norm_bias: bool = False  # on every norm of the residual stream
     qk_norm: bool = False  # q and k are normalised per head
-    wide_qk_norm: bool = False  # or each over all of its heads together
+    wide_qk_norm: bool = False  # q and k are normalised over all of their heads together
     pre_norms: bool = True  # inputs of attention and MLP are normalised
-    shared_norm: bool = False  # by one norm (parallel blocks)
+    shared_norm: bool = False  # one norm serves both (parallel blocks)
     sinks: bool = False  # a head's softmax has one more score, a parameter, that weighs no position
     post_norms: bool = False  # outputs of attention and MLP are normalised before the residual add
     gated: bool = True  # the MLP has a gate
@@ -164,7 +164,7 @@ class ModelShape:
         for name, key in rules.config_keys.items():
             value = config.get(key)
             if value is None:
-                value = rules.defaults.get(name)
+                value = rules.defaults.get(name, False if name in _FLAGS else None)
             if value is None and name == "intermediate_size" and rules.widening:
                 continue
             if value is None and name not in _DERIVED:
@@ -307,7 +307,8 @@ class FamilyRules:
     # makes a parsed config.json one with `config_keys`, if some releases have other keys
     normalize: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     config_keys: Mapping[str, str]  # ModelShape field -> key of config.json
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # ModelShape field -> value if config.json lacks its key
+    # ModelShape field -> value if config.json lacks its key; flags are False unless given here
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     # ModelShape field -> value that the family fixes without a key
     constants: Mapping[str, Any] = field(default_factory=dict)
     # key -> value if config.json lacks it, for keys without a ModelShape field

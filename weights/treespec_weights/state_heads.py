@@ -21,7 +21,7 @@ from treespec_weights.errors import Problem
 class StateForm:
     """What a published folder says about a draft head without attention."""
 
-    folder: Path  # of the head
+    folder: Path  # folder of the head
     kind: Literal["medusa", "mlp_speculator"]  # "medusa" or "mlp_speculator"
     depths: int  # number of tokens that it predicts
     num_layers: int = 0  # residual layers of each Medusa head
@@ -73,8 +73,8 @@ class StateWeights(NamedTuple):
 
 def medusa_form(folder: Path, raw: Mapping[str, Any]) -> StateForm:
     """Return the form of Medusa heads. Raises CheckpointConfigError for an invalid number."""
-    keys = ("num_heads", "num_hidden_layers")  # of vLLM
-    if "medusa_num_heads" in raw:  # of the authors
+    keys = ("num_heads", "num_hidden_layers")  # vLLM's names
+    if "medusa_num_heads" in raw:  # the authors' names
         keys = ("medusa_num_heads", "medusa_num_layers")
     heads, layers = (_number(folder, raw, name, least) for name, least in zip(keys, (1, 0), strict=True))
     return StateForm(folder, "medusa", heads, layers, shared=bool(raw.get("original_lm_head")))

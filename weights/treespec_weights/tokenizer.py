@@ -15,7 +15,7 @@ SENTENCEPIECE = "tokenizer.model"
 class Vocabulary(NamedTuple):
     """Identity of a vocabulary. Models with equal identities can draft for each other."""
 
-    sha256: str  # of the sorted (id, token) pairs, independent of the file's formatting
+    sha256: str  # hash of the sorted (id, token) pairs, independent of the file's formatting
     tokens: int | None  # None for a SentencePiece file, which is hashed as a whole
     max_id: int | None
 

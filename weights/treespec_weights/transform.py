@@ -15,7 +15,7 @@ from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.writer import Output
 
 FP8_FORMATS = ("fp8", "fp8-all")
-FORMATS = (*BITS, *FP8_FORMATS)  # of `--quantize`
+FORMATS = (*BITS, *FP8_FORMATS)  # values of `--quantize`
 
 
 @dataclass(frozen=True)

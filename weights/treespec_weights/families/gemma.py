@@ -18,7 +18,7 @@ GEMMA2 = replace(
     model_type="gemma2",
     tensors=tuple(rule for rule in LLAMA_TENSORS if rule.params != ("layers.{i}.mlp_norm",)) + _NORMS,
     config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias"},
-    defaults={"tied": True, "attention_bias": False, "o_bias": False, "head_dim": 256},
+    defaults={"tied": True, "head_dim": 256},
     constants={"post_norms": True},
     assumed={
         "hidden_activation": "gelu_pytorch_tanh",
@@ -43,7 +43,7 @@ GEMMA = replace(
     tensors=LLAMA_TENSORS,
     constants={},
     assumed={"activation": "gelu_pytorch_tanh"},
-    activation="activation",  # which its configs do not have; their hidden_act means the same
+    activation="activation",  # a key that its configs lack; their hidden_act means the same
     windows=False,
     query_scalar=None,
     score_cap=None,

@@ -100,7 +100,7 @@ GPT_NEOX = FamilyRules(
         "attention_bias": "attention_bias",
         "o_bias": "attention_bias",
     },
-    defaults={"tied": False, "attention_bias": True, "o_bias": True},
+    defaults={"attention_bias": True, "o_bias": True},
     constants={"mlp_bias": True, "norm_bias": True, "gated": False},
     assumed={"hidden_act": "gelu"},
     norm="layer",

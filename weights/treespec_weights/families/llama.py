@@ -48,7 +48,6 @@ LLAMA = FamilyRules(
     tied_copy="lm_head.weight",
     ignored=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
     config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias", "mlp_bias": "mlp_bias"},
-    defaults={"tied": False, "attention_bias": False, "o_bias": False, "mlp_bias": False},
     assumed={"hidden_act": "silu"},
 )
 
@@ -57,7 +56,6 @@ MISTRAL = replace(
     LLAMA,
     model_type="mistral",
     config_keys=LLAMA_SIZES,
-    defaults={"tied": False},
     windows=True,
     requires={"layer_types": (None,)},  # one window for all layers; Ministral's layers differ
 )
@@ -66,7 +64,6 @@ QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
     config_keys=LLAMA_SIZES,
-    defaults={"tied": False},
     constants={"attention_bias": True},
     assumed={"hidden_act": "silu", "use_sliding_window": False},
     windows=True,
@@ -77,7 +74,7 @@ QWEN3 = replace(
     model_type="qwen3",
     tensors=LLAMA_TENSORS + QK_NORMS,
     config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias"},
-    defaults={"tied": False, "attention_bias": False, "o_bias": False, "head_dim": 128},
+    defaults={"head_dim": 128},
     constants={"qk_norm": True},
     assumed={"hidden_act": "silu", "use_sliding_window": False},
     windows=True,
@@ -95,7 +92,6 @@ PHI3 = replace(
         TensorRule("model.layers.{i}.mlp.gate_up_proj.weight", ("layers.{i}.gate", "layers.{i}.up")),
     ),
     config_keys=LLAMA_SIZES,
-    defaults={"tied": False},
     assumed={"hidden_act": "silu", "rms_norm_eps": 1e-5},
     windows=True,
     requires={"layer_types": (None,)},

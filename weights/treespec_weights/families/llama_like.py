@@ -8,10 +8,7 @@ from treespec_weights.rules import BESIDE_SLIDING, FULL_ATTENTION, TensorRule, o
 
 _SILU = {"hidden_act": "silu"}
 _EPS_1E5 = {"hidden_act": "silu", "rms_norm_eps": 1e-5}
-_UNTIED = {"tied": False}
 _ATTENTION_KEYS = LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias"}
-_NO_ATTENTION_BIAS = {"attention_bias": False, "o_bias": False}
-_NO_BIAS = _NO_ATTENTION_BIAS | {"mlp_bias": False}
 _ONE_BIAS_KEY = dict.fromkeys(("attention_bias", "o_bias", "mlp_bias"), "use_bias")
 
 
@@ -23,7 +20,7 @@ def _norms(stem: str, names: dict[str, str]) -> tuple[TensorRule, ...]:
 
 # --- other biases and defaults
 
-INTERNLM3 = replace(LLAMA, model_type="internlm3", defaults=_UNTIED | _NO_BIAS | {"head_dim": 128}, assumed=_EPS_1E5)
+INTERNLM3 = replace(LLAMA, model_type="internlm3", defaults={"head_dim": 128}, assumed=_EPS_1E5)
 
 IQUESTCODER = replace(INTERNLM3, model_type="iquestcoder")
 
@@ -31,19 +28,19 @@ SEED_OSS = replace(
     LLAMA,
     model_type="seed_oss",
     config_keys=_ATTENTION_KEYS | {"o_bias": "attention_out_bias", "mlp_bias": "mlp_bias"},
-    defaults=_UNTIED | _NO_BIAS | {"attention_bias": True, "head_dim": 128},
+    defaults={"attention_bias": True, "head_dim": 128},
 )
 
 CWM = replace(
     LLAMA,
     model_type="cwm",
     config_keys=LLAMA_SIZES,
-    defaults=_UNTIED | {"head_dim": 128},
+    defaults={"head_dim": 128},
     assumed=_EPS_1E5,
     windows=True,
 )
 
-MINISTRAL = replace(CWM, model_type="ministral", defaults=_UNTIED, assumed=_SILU)
+MINISTRAL = replace(CWM, model_type="ministral", defaults={}, assumed=_SILU)
 
 # --- other rotations
 
@@ -51,7 +48,7 @@ ERNIE4_5 = replace(
     LLAMA,
     model_type="ernie4_5",
     config_keys=LLAMA_SIZES | _ONE_BIAS_KEY,
-    defaults=_NO_BIAS | {"tied": True, "head_dim": 128},
+    defaults={"tied": True, "head_dim": 128},
     assumed=_EPS_1E5 | {"rope_theta": 500000.0},
     interleaved=True,
 )
@@ -60,7 +57,7 @@ HELIUM = replace(
     LLAMA,
     model_type="helium",
     config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
-    defaults=_UNTIED | {"attention_bias": False, "mlp_bias": False, "head_dim": 128},
+    defaults={"head_dim": 128},
     assumed=_SILU | {"rms_norm_eps": 1e-8, "rope_theta": 100000.0},
     interleaved=True,
 )
@@ -73,7 +70,7 @@ GLM = replace(
         *(rule for rule in PHI3.tensors if "mlp" in rule.name),
     ),
     config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias"},
-    defaults=_UNTIED | {"attention_bias": True, "head_dim": 128},
+    defaults={"attention_bias": True, "head_dim": 128},
     assumed=_SILU | {"rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
     interleaved=True,
 )
@@ -88,7 +85,7 @@ GLM4 = replace(
 SMOLLM3 = replace(
     LLAMA,
     model_type="smollm3",
-    defaults=_NO_BIAS | {"tied": True},
+    defaults={"tied": True},
     windows=True,
     unrotated="no_rope_layers",
 )
@@ -112,7 +109,7 @@ HYPERCLOVAX = replace(
     model_type="hyperclovax",
     tensors=LLAMA_TENSORS + _norms("post_", {"norm1": "attn_post_norm", "norm2": "mlp_post_norm"}),
     config_keys={**LLAMA.config_keys, "post_norms": "use_post_norm"},
-    defaults=_UNTIED | _NO_BIAS | {"post_norms": True},
+    defaults={"post_norms": True},
     score_scale="attention_multiplier",
     embed_scale="embedding_multiplier",
     logit_scale="logits_scaling",
@@ -133,7 +130,6 @@ OLMO2 = replace(
         *QK_NORMS,
     ),
     config_keys=_ATTENTION_KEYS,
-    defaults=_UNTIED | _NO_ATTENTION_BIAS,
     constants={"pre_norms": False, "post_norms": True, "wide_qk_norm": True},
     assumed=_EPS_1E5,
 )
@@ -144,7 +140,6 @@ EXAONE4 = replace(
     OLMO3,
     model_type="exaone4",
     config_keys=LLAMA_SIZES,
-    defaults=_UNTIED,
     constants={"pre_norms": False, "post_norms": True, "qk_norm": True},
     unrotated=BESIDE_SLIDING,
 )
@@ -154,7 +149,6 @@ HUNYUAN = replace(
     model_type="hunyuan_v1_dense",
     tensors=LLAMA_TENSORS + _norms("self_attn.", {"query_layernorm": "q_norm", "key_layernorm": "k_norm"}),
     config_keys=_ATTENTION_KEYS,
-    defaults=_UNTIED | _NO_ATTENTION_BIAS,
     constants={"qk_norm": True},
     assumed=_EPS_1E5,
     norm_after_rope=True,
@@ -169,10 +163,10 @@ COHERE = replace(
     model_type="cohere",
     tensors=tuple(rule for rule in LLAMA_TENSORS if "post_attention_layernorm" not in rule.name),
     config_keys=_ATTENTION_KEYS,
-    defaults=_NO_ATTENTION_BIAS | {"tied": True},
+    defaults={"tied": True},
     constants={"shared_norm": True},
     assumed=_SILU | {"logit_scale": 0.0625, "rope_theta": 500000.0},
-    parallel="use_parallel_residual",  # which its configs do not have
+    parallel="use_parallel_residual",  # a key that its configs lack
     logit_scale="logit_scale",
     interleaved=True,
     requires={"use_qk_norm": (False, None)},
@@ -200,7 +194,6 @@ STABLELM = replace(
         }
     ),
     config_keys=LLAMA_SIZES | {"attention_bias": "use_qkv_bias"},
-    defaults=_UNTIED | {"attention_bias": False},
     constants={"norm_bias": True},
     assumed=_SILU | {"partial_rotary_factor": 0.25},
     requires={"qk_layernorm": (False,), "use_parallel_residual": (False,)},
@@ -220,7 +213,7 @@ JAIS2 = replace(
     **_LAYER_NORM,
     model_type="jais2",
     tensors=STABLELM.tensors,
-    defaults=_UNTIED | {"attention_bias": True, "o_bias": True, "mlp_bias": True},
+    defaults={"attention_bias": True, "o_bias": True, "mlp_bias": True},
     constants={"norm_bias": True, "gated": False},
     assumed={"hidden_act": "relu2"},
 )

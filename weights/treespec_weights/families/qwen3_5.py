@@ -31,7 +31,7 @@ _PROJECTIONS_BY_HEAD = (
     TensorRule(_MIXER + "in_proj_qkvz.weight", _MIX, "per_head", "key_heads"),
     TensorRule(_MIXER + "in_proj_ba.weight", _RATES, "per_head", "key_heads"),
 )
-_PREDICTORS = ("mtp.",)  # for multi-token prediction
+_PREDICTORS = ("mtp.",)  # layers for multi-token prediction
 
 QWEN3_5 = replace(
     LLAMA,
@@ -45,7 +45,7 @@ QWEN3_5 = replace(
     ),
     ignored=_PREDICTORS,
     config_keys=LLAMA_SIZES,
-    defaults={"tied": False, "head_dim": 256},
+    defaults={"head_dim": 256},
     constants={"qk_norm": True, "output_gate": True},
     assumed={"hidden_act": "silu", "partial_rotary_factor": 0.25},
     norm="rms_plus_one",

@@ -341,7 +341,7 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         rope |= {"truncate": False} if arch == "gpt-oss" else {}
         betas = {name: file.value(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         rope |= {name: value for name, value in betas.items() if value is not None}
-        divisor = file.value("rope.scaling.yarn_log_multiplier") or 0.0  # as of DeepSeek's mscale_all_dim
+        divisor = file.value("rope.scaling.yarn_log_multiplier") or 0.0  # like DeepSeek's mscale_all_dim
         if magnitude != 1 or divisor:
             scale = 0.1 * math.log(max(factor, 1))
             rope["attention_factor"] = magnitude * (1 + scale) / (1 + divisor * scale)

@@ -32,8 +32,8 @@ class GgufTensor(NamedTuple):
 
     file: str  # name of the file that holds it
     type: str  # as ggml spells it: "F16", "Q4_K" ...
-    shape: tuple[int, ...]  # in torch's order, in values
-    offset: int  # of its first byte in the file
+    shape: tuple[int, ...]  # numbers of values, in torch's order
+    offset: int  # position of its first byte in the file
     nbytes: int
 
 

@@ -34,6 +34,12 @@ _GEMMA3_ROPES = {
 _CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 30.0}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
 _DELTA |= {"linear_value_head_dim": 20, "full_attention_interval": 2}
+_MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_head": 24}
+_MAMBA |= {"mamba_d_conv": 3, "mamba_chunk_size": 32}
+_GRANITE4 = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 40}
+_GRANITE4 |= {"attention_multiplier": 0.3, "residual_multiplier": 0.4}
+_NEMOTRON = {"mamba_num_heads": 6, "mamba_head_dim": 20, "n_groups": 3, "ssm_state_size": 12, "chunk_size": 32}
+_NEMOTRON |= {"n_routed_experts": 5, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40}
 _MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 0.6}
 _PHI3 = {"head_dim": None, "hidden_size": 64}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
@@ -88,6 +94,16 @@ TYPICAL = {
         layer_types=["conv", "full_attention", "conv"],
         tie_word_embeddings=True,
     ),
+    "granite_hybrid": _case(
+        "granitemoehybrid", **_MAMBA, **_GRANITE4, **_MULTIPLIERS, layer_types=_layers("linear", "full", "linear")
+    ),
+    "nemotron_h": _case(
+        "nemotron_h",
+        **_NEMOTRON,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        moe_latent_size=32,
+        routed_scaling_factor=1.8,
+    ),
     "gemma2": _case("gemma2", **_CAPS, sliding_window=WINDOW, query_pre_attn_scalar=40, tie_word_embeddings=True),
     "gemma3": _case("gemma3_text", **_GEMMA3, sliding_window=WINDOW, tie_word_embeddings=True),
     "phi3": _case("phi3", **_PHI3, sliding_window=WINDOW, num_key_value_heads=4, rope_parameters=_partial(0.75)),
@@ -116,7 +132,7 @@ TYPICAL = {
 SLOW = ("smollm3", "granite", "glm4", "olmo2", "hunyuan", "arcee", "ministral3", "cohere2")
 """Those of `TYPICAL` that only slow tests compute on every executor."""
 
-HYBRIDS = ("qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next", "lfm2_moe")
+HYBRIDS = ("qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granite_hybrid", "nemotron_h")
 """Those of `TYPICAL` with recurrent layers, which are no drafts."""
 
 CASES = TYPICAL | {
@@ -149,6 +165,24 @@ CASES = TYPICAL | {
     "lfm2, first keys, adjusted MLP": _case(
         "lfm2", block_multiple_of=16, conv_L_cache=5, full_attn_idxs=[0, 2], head_dim=None
     ),
+    "granite_hybrid, dense, rotated": _case(
+        "granitemoehybrid",
+        **_MAMBA,
+        **_GRANITE4 | {"num_local_experts": 0},
+        mamba_conv_bias=False,
+        position_embedding_type="rope",
+        tie_word_embeddings=True,
+        layer_types=_layers("full", "linear", "linear"),
+    ),
+    "nemotron_h, biases, no experts": _case(
+        "nemotron_h",
+        **_NEMOTRON,
+        layers_block_type=["mlp", "linear_attention", "linear_attention", "full_attention", "mlp"],
+        use_bias=True,
+        mlp_bias=True,
+        layer_norm_epsilon=0.05,
+    ),
+    "bamba": _case("bamba", **_MAMBA, attn_layer_indices=[1], attention_bias=True, mamba_proj_bias=True),
     "qwen2, no window, yarn": _case("qwen2", rope_parameters=_YARN, num_key_value_heads=1),
     "qwen3, biases, windows by layer": _case(
         "qwen3", **_BY_LAYER, attention_bias=True, num_key_value_heads=1, rms_norm_eps=0.05
@@ -225,7 +259,12 @@ def fitting(case: Case) -> dict[str, Any]:
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 80}
     if "linear_num_value_heads" in case.config:
         sizes |= {"linear_num_value_heads": 16, "linear_key_head_dim": 32, "linear_value_head_dim": 80}
-    for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+    if "mamba_n_heads" in case.config:
+        sizes |= {"mamba_n_heads": 16, "mamba_d_head": 80, "mamba_expand": 20, "mamba_d_state": 32}
+    if "mamba_num_heads" in case.config:
+        sizes |= {"mamba_num_heads": 16, "mamba_head_dim": 80, "n_groups": 2, "ssm_state_size": 32}
+    experts = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
+    for name in (*experts, "moe_shared_expert_intermediate_size"):
         sizes |= {name: 48} if name in case.config else {}
     derived = case.model_type in ("phi3", "gpt_neox", "olmoe")  # heads are as wide as the hidden size says
     return sizes if derived else sizes | {"head_dim": 32 if case.config.get("head_dim") else 16}

@@ -171,6 +171,7 @@ class CompiledDecoder(Decoder):
             config.scale,
             config.groups,
             config.chosen_groups,
+            None if own.latent is None else (own.latent["latent_in"], own.latent["latent_out"]),
         )
 
     def weight_forms(self) -> Sequence[object]:

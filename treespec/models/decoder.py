@@ -396,7 +396,9 @@ class Decoder:
         for i, layer in enumerate(self.layers[:num_layers]):
             if i in states:
                 states[i] = stream.x.clone()
-            cache = next(caches) if layer.mixer is None else next(recurrent)
+            cache: Any = None
+            if layer.o is not None:
+                cache = next(caches) if layer.mixer is None else next(recurrent)
             self._run(layer, stream, rotation, layout, cache, None if i else qkv, layout.num_rows - missing)
         if layout.states is not None:
             layout.states.finish()
@@ -418,26 +420,28 @@ class Decoder:
         stream: RmsStream | LayerStream,
         rotation: tuple[Tensor, ...],
         layout: Pass,
-        # The layer's pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim]; of a recurrent layer, its number among those
+        # The layer's pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim]; of a recurrent layer, its number among those;
+        # None if it has only an MLP
         cache: Any,
         qkv: Tensor | None,  # the layer's projections, if they are given
         num_rows: int,  # number of rows before those of padding
     ) -> None:
         """Run one layer in place on the stream."""
-        if layer.mixer is not None:
-            mixed = layer.mixer(stream.norm(layer.attn_norm), layout.states, cache)
-            update = self._apply("o", layer, mixed, layout)
-        else:
-            if qkv is None:
-                qkv = self._apply("qkv", layer, stream.norm(layer.attn_norm), layout)
-            update = self._attend(layer, qkv, rotation, layout, cache)
-        if layer.attn_post_norm is not None:
-            update = stream.norm_of(update, layer.attn_post_norm)
-        if self.config.parallel:  # parallel block: the MLP does not see the attention output
-            h = stream.norm(layer.mlp_norm)
+        h = stream.norm(layer.mlp_norm) if self.config.parallel else None  # the MLP does not see the attention output
+        if layer.o is not None:
+            if layer.mixer is not None:
+                mixed = layer.mixer(stream.norm(layer.attn_norm), layout.states, cache)
+                update = self._apply("o", layer, mixed, layout)
+            else:
+                if qkv is None:
+                    qkv = self._apply("qkv", layer, stream.norm(layer.attn_norm), layout)
+                update = self._attend(layer, qkv, rotation, layout, cache)
+            if layer.attn_post_norm is not None:
+                update = stream.norm_of(update, layer.attn_post_norm)
             stream.x.add_(update)
-        else:
-            stream.x.add_(update)
+        if self.config.layers[layer.index].without_mlp:
+            return
+        if h is None:
             h = stream.norm(layer.mlp_norm)
         if layer.sparse is not None:
             update = layer.sparse(h, num_rows)

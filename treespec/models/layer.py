@@ -147,6 +147,7 @@ class ExpertWeights(NamedTuple):
     correction: Tensor | None
     shared_scale: Tensor | None
     experts: list[dict[str, Any]]  # as of `take_mlp`
+    latent: dict[str, Any] | None  # the projections `latent_in` and `latent_out`, with biases (None)
 
 
 def take_experts(weights: Weights, i: int, count: int, fuses_gate: bool = True, joins: bool = True) -> ExpertWeights:
@@ -155,7 +156,11 @@ def take_experts(weights: Weights, i: int, count: int, fuses_gate: bool = True, 
     names = ("router", "router_bias", "router_correction", "shared.scale")
     router, bias, correction, shared_scale = (weights.pop(prefix + name, None) for name in names)
     experts = [take_mlp(weights, f"{prefix}experts.{e}.", fuses_gate, joins) for e in range(count)]
-    return ExpertWeights(router, bias, correction, shared_scale, experts)
+    latent = None
+    if f"{prefix}latent_in" in weights:
+        latent = {name: take_projection(weights, prefix, (name,)) for name in ("latent_in", "latent_out")}
+        latent |= {"latent_in_bias": None, "latent_out_bias": None}
+    return ExpertWeights(router, bias, correction, shared_scale, experts, latent)
 
 
 class Layer:
@@ -179,7 +184,9 @@ class Layer:
     ):
         layer, experts = take_layer(weights, i, fuses_gate=False), config.shape.experts
 
-        def linear(name: str, parts: dict[str, Any] = layer) -> Linear | CompiledLinear:
+        def linear(name: str, parts: dict[str, Any] = layer) -> Any:  # None without a weight
+            if parts[name] is None:
+                return None
             return make_linear(parts[name], parts[f"{name}_bias"], dtype, impl, library)
 
         def expert(parts: dict[str, Any]) -> Expert:
@@ -191,13 +198,11 @@ class Layer:
 
         self.attn_norm, self.mlp_norm = norm("attn_norm"), norm("mlp_norm")
         self.attn_post_norm, self.mlp_post_norm = norm("attn_post_norm"), norm("mlp_post_norm")
-        self.qkv = None if layer["qkv"] is None else linear("qkv")
-        self.o = linear("o")
+        self.qkv, self.o = linear("qkv"), linear("o")
         self.gate: Linear | CompiledLinear | None = None
         self.sparse: SparseMlp | None = None
         if experts is None or not config.layers[i].sparse:
-            self.up, self.down = linear("up"), linear("down")
-            self.gate = None if layer["gate"] is None else linear("gate")
+            self.gate, self.up, self.down = linear("gate"), linear("up"), linear("down")
         else:
             own = take_experts(weights, i, experts.count, fuses_gate=False)
             self.sparse = SparseMlp(
@@ -207,6 +212,7 @@ class Layer:
                 [expert(parts) for parts in own.experts],
                 None if layer["up"] is None else expert(layer),
                 None if own.shared_scale is None else Linear(own.shared_scale, None, impl),
+                None if own.latent is None else (linear("latent_in", own.latent), linear("latent_out", own.latent)),
                 min_rows,
             )
         sinks = weights.pop(f"layers.{i}.sinks", None)

@@ -91,6 +91,8 @@ class LayerKind(NamedTuple):
     recurrent: bool = False  # whether it has a state of fixed size in place of attention
     query_rope: int | None = None  # of the queries; None = that of the keys
     sparse: bool = False  # whether its MLP is a mixture of experts
+    without_mlp: bool = False
+    mlp_only: bool = False  # neither attention nor a state
 
     @property
     def ropes(self) -> tuple[int, int]:
@@ -187,7 +189,7 @@ def _rotated(folder: Path, config: Any, rules: FamilyRules, kinds: list[str]) ->
     """Return whether each layer has a rotary embedding (`FamilyRules.unrotated`)."""
     if rules.unrotated is None:
         return [True] * len(kinds)
-    slides = config.sliding_window is not None
+    slides = getattr(config, "sliding_window", None) is not None
     if rules.unrotated in (FULL, BESIDE_SLIDING):
         return [(slides and kind == SLIDING) or (not slides and rules.unrotated == BESIDE_SLIDING) for kind in kinds]
     flags = getattr(config, rules.unrotated)

@@ -52,7 +52,7 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(dict.fromkeys(layer.window for layer in self.layers if not layer.recurrent))
+        return tuple(dict.fromkeys(layer.window for layer in self.layers if not layer.recurrent)) or (None,)
 
     @cached_property
     def short_context(self) -> int:
@@ -108,7 +108,12 @@ class ModelConfig:
         if isinstance(eps, str):
             eps = positive(folder, eps, raw.get(eps, 1e-5 if rules.norm == "layer" else 1e-6), float)
         ropes, layers = read_layers(folder, raw, rules, shape, min(max_model_len or max_positions, max_positions))
-        layers = tuple(kind._replace(recurrent=shape.is_recurrent(i)) for i, kind in enumerate(layers))
+        layers = tuple(
+            kind._replace(
+                recurrent=shape.is_recurrent(i), without_mlp=i in shape.without_mlp, mlp_only=i in shape.mlp_only
+            )
+            for i, kind in enumerate(layers)
+        )
         if shape.experts is not None:
             sparse = {*shape.experts.layers}
             layers = tuple(kind._replace(sparse=i in sparse) for i, kind in enumerate(layers))

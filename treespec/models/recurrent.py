@@ -1,4 +1,4 @@
-"""Recurrent layers of the eager decoder: Gated DeltaNets, and LFM2's gated convolutions.
+"""Recurrent layers of the eager decoder: Gated DeltaNets, Mamba 2's layers, and LFM2's gated convolutions.
 
 A pass computes the rows that its requests have committed since their states were stored, and then its own rows, each
 from its parent. It stores the states after the committed rows only (see `RecurrentState`).
@@ -6,6 +6,7 @@ from its parent. It stores the states after the committed rows only (see `Recurr
 
 from collections.abc import Sequence
 from ctypes import CDLL
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.recurrent.request_state import RecurrentState, StateShape
 from treespec_kernels.recurrent.state_update import Level, causal_conv_ref, state_update_ref
 from treespec_weights.blocks import Weights
+from treespec_weights.rules import RecurrentShape
 
 _MIX = ("mix_q", "mix_k", "mix_v")  # of a Gated DeltaNet
 _L2_EPS = 1e-6  # of the norms of queries and keys
@@ -34,31 +36,57 @@ def recurrent_sizes(config: ModelConfig) -> dict[str, Any]:
     shape = config.shape.recurrent
     if shape is None:
         return {}
-    sizes = {name: getattr(shape, name) for name in ("kernel", "key_heads", "key_dim", "value_dim", "tiled")}
-    return sizes | {"channels": shape.channels(config.shape.hidden_size), "state_heads": shape.heads}
+    sizes = {name: getattr(shape, name) for name in ("kernel", "key_heads", "key_dim", "value_dim", "tiled", "rates")}
+    sizes |= {"channels": shape.channels(config.shape.hidden_size), "state_heads": shape.heads}
+    return sizes | {"mixer_eps": _epsilon(config)}
+
+
+def _epsilon(config: ModelConfig) -> float:
+    """Return the epsilon of a mixer's norm, whose input is no part of the residual stream."""
+    return config.norm_eps * config.stream_scale**2
 
 
 def take_mixer(weights: Weights, prefix: str, config: ModelConfig) -> dict[str, Any]:
     """Pop the parameters of a recurrent layer that take the place of attention, as `CompiledLayerWeights` has them."""
     shape = config.shape.recurrent
     assert shape is not None
-    names = ("mix",) if shape.kind == "conv" else (*_MIX, "beta", "decay", "mix_gate")
+    names = ("mix",) if shape.kind == "conv" else (*_MIX, *_rates(shape), "mix_gate")
     return {
         "qkv": [take_projection(weights, prefix, (name,)) for name in names],
-        "conv": _take_conv(weights, prefix),
+        "qkv_bias": _take_bias(weights, prefix, names),
+        **_take_conv(weights, prefix, shape),
         **({} if shape.kind == "conv" else _take_steps(weights, prefix)),
     }
 
 
-def _take_conv(weights: Weights, prefix: str) -> Tensor:
-    """Pop the weight of a convolution, fp32 [kernel, channels]."""
-    return weights.pop(f"{prefix}conv")[:, 0].float().t().contiguous()
+def _rates(shape: RecurrentShape) -> tuple[str, ...]:
+    """Return the names of a head's inputs besides those of the convolution."""
+    return ("beta", "decay")[2 - shape.rates :]
+
+
+def _take_bias(weights: Weights, prefix: str, names: Sequence[str]) -> Tensor | None:
+    """Pop the bias of a product of several matrices, if they have biases."""
+    parts = [weights.pop(f"{prefix}{name}_bias") for name in names if f"{prefix}{name}_bias" in weights]
+    return torch.cat(parts) if parts else None
+
+
+def _take_conv(weights: Weights, prefix: str, shape: RecurrentShape) -> dict[str, Tensor]:
+    """Pop a convolution, with the channels of queries first, fp32: its weight [kernel, channels], and any bias."""
+    parts = {"conv": weights.pop(f"{prefix}conv")[:, 0].float()}
+    if f"{prefix}conv_bias" in weights:
+        parts["conv_bias"] = weights.pop(f"{prefix}conv_bias").float()
+    if shape.kind == "mamba2":
+        keys = shape.key_heads * shape.key_dim
+        sizes = [shape.heads * shape.value_dim, keys, keys]
+        parts = {name: torch.cat(part.split(sizes)[::-1]) for name, part in parts.items()}
+    return parts | {"conv": parts["conv"].t().contiguous()}
 
 
 def _take_steps(weights: Weights, prefix: str) -> dict[str, Tensor]:
-    """Pop the vectors of a Gated DeltaNet, fp32."""
+    """Pop the vectors of a layer with a state per head, fp32."""
     dt_bias, log, gain = (weights.pop(prefix + name).float() for name in ("dt_bias", "decay_log", "mix_gain"))
-    return {"dt_bias": dt_bias, "rate": -log.exp(), "gain": gain}
+    skip = {"skip": weights.pop(f"{prefix}skip").float()} if f"{prefix}skip" in weights else {}
+    return {"dt_bias": dt_bias, "rate": -log.exp(), "gain": gain} | skip
 
 
 def state_shape(config: ModelConfig, num_nodes: int, dtype: torch.dtype) -> StateShape | None:
@@ -66,7 +94,7 @@ def state_shape(config: ModelConfig, num_nodes: int, dtype: torch.dtype) -> Stat
     shape = config.shape.recurrent
     if shape is None:
         return None
-    width = shape.channels(config.shape.hidden_size) + (2 * shape.heads)
+    width = shape.width(config.shape.hidden_size)
     sizes = shape.heads, shape.key_dim, shape.value_dim
     return StateShape(len(shape.layers), sizes, shape.kernel - 1, width, num_nodes, dtype)
 
@@ -176,8 +204,10 @@ class StatePass:
             state.length += replayed + (count if commits else 0)
 
 
-class DeltaMixer:
-    """A Gated DeltaNet (arXiv 2412.06464) with a short convolution, up to its output projection."""
+class StateMixer:
+    """A layer with a short convolution and a state per head, up to its output projection."""
+
+    reads: bool  # as of `state_update_ref`
 
     def __init__(
         self,
@@ -190,44 +220,93 @@ class DeltaMixer:
     ):
         shape = config.shape.recurrent
         assert shape is not None
-        self._shape, self._eps, self._dtype = shape, config.norm_eps, dtype
+        self._shape, self._eps, self._dtype = shape, _epsilon(config), dtype
         self._channels = shape.channels(config.shape.hidden_size)
         self.mix, self.rates = (
-            make_linear(take_projection(weights, prefix, names), None, dtype, impl, library)
-            for names in ((*_MIX, "mix_gate"), ("beta", "decay"))
+            make_linear(
+                take_projection(weights, prefix, names), _take_bias(weights, prefix, names), dtype, impl, library
+            )
+            for names in ((*_MIX, "mix_gate"), _rates(shape))
         )
-        self.conv = _take_conv(weights, prefix)
-        self.dt_bias, self.rate, self.gain = _take_steps(weights, prefix).values()
-        # `norm_heads` divides by the root of the mean square; a query is also divided by sqrt(key_dim).
-        sizes = 2 * shape.key_heads, 1
-        scale = torch.full(sizes, shape.key_dim**-0.5, dtype=torch.float32, device="cpu")
-        scale[: shape.key_heads] = 1 / shape.key_dim
-        self._scale = scale
+        self.vectors = _take_conv(weights, prefix, shape) | _take_steps(weights, prefix)
 
     def __call__(self, h: Tensor, rows: StatePass, layer: int) -> Tensor:
         """Return the mixed rows before the output projection, [num_rows, heads * value_dim]."""
         shape, channels = self._shape, self._channels
         mixed = self.mix(h)
         inputs = rows.exchange(layer, torch.cat((mixed[:, :channels], self.rates(h)), 1))
-        made = silu(causal_conv_ref(inputs[:, :channels], rows.taps, self.conv))
+        vectors = self.vectors
+        made = silu(causal_conv_ref(inputs[:, :channels], rows.taps, vectors["conv"], vectors.get("conv_bias")))
         qk, v = made.split([2 * shape.key_heads * shape.key_dim, shape.heads * shape.value_dim], 1)
         qk = qk.reshape(len(qk), 2 * shape.key_heads, shape.key_dim)
-        norm_heads(qk, self._scale, _L2_EPS / shape.key_dim)
+        self.normalize(qk)
         each = shape.heads // shape.key_heads
         q, k = (x.repeat(1, each, 1) if shape.tiled else x.repeat_interleave(each, 1) for x in qk.chunk(2, 1))
-        beta, decay = inputs[rows.taps[:, -1], channels:].float().chunk(2, 1)
-        decay = torch.exp(self.rate * softplus(decay + self.dt_bias))
+        rates = inputs[rows.taps[:, -1], channels:].float()
+        step = softplus(rates[:, -shape.heads :] + vectors["dt_bias"])
+        beta = self.factor(rates, step)
         matrices = rows.matrices(layer)
         v = v.reshape(len(v), shape.heads, shape.value_dim)
-        out = state_update_ref(matrices, q, k, v, sigmoid(beta), decay, rows.levels)
+        out = state_update_ref(matrices, q, k, v, beta, torch.exp(vectors["rate"] * step), rows.levels, self.reads)
         rows.store(layer, matrices)
-        out = out[rows.num_replayed :]
-        norm_heads(out, self.gain.expand(shape.heads, -1), self._eps)
-        return (out.flatten(1) * silu(mixed[:, channels:].float())).to(self._dtype)
+        out, v = out[rows.num_replayed :], v[rows.num_replayed :]
+        return self.gated(out, v, silu(mixed[:, channels:].float())).to(self._dtype)
+
+    def normalize(self, qk: Tensor) -> None:
+        """Normalise queries and keys, fp32 [rows, 2 * key_heads, key_dim], in place."""
+
+    def factor(self, rates: Tensor, step: Tensor) -> Tensor:
+        """Return beta of `state_update_ref` from a row's further inputs and time step, fp32 [rows, heads]."""
+        raise NotImplementedError
+
+    def gated(self, out: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        """Return the rows' outputs, [num_rows, heads * value_dim], from what the states give for their queries.
+
+        out, v: fp32 [num_rows, heads, value_dim]; gate: [num_rows, heads * value_dim].
+        """
+        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.mix, self.rates, self.conv, self.dt_bias, self.rate, self.gain))
+        return self.mix.nbytes + self.rates.nbytes + sum(vector.nbytes for vector in self.vectors.values())
+
+
+class DeltaMixer(StateMixer):
+    """A Gated DeltaNet (arXiv 2412.06464)."""
+
+    reads = True
+
+    @cached_property
+    def _scale(self) -> Tensor:
+        # `norm_heads` divides by the root of the mean square; a query is also divided by sqrt(key_dim).
+        key_heads, key_dim = self._shape.key_heads, self._shape.key_dim
+        scale = torch.full((2 * key_heads, 1), key_dim**-0.5, dtype=torch.float32, device="cpu")
+        scale[:key_heads] = 1 / key_dim
+        return scale
+
+    def normalize(self, qk: Tensor) -> None:
+        norm_heads(qk, self._scale, _L2_EPS / self._shape.key_dim)
+
+    def factor(self, rates: Tensor, step: Tensor) -> Tensor:
+        return sigmoid(rates[:, : self._shape.heads])
+
+    def gated(self, out: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        norm_heads(out, self.vectors["gain"].expand(self._shape.heads, -1), self._eps)
+        return out.flatten(1) * gate
+
+
+class Mamba2Mixer(StateMixer):
+    """A layer of Mamba 2 (arXiv 2405.21060), whose gate precedes its norm."""
+
+    reads = False
+
+    def factor(self, rates: Tensor, step: Tensor) -> Tensor:
+        return step
+
+    def gated(self, out: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        out = ((out + v * self.vectors["skip"][:, None]).flatten(1) * gate).unflatten(1, (self._shape.key_heads, -1))
+        norm_heads(out, self.vectors["gain"].view(self._shape.key_heads, -1), self._eps)
+        return out.flatten(1)
 
 
 class ConvMixer:
@@ -244,7 +323,8 @@ class ConvMixer:
     ):
         self._dtype = dtype
         self.mix = make_linear(take_projection(weights, prefix, ("mix",)), None, dtype, impl, library)
-        self.conv = _take_conv(weights, prefix)
+        assert config.shape.recurrent is not None
+        self.conv = _take_conv(weights, prefix, config.shape.recurrent)["conv"]
 
     def __call__(self, h: Tensor, rows: StatePass, layer: int) -> Tensor:
         """Return the mixed rows before the output projection, [num_rows, hidden_size]."""
@@ -273,5 +353,5 @@ class RecurrentLayer(Layer):
     ):
         super().__init__(weights, i, config, impl, dtype, library, min_rows)
         assert config.shape.recurrent is not None
-        kind = DeltaMixer if config.shape.recurrent.kind == "delta" else ConvMixer
-        self.mixer = kind(weights, f"layers.{i}.", config, impl, dtype, library)
+        kinds = {"delta": DeltaMixer, "mamba2": Mamba2Mixer, "conv": ConvMixer}
+        self.mixer = kinds[config.shape.recurrent.kind](weights, f"layers.{i}.", config, impl, dtype, library)

@@ -15,22 +15,24 @@ AnyLinear = Linear | CompiledLinear
 
 
 class Expert(NamedTuple):
-    """An expert: an MLP with a gate."""
+    """An expert: an MLP."""
 
-    gate: AnyLinear
+    gate: AnyLinear | None
     up: AnyLinear
     down: AnyLinear
     activation: str
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute x [num_rows, hidden_size]; returns the same shape."""
+        if self.gate is None:
+            return self.down(self.up.activated(x, self.activation))
         if self.activation == "clamped_swiglu":
             return self.down(clamped_swiglu(self.gate(x), self.up(x)))
         return self.down(self.gate.activated(x, self.activation).mul_(self.up(x)))
 
     @property
     def nbytes(self) -> int:
-        return self.gate.nbytes + self.up.nbytes + self.down.nbytes
+        return sum(part.nbytes for part in (self.gate, self.up, self.down) if part is not None)
 
 
 class SparseMlp(NamedTuple):
@@ -46,21 +48,25 @@ class SparseMlp(NamedTuple):
     experts: list[Expert]
     shared: Expert | None
     shared_scale: Linear | None
+    latent: tuple[AnyLinear, AnyLinear] | None  # before and after the experts other than the shared one
     min_rows: int  # as in `Decoder`
 
     def __call__(self, x: Tensor, num_rows: int) -> Tensor:
         """Compute the first `num_rows` rows of x [num_rows or more, hidden_size]; the others, padding, become 0."""
         chosen, weights = self._route(x)
         chosen, weights = chosen[:num_rows], weights[:num_rows].float()
-        out = x.new_empty(*chosen.shape, x.shape[1])
+        inner = x if self.latent is None else self.latent[0](x)
+        out = x.new_empty(*chosen.shape, inner.shape[1])
         for expert in chosen.unique().tolist():
             rows, ranks = (chosen == expert).nonzero(as_tuple=True)
             padded = F.pad(rows, (0, max(self.min_rows - len(rows), 0)))
-            out[rows, ranks] = self.experts[expert](x[padded])[: len(rows)]
+            out[rows, ranks] = self.experts[expert](inner[padded])[: len(rows)]
         total = out[:, 0].float() * weights[:, :1]
         for rank in range(1, self.config.top_k):
             total += out[:, rank].float() * weights[:, rank : rank + 1]
         total = F.pad(total, (0, 0, 0, len(x) - num_rows))
+        if self.latent is not None:
+            total = self.latent[1](total.to(x.dtype)).float()
         if self.shared is not None:
             shared = self.shared(x).float()
             total += shared if self.shared_scale is None else shared * _sigmoid(self.shared_scale(x).float())
@@ -88,7 +94,8 @@ class SparseMlp(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        parts = [self.router, *self.experts, *(part for part in (self.shared, self.shared_scale) if part is not None)]
+        parts = [self.router, *self.experts, *(self.latent or ())]
+        parts += [part for part in (self.shared, self.shared_scale) if part is not None]
         return sum(part.nbytes for part in parts)
 
 

@@ -66,7 +66,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises as `read_document` and `text_config`, and CheckpointConfigError if it is not a JSON object.
     """
-    return family_config(text_config(folder, _read_object(folder, CONFIG)))
+    return family_config(text_config(folder, _with_numbers(_read_object(folder, CONFIG))))
+
+
+def _with_numbers(value: Any) -> Any:
+    """Return a parsed document with the infinities that transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_with_numbers(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity"):
+        return float(value["__float__"])
+    return {key: _with_numbers(entry) for key, entry in value.items()}
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

@@ -32,6 +32,8 @@ class Experts:
     scale: float = 1.0  # factor of the weights
     groups: int = 1  # groups of experts; a row uses the `chosen_groups` with the largest sums of two scores
     chosen_groups: int = 1
+    gated: bool = True  # experts' MLPs have a gate
+    latent_size: int = 0  # width of the projection that experts other than the shared one read and write; 0 for none
 
     def parameters(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Return the parameters of a sparse layer's MLP and their shapes, in order."""
@@ -39,15 +41,18 @@ class Experts:
         result |= {"router_bias": (self.count,)} if self.bias else {}
         result |= {"router_correction": (self.count,)} if self.correction else {}
         if self.shared_size:
-            shared = _gated(self.shared_size, hidden, False)
+            shared = _mlp(self.shared_size, hidden, False, self.gated)
             result |= {f"shared.{name}": size for name, size in shared.items()}
         result |= {"shared.scale": (1, hidden)} if self.shared_gate else {}
-        expert = _gated(self.size, hidden, self.bias)
+        if self.latent_size:
+            result |= {"latent_in": (self.latent_size, hidden), "latent_out": (hidden, self.latent_size)}
+        expert = _mlp(self.size, self.latent_size or hidden, self.bias, self.gated)
         return result | {f"experts.{e}.{name}": size for e in range(self.count) for name, size in expert.items()}
 
 
-def _gated(inner: int, hidden: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    sizes: dict[str, tuple[int, ...]] = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+def _mlp(inner: int, hidden: int, bias: bool, gated: bool) -> dict[str, tuple[int, ...]]:
+    sizes: dict[str, tuple[int, ...]] = {"gate": (inner, hidden)} if gated else {}
+    sizes |= {"up": (inner, hidden), "down": (hidden, inner)}
     return sizes | ({f"{name}_bias": size[:1] for name, size in sizes.items()} if bias else {})
 
 
@@ -55,12 +60,14 @@ def _gated(inner: int, hidden: int, bias: bool) -> dict[str, tuple[int, ...]]:
 class ExpertRules:
     """Keys of config.json that describe a family's experts, and what the family fixes.
 
-    Every family may have dense layers, by the key `dense`, `mlp_only_layers` and `decoder_sparse_step`.
+    Every family may have dense layers, by the key `dense`, `mlp_only_layers` and `decoder_sparse_step`, or by the types
+    of its layers.
     """
 
-    count: tuple[str, ...]  # keys of the number of experts, of which a config has one
+    count: tuple[str, ...]  # keys of the number of experts, of which a config has one; 0 for a dense model
     size: str = "moe_intermediate_size"  # key of the hidden units of an expert
     dense: str = "first_k_dense_replace"  # key of the number of dense layers before the sparse ones
+    types: str | None = None  # key of the layers' types, of which sparse layers have "moe"
     shared_size: str | None = None  # key of the hidden units of the shared expert
     shared_count: str | None = None  # key of their number in units of `size`, instead of `shared_size`
     shared_gate: bool = False
@@ -70,6 +77,8 @@ class ExpertRules:
     normalized: bool | None = None  # None: key norm_topk_prob
     scale: str | None = None  # key of the factor on the weights
     grouped: bool = False  # keys n_group and topk_group apply
+    gated: bool = True
+    latent_size: str | None = None  # key of `Experts.latent_size`
 
     def read(self, config: Mapping[str, Any], num_layers: int, problems: list[Problem]) -> Experts | None:
         """Read a parsed config.json; adds to `problems` and returns None if a value is missing or wrong."""
@@ -88,11 +97,15 @@ class ExpertRules:
                 problems.append(Problem("config", repr(key), f"{value!r} is not true or false"))
             return value is True
 
-        count = natural(next((key for key in self.count if key in config), self.count[0]), MAX_EXPERTS)
+        key = next((key for key in self.count if key in config), self.count[0])
+        if config.get(key) == 0:
+            return None
+        count = natural(key, MAX_EXPERTS)
         size = natural(self.size, 2**31 - 1)
         shared = 0 if self.shared_size is None else natural(self.shared_size, 2**31 - 1)
         if self.shared_count is not None:
             shared = size * natural(self.shared_count, MAX_EXPERTS, default=1)
+        latent = 0 if config.get(self.latent_size or "") is None else natural(self.latent_size, 2**31 - 1)
         groups, chosen = 1, 1
         if self.grouped:
             groups = natural("n_group", count, default=1)
@@ -122,11 +135,16 @@ class ExpertRules:
             scale=float(scale),
             groups=groups,
             chosen_groups=chosen,
+            gated=self.gated,
+            latent_size=latent,
         )
 
     def _sparse_layers(
         self, config: Mapping[str, Any], num_layers: int, natural: Any, problems: list[Problem]
     ) -> tuple[int, ...]:
+        if self.types is not None:
+            types = config.get(self.types)
+            return tuple(i for i, kind in enumerate(types) if kind == "moe") if isinstance(types, list) else ()
         first = natural(self.dense, num_layers, 0, 0)
         step = natural("decoder_sparse_step", 2**31 - 1, default=1)
         dense = config.get("mlp_only_layers") or []

@@ -19,6 +19,7 @@ MAX_LAYERS = 10_000
 TensorShape = tuple[int, ...]
 
 FULL_ATTENTION = "full_attention"
+MLP_ONLY = ("mlp", "moe")  # types of layers that are only an MLP, if each layer is one block (`RecurrentRules.single`)
 BESIDE_SLIDING = "full_attention beside sliding_attention"
 TILED = "tiled_value_heads"  # key of `RecurrentShape.tiled` in the config of a GGUF file
 
@@ -29,17 +30,29 @@ class RecurrentShape:
 
     All of them have a causal convolution over the last `kernel` tokens in each channel. "delta" is a Gated DeltaNet
     (arXiv 2412.06464): the convolution makes queries, keys and values, and each head has a state [key_dim, value_dim].
-    "conv" is LFM2's gated convolution, whose channels are the hidden dimensions.
+    "mamba2" (arXiv 2405.21060) has the same parts, whose names there are C, B and x, of groups, state size and head
+    size. "conv" is LFM2's gated convolution, whose channels are the hidden dimensions.
     """
 
-    kind: Literal["delta", "conv"]
+    kind: Literal["delta", "mamba2", "conv"]
     layers: tuple[int, ...]  # their indices in the model
     kernel: int
-    key_heads: int = 0  # only of "delta"; each has heads / key_heads value heads
+    key_heads: int = 0  # this and the rest: not of "conv". Each has heads / key_heads value heads
     heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
     tiled: bool = False  # value head i reads key head i % key_heads (GGUF files), not i // (heads / key_heads)
+    conv_bias: bool = False  # of "mamba2"
+    bias: bool = False  # of its projections
+
+    @property
+    def rates(self) -> int:
+        """Number of a head's inputs besides those of the convolution: beta and decay, or Mamba 2's time step."""
+        return {"conv": 0, "mamba2": 1, "delta": 2}[self.kind]
+
+    def width(self, hidden_size: int) -> int:
+        """Return the number of inputs that a layer keeps of a token."""
+        return self.channels(hidden_size) + self.rates * self.heads
 
     def channels(self, hidden_size: int) -> int:
         """Return the number of channels of the convolution."""
@@ -53,9 +66,16 @@ class RecurrentShape:
         keys, inner = self.key_heads * self.key_dim, self.heads * self.value_dim
         parameters: dict[str, TensorShape] = {"mix_q": (keys, hidden), "mix_k": (keys, hidden)}
         parameters |= {"mix_v": (inner, hidden), "mix_gate": (inner, hidden)}
-        parameters |= {"beta": (heads, hidden), "decay": (heads, hidden), "conv": (channels, 1, self.kernel)}
-        parameters |= {"dt_bias": (heads,), "decay_log": (heads,), "mix_gain": (self.value_dim,)}
-        return parameters | {"mix_out": (hidden, inner)}
+        if self.kind == "delta":
+            parameters["beta"] = (heads, hidden)
+        parameters |= {"decay": (heads, hidden), "mix_out": (hidden, inner)}
+        biases = {f"{name}_bias": shape[:1] for name, shape in parameters.items()} if self.bias else {}
+        parameters |= biases | {"conv": (channels, 1, self.kernel), "dt_bias": (heads,), "decay_log": (heads,)}
+        if self.kind == "delta":
+            return parameters | {"mix_gain": (self.value_dim,)}
+        # The channels of "conv" are those of values, keys and queries, in this order
+        parameters |= {"conv_bias": (channels,)} if self.conv_bias else {}
+        return parameters | {"skip": (heads,), "mix_gain": (inner,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +105,8 @@ class ModelShape:
     experts: Experts | None = None
     output_gate: bool = False  # attention outputs are multiplied by sigmoid(attn_gate x)
     recurrent: RecurrentShape | None = None  # layers without K/V
+    without_mlp: tuple[int, ...] = ()  # indices of layers that have no MLP,
+    mlp_only: tuple[int, ...] = ()  # and of those that have nothing else
 
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and layer in self.recurrent.layers
@@ -92,7 +114,7 @@ class ModelShape:
     @property
     def kv_layers(self) -> int:
         """Number of layers with K/V."""
-        return sum(not self.is_recurrent(i) for i in range(self.num_layers))
+        return sum(not self.is_recurrent(i) and i not in self.mlp_only for i in range(self.num_layers))
 
     def parameters(self) -> dict[str, TensorShape]:
         """Return decoder parameter names and shapes, in order. A tied head is not a separate parameter."""
@@ -118,24 +140,23 @@ class ModelShape:
         if self.o_bias:
             attention |= {"o_bias": (hidden,)}
         recurrent = {} if self.recurrent is None else self.recurrent.parameters(hidden)
-        layer: dict[str, TensorShape] = {}
-        if self.post_norms:
-            layer |= norm("attn_post_norm")
-        if self.pre_norms and not self.shared_norm:
-            layer |= norm("mlp_norm")
+        mlp_norm = norm("mlp_norm") if self.pre_norms and not self.shared_norm else {}
         mlp: dict[str, TensorShape] = {"gate": (inter, hidden)} if self.gated else {}
         mlp |= {"up": (inter, hidden), "down": (hidden, inter)}
         if self.mlp_bias:
             mlp |= ({"gate_bias": (inter,)} if self.gated else {}) | {"up_bias": (inter,), "down_bias": (hidden,)}
-        post = norm("mlp_post_norm") if self.post_norms else {}
         sparse = {} if self.experts is None else dict.fromkeys(self.experts.layers, self.experts.parameters(hidden))
         result: dict[str, TensorShape] = {"embed": (self.vocab_size, hidden)}
         if self.learned_positions:
             result |= {"positions": (self.learned_positions, hidden)}
         for i in range(self.num_layers):
-            parts = norm("attn_norm") if self.pre_norms else {}
-            parts |= recurrent if self.is_recurrent(i) else attention
-            parts |= layer | sparse.get(i, mlp) | post
+            parts: dict[str, TensorShape] = {}
+            if i not in self.mlp_only:
+                parts |= norm("attn_norm") if self.pre_norms else {}
+                parts |= recurrent if self.is_recurrent(i) else attention
+                parts |= norm("attn_post_norm") if self.post_norms else {}
+            if i not in self.without_mlp:
+                parts |= mlp_norm | sparse.get(i, mlp) | (norm("mlp_post_norm") if self.post_norms else {})
             result |= {f"layers.{i}.{name}": shape for name, shape in parts.items()}
         result |= norm("final_norm")
         if not self.tied:
@@ -144,11 +165,12 @@ class ModelShape:
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:
-        """Numbers of hidden units of the model's MLPs and experts."""
+        """Numbers of hidden units of the model's MLPs and experts, and the width of what experts read."""
+        sparse = 0 if self.experts is None else len(self.experts.layers)
+        dense = (self.intermediate_size,) if self.num_layers > sparse + len(self.without_mlp) else ()
         if self.experts is None:
-            return (self.intermediate_size,)
-        dense = () if len(self.experts.layers) == self.num_layers else (self.intermediate_size,)
-        return (*dense, self.experts.size, *((self.experts.shared_size,) if self.experts.shared_size else ()))
+            return dense
+        return (*dense, self.experts.size, *filter(None, (self.experts.shared_size, self.experts.latent_size)))
 
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.parameters().values())
@@ -187,13 +209,17 @@ class ModelShape:
                 values["experts"] = rules.experts.read({**rules.assumed, **config}, values["num_layers"], problems)
         if rules.recurrent is not None and not problems:
             values["recurrent"], problems = rules.recurrent.read(config, values["num_layers"])
+            if rules.recurrent.single and not problems:
+                types = [*enumerate(rules.recurrent.types(config, values["num_layers"]))]
+                values["mlp_only"] = tuple(i for i, kind in types if kind in MLP_ONLY)
+                values["without_mlp"] = tuple(i for i, kind in types if kind not in MLP_ONLY)
         if problems:
             raise CheckpointConfigError(folder, list(dict.fromkeys(problems)))  # one key may feed two fields
         return cls(**values)
 
 
 _DERIVED = ("num_kv_heads", "head_dim")
-_FLAGS = tuple(f.name for f in fields(ModelShape) if f.type is bool)
+_FLAGS = tuple(f.name for f in (*fields(ModelShape), *fields(RecurrentShape)) if f.type is bool)
 
 
 def _wrong_value(name: str, value: object) -> str | None:
@@ -242,9 +268,13 @@ class TensorRule:
 class RecurrentRules:
     """How config.json describes recurrent layers."""
 
-    kind: Literal["delta", "conv"]
+    kind: Literal["delta", "mamba2", "conv"]
     layer_type: str  # their name in `layer_types`; all others are `FULL_ATTENTION`
-    interval: str | None = None  # key of n, if every n-th layer has attention where `layer_types` is missing
+    key: str = "layer_types"
+    single: bool = False  # each layer is one block with one norm, and may also be of a type in `MLP_ONLY`
+    # Where `layer_types` is missing: key of n, if every n-th layer has attention, or of the layers with attention
+    interval: str | None = None
+    attention: str | None = None
     config_keys: Mapping[str, str]  # RecurrentShape field -> key of config.json
     defaults: Mapping[str, int] = field(default_factory=dict)  # RecurrentShape field or interval -> value
 
@@ -256,22 +286,28 @@ class RecurrentRules:
         problems = [Problem("config", repr(key), message) for key, message in wrong.items() if message]
         if problems:
             return None, problems
-        interval = values.pop("interval", num_layers + 1)
-        types = config.get("layer_types")
-        if types is None:
-            types = [FULL_ATTENTION if (i + 1) % interval == 0 else self.layer_type for i in range(num_layers)]
-        known = {self.layer_type, FULL_ATTENTION}
-        if not isinstance(types, list) or len(types) != num_layers or not set(map(str, types)) <= known:
-            message = f"{types!r}; expected {self.layer_type!r} or {FULL_ATTENTION!r} for each of {num_layers} layers"
-            return None, [Problem("config", "'layer_types'", message)]
+        values.pop("interval", None)
+        types = self.types(config, num_layers)
+        known = [self.layer_type, FULL_ATTENTION, *(MLP_ONLY if self.single else ())]
+        if not isinstance(types, list) or len(types) != num_layers or not {*map(str, types)} <= {*known}:
+            message = f"{types!r}; expected {' or '.join(map(repr, known))} for each of {num_layers} layers"
+            return None, [Problem("config", repr(self.key), message)]
         layers = tuple(i for i, kind in enumerate(types) if kind == self.layer_type)
-        if len(layers) == num_layers:
+        if FULL_ATTENTION not in types:
             return None, [Problem("config", "'layer_types'", "no layer has attention: not supported")]
         if values.get("heads", 0) % values.get("key_heads", 1):
             message = f"{values['heads']} is not a multiple of {keys['key_heads']} {values['key_heads']}"
             return None, [Problem("config", repr(keys["heads"]), message)]
         tiled = config.get(TILED) is True and values["heads"] != values["key_heads"]
         return (RecurrentShape(kind=self.kind, layers=layers, tiled=tiled, **values) if layers else None), []
+
+    def types(self, config: Mapping[str, Any], num_layers: int) -> Any:
+        """Return the type of each layer, or what config.json has in its place."""
+        if (types := config.get(self.key)) is not None:
+            return types
+        interval = num_layers + 1 if self.interval is None else config.get(self.interval, self.defaults["interval"])
+        attention = range(interval - 1, num_layers, interval) if self.attention is None else config.get(self.attention)
+        return [FULL_ATTENTION if i in (attention or ()) else self.layer_type for i in range(num_layers)]
 
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]

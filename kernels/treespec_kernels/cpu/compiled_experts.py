@@ -38,6 +38,7 @@ class CompiledExperts(NamedTuple):
     scale: float  # factor on the weights
     groups: int  # number of groups of experts
     chosen_groups: int  # number of groups from which a row chooses
+    latent: tuple[Weight, Weight] | None = None  # projections before and after the experts other than the shared one
 
     def pack(
         self,
@@ -54,6 +55,7 @@ class CompiledExperts(NamedTuple):
             ctypes.addressof(down),
             linear(_padded(self.router), _padded(self.router_bias)),
             linear(_padded(self.shared_scale), None),
+            *(linear(weight, None) for weight in self.latent or (None, None)),
             floats(_padded(self.correction)),
             len(self.experts),
             self.top_k,

@@ -119,6 +119,7 @@ struct Norm {
 struct Experts {  // of a sparse layer; one form for all experts
     const Linear *gate_up, *down;  // [count]
     Linear router, shared_scale;   // [hidden] -> [count], padded to a multiple of 16; shared_scale: to 16, if any
+    Linear latent_in, latent_out;  // before and after the experts other than the shared one, if any
     const float* correction;       // [padded count], added to the scores by which experts are chosen, or null
     int64_t count, top_k, scoring, normalized, groups, chosen_groups;  // as in `Experts` (experts.py)
     float scale;
@@ -132,8 +133,10 @@ struct Layer {
     // its shared expert, if it has one
     Linear qkv, o, gate_up, down;
     const Experts* experts;  // null for a dense layer
-    const float* conv;             // convolution of a recurrent layer, [kernel, channels]; null in layers with attention
-    const float *dt_bias, *rate, *gain;  // of a Gated DeltaNet, [state_heads] and [value_dim]
+    // Convolution of a recurrent layer, [kernel, channels], null in other layers; and its bias, [channels], or null
+    const float *conv, *conv_bias;
+    // Of layers with a state per head, [state_heads]; skip: only of Mamba 2. gain: [value_dim], of Mamba 2 of all heads
+    const float *dt_bias, *rate, *skip, *gain;
     int64_t query_rope, rope;  // indices of the ropes of queries and of keys
     int64_t window;            // number of positions that a row attends to, 0: all
 };
@@ -163,8 +166,8 @@ struct Model {
     int64_t hidden, mlp, threads;
     // As in `Architecture` (decoder_cpu.py); a score_cap of 0 is none.
     int64_t num_heads, num_kv_heads, activation, layer_norm, parallel, num_ropes, output_gate;
-    int64_t kernel, channels, key_heads, state_heads, key_dim, value_dim, tiled;
-    float norm_eps, query_scale, embed_scale, score_cap;
+    int64_t kernel, channels, key_heads, state_heads, key_dim, value_dim, tiled, rates;
+    float mixer_eps, norm_eps, query_scale, embed_scale, score_cap;
     int64_t wide_head_norm, norm_after_rope;
 };
 
@@ -375,6 +378,8 @@ class Pass {
         static thread_local Routed routed;
         Routed& to = routed;  // of this thread
         const int64_t k = of.top_k, size = of.down->inputs, step = of.gate_up->stride, outputs = of.router.stride;
+        const int64_t ends = of.gate_up->inputs;  // width of an expert's inputs and outputs
+        const bool latent = of.latent_in.weight;
         to.scores.resize(n * outputs), to.choice.resize(n * outputs);
         to.chosen.resize(n * k), to.weights.resize(n * k);
         linear(of.router, h, n, to.scores.data(), STORE, threads);
@@ -383,23 +388,27 @@ class Pass {
                            to.weights.data() + r * k);
         });
         to.order(of, n);
-        to.inputs.resize(n * k * hidden), to.inner.resize(n * k * size);
-        to.outputs.resize(n * k * std::max(step, hidden));
+        to.inputs.resize(n * k * ends), to.inner.resize(n * k * size), to.latent.resize(latent ? n * ends : 0);
+        to.outputs.resize(n * k * std::max(step, ends));
+        if (latent) linear(of.latent_in, h, n, to.latent.data(), ROUND, threads);
         for_rows([&](int64_t r) {
+            const scalar* from = (latent ? to.latent.data() : h) + r * ends;
             for (int64_t j = 0; j < k; j++)
-                std::copy_n(h + r * hidden, hidden, to.inputs.data() + to.places[r * k + j] * hidden);
+                std::copy_n(from, ends, to.inputs.data() + to.places[r * k + j] * ends);
         });
         to.multiply(of.gate_up, to.inputs.data(), threads);
         activate_rows(to.outputs.data(), n * k, step, size, to.inner.data());
         to.multiply(of.down, to.inner.data(), threads);
         for_rows([&](int64_t r) {
-            for (int64_t i = 0; i < hidden; i += LANES) {
+            for (int64_t i = 0; i < ends; i += LANES) {
                 vec total = {};
                 for (int64_t j = 0; j < k; j++)
-                    total += to.weights[r * k + j] * load<vec>(to.outputs.data() + to.places[r * k + j] * hidden + i);
-                store(x + r * hidden + i, load<vec>(x + r * hidden + i) + total);
+                    total += to.weights[r * k + j] * load<vec>(to.outputs.data() + to.places[r * k + j] * ends + i);
+                if (latent) store(to.latent.data() + r * ends + i, total);
+                else store(x + r * hidden + i, load<vec>(x + r * hidden + i) + total);
             }
         });
+        if (latent) linear(of.latent_out, to.latent.data(), n, x, ADD, threads);
     }
 
   public:
@@ -433,24 +442,22 @@ class Pass {
     void run() {
         embed();
         RecurrentRows recurrent(model, batch);
-        for (int64_t l = 0, attentions = 0; l < batch.num_layers; l++) {
+        for (int64_t l = 0, attentions = 0, states = 0; l < batch.num_layers; l++) {
             const Layer& layer = model.layers[l];
             keep(l);
-            if (l == 0 && batch.qkv)
-                for (int64_t i = 0; i < n * width; i++) y[i] = to_float(((const scalar*)batch.qkv)[i]);
-            else
-                project(layer);
-            if (layer.conv) {
-                const int64_t index = l - attentions, step = layer.qkv.stride;
-                if (layer.gain) recurrent.mix_delta(layer, index, y, step, a, threads);
-                else recurrent.mix_conv(layer, index, y, step, a, threads);
-            } else {
-                attend(layer, keys(attentions), keys(attentions) + pool);
-                attentions++;
+            if (layer.o.weight) {  // otherwise the layer is an MLP
+                if (l == 0 && batch.qkv)
+                    for (int64_t i = 0; i < n * width; i++) y[i] = to_float(((const scalar*)batch.qkv)[i]);
+                else
+                    project(layer);
+                const int64_t step = layer.qkv.stride;
+                if (layer.gain) recurrent.mix_heads(layer, states++, y, step, a, threads);
+                else if (layer.conv) recurrent.mix_conv(layer, states++, y, step, a, threads);
+                else attend(layer, keys(attentions), keys(attentions) + pool), attentions++;
+                if (model.parallel) norm(layer.mlp_norm, h);  // the input of the MLP excludes the output of attention
+                add(layer, &Layer::o, &LayerUpdates::o, layer.attn_post_norm);
             }
-            if (model.parallel) norm(layer.mlp_norm, h);  // the input of the MLP excludes the output of attention
-            add(layer, &Layer::o, &LayerUpdates::o, layer.attn_post_norm);
-            if (!model.parallel) norm(layer.mlp_norm, h);
+            if (!model.parallel && (layer.experts || layer.down.weight)) norm(layer.mlp_norm, h);
             if (layer.experts) add_experts(*layer.experts);
             if (layer.down.weight) add_mlp(layer);
         }

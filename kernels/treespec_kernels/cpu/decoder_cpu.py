@@ -27,7 +27,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")  
 
 _LANES = 16
 _NORMS, _LINEARS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"), ("qkv", "o", "gate_up", "down")
-_FLOATS = ("head_norm", "sinks", "conv", "dt_bias", "rate", "gain")
+_FLOATS = ("head_norm", "sinks", "conv", "conv_bias", "dt_bias", "rate", "skip", "gain")
 _NormStruct, _LayerStruct, _LinearStruct = STRUCTS["Norm"], STRUCTS["Layer"], STRUCTS["Linear"]
 
 
@@ -39,9 +39,10 @@ class CompiledLayerWeights(NamedTuple):
     head_norm: Tensor | None  # norm of each head of Q and K, [num_heads + num_kv_heads, head_dim]
     qkv: Weight | Sequence[Weight] | None  # None in the first layer of a draft head, which is given these projections
     qkv_bias: Tensor | None
-    o: Weight | Sequence[Weight]
+    o: Weight | Sequence[Weight] | None  # None in a layer that is only an MLP
     o_bias: Tensor | None
-    # gate and up stacked; only up in an MLP without a gate. Of the shared expert in a sparse layer, None without one
+    # gate and up stacked; only up in an MLP without a gate. Of the shared expert in a sparse layer, None without one,
+    # and in a layer without an MLP
     gate_up: Weight | Sequence[Weight] | None
     gate_up_bias: Tensor | None
     down: Weight | Sequence[Weight] | None
@@ -54,11 +55,14 @@ class CompiledLayerWeights(NamedTuple):
     mlp_post_norm: Tensor | None = None
     sinks: Tensor | None = None  # [num_heads], scores of attention sinks
     experts: CompiledExperts | None = None
-    # Of a recurrent layer, whose `qkv` are the convolution's inputs, beta, decay and mix_gate. None in other layers
+    # Of a recurrent layer, whose `qkv` are the convolution's inputs, beta (not of Mamba 2), decay and mix_gate. None in
+    # other layers
     conv: Tensor | None = None  # [kernel, channels]
-    dt_bias: Tensor | None = None  # of a Gated DeltaNet, [state_heads]
+    conv_bias: Tensor | None = None  # [channels]
+    dt_bias: Tensor | None = None  # of a layer with a state per head, [state_heads]
     rate: Tensor | None = None  # the factor of softplus in the logarithm of the decay, [state_heads]
-    gain: Tensor | None = None  # of the norm of its output, [value_dim]
+    skip: Tensor | None = None  # of Mamba 2: factor on the value that is added to the output, [state_heads]
+    gain: Tensor | None = None  # of the norm of its output, [value_dim], of Mamba 2 [state_heads * value_dim]
 
 
 class Architecture(NamedTuple):
@@ -84,6 +88,8 @@ class Architecture(NamedTuple):
     key_dim: int = 0
     value_dim: int = 0
     tiled: bool = False
+    rates: int = 0
+    mixer_eps: float = 0.0  # of the norm of a recurrent layer's output
 
 
 class PassEntries(NamedTuple):

@@ -57,7 +57,7 @@ void choose_experts(const Experts& of, float* scores, float* choice, int64_t* ch
 struct Routed {
     std::vector<float> scores, choice, weights, outputs;
     std::vector<int64_t> chosen, places, starts, next;  // by row and rank: expert, and place in the order
-    std::vector<scalar> inputs, inner;
+    std::vector<scalar> inputs, inner, latent;
     std::vector<Share> shares;
 
     void order(const Experts& of, int64_t rows) {

@@ -1,5 +1,5 @@
-// Recurrent layers: a short causal convolution, and the gated delta rule along the paths of token trees. Included by
-// decoder_cpu.cpp; the reference is treespec_kernels/recurrent/state_update.py.
+// Recurrent layers: a short causal convolution, and the gated delta rule or that of Mamba 2 along the paths of token trees.
+// Included by decoder_cpu.cpp; the reference is treespec_kernels/recurrent/state_update.py.
 //
 // A pass first computes the rows that a request has committed since its states were stored (replayed rows), from the
 // inputs that are kept, and stores the states after them. It then computes its own rows, each from its parent's state,
@@ -29,7 +29,8 @@ class RecurrentRows {
 
     const Model& model;
     const Batch& batch;
-    const int64_t history, channels, width, inner, total;  // width: inputs of a token; total: rows with replayed ones
+    // width: inputs of a token; row_size: what `make` makes of them; total: rows with replayed ones
+    const int64_t history, channels, width, row_size, inner, total;
     std::vector<Of> requests;
     std::vector<std::pair<int64_t, int64_t>> rows;  // request, and index among its rows, of all rows
     static inline thread_local std::vector<scalar> fresh_rows;
@@ -77,9 +78,11 @@ class RecurrentRows {
     const scalar* fresh_rows_at(int64_t row) const { return fresh + row * width; }
 
     // Writes the convolution of a row to `out`.
-    void convolve(const float* weight, const scalar** taps, float* out) const {
+    void convolve(const Layer& layer, const scalar** taps, float* out) const {
+        const float* weight = layer.conv;
         for (int64_t i = 0; i < channels; i += LANES) {
             vec sum = widen(taps[history] + i) * load<vec>(weight + i);
+            if (layer.conv_bias) sum += load<vec>(layer.conv_bias + i);
             for (int64_t t = 1; t <= history; t++)
                 sum = fma(widen(taps[history - t] + i), load<vec>(weight + t * channels + i), sum);
             store(out + i, sum);
@@ -97,18 +100,18 @@ class RecurrentRows {
         for (int64_t i = 0; i < size; i += LANES) store(x + i, load<vec>(x + i) * factor);
     }
 
-    // Makes q, k, v, beta and decay of a row from its inputs.
+    // Makes q, k, v, beta and decay of a row from its inputs. Mamba 2's beta is the time step.
     void make(const Layer& layer, const scalar** taps, float* out) const {
-        convolve(layer.conv, taps, out);
+        convolve(layer, taps, out);
         for (int64_t i = 0; i < channels; i += LANES) store(out + i, activate(SILU, load<vec>(out + i)));
         const float length = 1.0f / std::sqrt(float(model.key_dim));
-        for (int64_t head = 0; head < 2 * model.key_heads; head++)
+        for (int64_t head = 0; head < 2 * model.key_heads && !layer.skip; head++)
             normalize(out + head * model.key_dim, model.key_dim, head < model.key_heads ? length : 1.0f);
-        const scalar *beta = taps[0] + channels, *decay = beta + model.state_heads;
+        const scalar *beta = taps[0] + channels, *decay = taps[0] + width - model.state_heads;
         float *to = out + channels, *decays = to + model.state_heads;
         for (int64_t i = 0; i < model.state_heads; i += LANES) {
             const vec rate = load<vec>(layer.rate + i), step = softplus(widen(decay + i) + load<vec>(layer.dt_bias + i));
-            store(to + i, sigmoid(widen(beta + i)));
+            store(to + i, layer.skip ? step : sigmoid(widen(beta + i)));
             store(decays + i, exp(rate * step));
         }
     }
@@ -118,9 +121,9 @@ class RecurrentRows {
     // Computes N vectors of columns of a state from those of another, which may be the same, and a row's output in them.
     template <int N>
     static void update(const float* from, float* to, int64_t step, const float* q, const float* k, const float* v,
-                       int64_t key_dim, float beta, float decay, float* out) {
+                       int64_t key_dim, float beta, float decay, const float* skip, float* out) {
         vec read[N] = {}, sum[N] = {}, delta[N];
-        for (int64_t i = 0; i < key_dim; i++)
+        for (int64_t i = 0; i < key_dim && !skip; i++)
             for (int j = 0; j < N; j++) read[j] = fma(load<vec>(from + i * step + j * LANES), splat(k[i]), read[j]);
         for (int j = 0; j < N; j++) delta[j] = (load<vec>(v + j * LANES) - read[j] * decay) * beta;
         for (int64_t i = 0; i < key_dim; i++)
@@ -129,38 +132,38 @@ class RecurrentRows {
                 store(to + i * step + j * LANES, state);
                 sum[j] = fma(state, splat(q[i]), sum[j]);
             }
-        for (int j = 0; j < N; j++) store(out + j * LANES, sum[j]);
+        for (int j = 0; j < N; j++) store(out + j * LANES, skip ? fma(load<vec>(v + j * LANES), splat(*skip), sum[j]) : sum[j]);
     }
 
     // Updates `columns` columns, a multiple of 16, of a head's state by one row.
-    void update_head(int64_t head, int64_t column, int64_t columns, const float* from, float* to, const float* row,
+    void update_head(const Layer& layer, int64_t head, int64_t column, int64_t columns, const float* from, float* to, const float* row,
                      float* out) const {
         const int64_t keys = model.key_heads * model.key_dim;
         const int64_t key = model.tiled ? head % model.key_heads : head / (model.state_heads / model.key_heads);
         const float *q = row + key * model.key_dim, *k = q + keys, *v = row + 2 * keys + head * model.value_dim + column;
         const float beta = row[channels + head], decay = row[channels + model.state_heads + head];
+        const float* skip = layer.skip ? layer.skip + head : nullptr;
         constexpr int N = 4;
         int64_t i = 0;
         for (; i + N * LANES <= columns; i += N * LANES)
-            update<N>(from + i, to + i, model.value_dim, q, k, v + i, model.key_dim, beta, decay, out + i);
+            update<N>(from + i, to + i, model.value_dim, q, k, v + i, model.key_dim, beta, decay, skip, out + i);
         for (; i < columns; i += LANES)
-            update<1>(from + i, to + i, model.value_dim, q, k, v + i, model.key_dim, beta, decay, out + i);
+            update<1>(from + i, to + i, model.value_dim, q, k, v + i, model.key_dim, beta, decay, skip, out + i);
     }
 
     // Runs a request's updates of some columns of one head.
-    void run_head(const Of& of, int64_t layer, int64_t head, int64_t column) const {
+    void run_head(const Layer& layer, const Of& of, int64_t index, int64_t head, int64_t column) const {
         static thread_local std::vector<float> scratch;
         const RequestState& state = *of.state;
         const int64_t size = model.key_dim * model.value_dim, columns = std::min(COLUMNS, model.value_dim - column);
-        float* stored = state.matrices + (layer * model.state_heads + head) * size + column;
+        float* stored = state.matrices + (index * model.state_heads + head) * size + column;
         float dropped[COLUMNS];
-        const int64_t row_size = channels + 2 * model.state_heads;
         for (int64_t i = 0; i < state.replayed; i++)
-            update_head(head, column, columns, stored, stored, made + (of.first + i) * row_size, dropped);
+            update_head(layer, head, column, columns, stored, stored, made + (of.first + i) * row_size, dropped);
         scratch.resize(of.buffers * size);
         const auto buffer = [&](int64_t i) { return i ? scratch.data() + (i - 1) * size : stored; };
         for (const Step& step : of.steps)
-            update_head(head, column, columns, buffer(step.from), buffer(step.to),
+            update_head(layer, head, column, columns, buffer(step.from), buffer(step.to),
                         made + (of.first + state.replayed + step.row) * row_size,
                         mixed + (state.first_row + step.row) * inner + head * model.value_dim + column);
     }
@@ -192,7 +195,8 @@ class RecurrentRows {
   public:
     RecurrentRows(const Model& model, const Batch& batch)
         : model(model), batch(batch), history(model.kernel - 1), channels(model.channels),
-          width(channels + 2 * model.state_heads), inner(model.state_heads * model.value_dim), total(count_rows(batch)) {
+          width(channels + model.rates * model.state_heads), row_size(channels + 2 * model.state_heads),
+          inner(model.state_heads * model.value_dim), total(count_rows(batch)) {
         int64_t first = 0;
         for (int64_t i = 0; i < batch.num_requests; i++) {
             const RequestState& state = batch.requests[i];
@@ -204,9 +208,9 @@ class RecurrentRows {
         }
     }
 
-    // Mixes the projections y, [num_rows, step], of a Gated DeltaNet: channels, beta, decay, gate. Writes a.
-    void mix_delta(const Layer& layer, int64_t index, const float* y, int64_t step, scalar* a, int threads) {
-        const int64_t n = batch.num_rows, row_size = channels + 2 * model.state_heads;
+    // Mixes the projections y, [num_rows, step], of a layer with a state per head: channels, rates, gate. Writes a.
+    void mix_heads(const Layer& layer, int64_t index, const float* y, int64_t step, scalar* a, int threads) {
+        const int64_t n = batch.num_rows;
         fresh_rows.resize(n * width), made_rows.resize(total * row_size), mixed_rows.resize(n * inner);
         fresh = fresh_rows.data(), made = made_rows.data(), mixed = mixed_rows.data();
         for (int64_t r = 0; r < n; r++)
@@ -220,17 +224,23 @@ class RecurrentRows {
         const int64_t blocks = (model.value_dim + COLUMNS - 1) / COLUMNS, units = model.state_heads * blocks;
         parallel(threads, int64_t(requests.size()) * units, [&](int64_t unit) {
             const FlushDenormals flushing;
-            run_head(requests[unit / units], index, unit % units / blocks, unit % blocks * COLUMNS);
+            run_head(layer, requests[unit / units], index, unit % units / blocks, unit % blocks * COLUMNS);
         });
         keep(index);
-        const Norm gain{layer.gain, nullptr};
+        // A Gated DeltaNet's heads are normalised before the gate; Mamba 2's groups of heads after it, by gains of their own.
+        const int64_t size = layer.skip ? inner / model.key_heads : model.value_dim;
         parallel(threads, n, [&](int64_t r) {
-            for (int64_t head = 0; head < model.state_heads; head++) {
-                const float *row = mixed + r * inner + head * model.value_dim, *gate = y + r * step + width;
-                const Moments of = moments(row, model.value_dim, model.norm_eps, false);
-                for (int64_t i = 0; i < model.value_dim; i += LANES) {
-                    const int64_t at = head * model.value_dim + i;
-                    store(a + r * inner + at, normed(row, of, gain, i) * activate(SILU, load<vec>(gate + at)));
+            for (int64_t start = 0; start < inner; start += size) {
+                float* row = mixed + r * inner + start;
+                const float* gate = y + r * step + width + start;
+                if (layer.skip)
+                    for (int64_t i = 0; i < size; i += LANES)
+                        store(row + i, load<vec>(row + i) * activate(SILU, load<vec>(gate + i)));
+                const Norm gain{layer.gain + (layer.skip ? start : 0), nullptr};
+                const Moments of = moments(row, size, model.mixer_eps, false);
+                for (int64_t i = 0; i < size; i += LANES) {
+                    const vec made = normed(row, of, gain, i);
+                    store(a + r * inner + start + i, layer.skip ? made : made * activate(SILU, load<vec>(gate + i)));
                 }
             }
         });
@@ -252,7 +262,7 @@ class RecurrentRows {
             if (own < 0) return;
             const scalar* taps[16];
             find_taps(of, index, rows[row].second, taps);
-            convolve(layer.conv, taps, mixed + r * channels);
+            convolve(layer, taps, mixed + r * channels);
             for (int64_t i = 0; i < channels; i += LANES)
                 store(a + r * channels + i, load<vec>(mixed + r * channels + i) * load<vec>(y + r * step + channels + i));
         });

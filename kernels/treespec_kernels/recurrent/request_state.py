@@ -13,7 +13,7 @@ class StateShape(NamedTuple):
     num_layers: int
     matrix: tuple[int, int, int]  # of a layer's state: heads, key_dim, value_dim; all 0 if there is only a convolution
     history: int  # tokens before the current one that the convolution reads
-    width: int  # inputs of a token that a layer keeps: those of the convolution, then beta and decay of each head
+    width: int  # inputs of a token that a layer keeps: those of the convolution, then the rates of all heads
     num_nodes: int  # most rows of a token tree
     dtype: torch.dtype  # of the inputs
 

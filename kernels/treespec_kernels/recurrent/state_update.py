@@ -21,26 +21,35 @@ class Level(NamedTuple):
     requests: Tensor
 
 
-def causal_conv_ref(inputs: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
+def causal_conv_ref(inputs: Tensor, taps: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Convolve each row's path: the sum over t of weight[t] * inputs[taps[:, t]], in order, in fp32.
 
     Args:
         inputs: [num_inputs, channels].
         taps: int64 [num_rows, kernel], the inputs of each row's ancestors and of the row itself, last.
         weight: fp32 [kernel, channels].
+        bias: fp32 [channels], added last, or None.
     """
     result = inputs[taps[:, 0]].float() * weight[0]
     for column, tap in zip(taps.T[1:], weight[1:], strict=True):
         result += inputs[column].float() * tap  # not addcmul, whose SIMD body and tail may round differently
-    return result
+    return result if bias is None else result + bias
 
 
 def state_update_ref(
-    states: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, levels: Sequence[Level]
+    states: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    levels: Sequence[Level],
+    reads: bool = True,
 ) -> Tensor:
     """Apply the gated delta rule (arXiv 2412.06464) along the rows' paths, and store the last committed states.
 
-    S = decay * S' + k (beta (v - k^T (decay * S')))^T, with S' the parent's state; a row's output is q^T S.
+    S = decay * S' + k (beta (v - k^T (decay * S')))^T, with S' the parent's state; a row's output is q^T S. Without
+    `reads`, the rule is that of Mamba 2 (arXiv 2405.21060): S = decay * S' + k (beta v)^T.
 
     Args:
         states: fp32 [num_requests, heads, key_dim, value_dim], of the requests; changed in place.
@@ -55,7 +64,8 @@ def state_update_ref(
     for rows, parents, last, requests in levels:
         key = k[rows][..., None]
         current = current[parents] * decay[rows][..., None, None]
-        delta = (v[rows] - _sum_keys(current * key)) * beta[rows][..., None]
+        value = v[rows] - _sum_keys(current * key) if reads else v[rows]
+        delta = value * beta[rows][..., None]
         current += key * delta[..., None, :]
         out[rows] = _sum_keys(current * q[rows][..., None])
         if len(last):

@@ -1,0 +1,213 @@
+"""Families with layers of Mamba 2: Granite 4 (hybrid), Nemotron-H, Bamba and Mamba 2 itself."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from treespec_weights.experts import ExpertRules
+from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS
+from treespec_weights.families.llama_like import GRANITE
+from treespec_weights.rules import FULL_ATTENTION, FamilyRules, RecurrentRules, TensorRule, one_to_one, with_biases
+
+_RECURRENT = "linear_attention"
+_OLDER_TYPES = {"mamba": _RECURRENT, "attention": FULL_ATTENTION}  # as transformers reads them
+_PATTERN = {"M": _RECURRENT, "E": "moe", "*": FULL_ATTENTION, "-": "mlp"}
+_IN = ("layers.{i}.mix_gate", "layers.{i}.mix_v", "layers.{i}.mix_k", "layers.{i}.mix_q", "layers.{i}.decay")
+# Limits of time steps, of which transformers applies others to prompts only
+_NO_LIMIT = (None, [0.0, math.inf])
+
+
+def _mixer(stem: str) -> tuple[TensorRule, ...]:
+    """Return the rules of a layer of Mamba 2."""
+    vectors = {"dt_bias": "dt_bias", "A_log": "decay_log", "D": "skip"}
+    return (
+        TensorRule(f"{stem}.in_proj.weight", _IN),
+        TensorRule(f"{stem}.in_proj.bias", tuple(f"{name}_bias" for name in _IN)),
+        *with_biases({f"{stem}.conv1d": "layers.{i}.conv", f"{stem}.out_proj": "layers.{i}.mix_out"}),
+        *one_to_one({f"{stem}.norm.weight": "layers.{i}.mix_gain"}),
+        *(TensorRule(f"{stem}.{name}", (f"layers.{{i}}.{param}",), single=True) for name, param in vectors.items()),
+    )
+
+
+def _keys(**names: str) -> dict[str, str]:
+    """Return config keys of `RecurrentShape`, given without "mamba_"."""
+    return {field: f"mamba_{name}" for field, name in names.items()}
+
+
+_MAMBA_KEYS = _keys(
+    kernel="d_conv", key_heads="n_groups", heads="n_heads", key_dim="d_state", value_dim="d_head", conv_bias="conv_bias"
+) | {"bias": "mamba_proj_bias"}
+_MAMBA_DEFAULTS = {"kernel": 4, "key_heads": 1, "heads": 128, "key_dim": 256, "conv_bias": True, "bias": False}
+_MAMBA = RecurrentRules(
+    kind="mamba2", layer_type=_RECURRENT, config_keys=_MAMBA_KEYS, defaults=_MAMBA_DEFAULTS
+)
+
+
+def _with_head_size(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace a head size of "auto"."""
+    size, hidden, heads = (config.get(key) for key in ("mamba_d_head", "hidden_size", "mamba_n_heads"))
+    if size not in (None, "auto") or type(hidden) is not int or type(heads) is not int or heads < 1:
+        return dict(config)
+    return {**config, "mamba_d_head": config.get("mamba_expand", 2) * hidden // heads}
+
+
+def _normalize_granite(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace older names of layer types, and give a model without experts its MLP's size."""
+    result, layers, types = _with_head_size(config), config.get("num_hidden_layers"), config.get("layer_types")
+    if isinstance(types, list):
+        result["layer_types"] = [_OLDER_TYPES.get(str(kind), kind) for kind in types]
+    if type(layers) is int:
+        result["no_rope_layers"] = [int(config.get("position_embedding_type") == "rope")] * layers
+    if config.get("num_local_experts") == 0:
+        result["intermediate_size"] = config.get("shared_intermediate_size")
+    return result
+
+
+_EXPERT = "layers.{i}.experts.{e}."
+_SHARED = "model.layers.{i}.shared_mlp."
+_EXPERTS = "model.layers.{i}.block_sparse_moe."
+
+GRANITE_HYBRID = replace(
+    GRANITE,
+    model_type="granitemoehybrid",
+    tensors=tuple(rule for rule in LLAMA_TENSORS if ".mlp." not in rule.name)
+    + _mixer("model.layers.{i}.mamba")
+    + (
+        TensorRule(_SHARED + "input_linear.weight", ("layers.{i}.shared.gate", "layers.{i}.shared.up")),
+        TensorRule(_SHARED + "input_linear.weight", ("layers.{i}.gate", "layers.{i}.up")),
+        TensorRule(_EXPERTS + "input_linear.weight", (_EXPERT + "gate", _EXPERT + "up")),
+        *one_to_one(
+            {
+                _SHARED + "output_linear.weight": "layers.{i}.shared.down",
+                _EXPERTS + "output_linear.weight": _EXPERT + "down",
+                _EXPERTS + "router.layer.weight": "layers.{i}.router",
+            }
+        ),
+        TensorRule(_SHARED + "output_linear.weight", ("layers.{i}.down",)),
+    ),
+    normalize=_normalize_granite,
+    config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias"},
+    defaults={"tied": False, "attention_bias": False, "o_bias": False},
+    recurrent=_MAMBA,
+    unrotated="no_rope_layers",
+    experts=ExpertRules(
+        count=("num_local_experts",),
+        size="intermediate_size",
+        shared_size="shared_intermediate_size",
+        scoring="softmax_of_chosen",
+        normalized=False,
+    ),
+    requires={"hidden_act": ("silu",), "time_step_limit": _NO_LIMIT},
+)
+
+BAMBA = replace(
+    LLAMA,
+    model_type="bamba",
+    tensors=tuple(
+        replace(
+            rule,
+            name=rule.name.replace(".mlp.", ".feed_forward.")
+            .replace("post_attention_layernorm", "pre_ff_layernorm")
+            .replace("model.norm", "model.final_layernorm"),
+        )
+        for rule in LLAMA_TENSORS
+    )
+    + _mixer("model.layers.{i}.mamba"),
+    normalize=_with_head_size,
+    assumed={"hidden_act": "silu", "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    recurrent=replace(_MAMBA, attention="attn_layer_indices"),
+    requires={"hidden_act": ("silu",), "time_step_limit": _NO_LIMIT, "mlp_bias": (None, False)},
+)
+
+
+def _normalize_nemotron(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace keys and layer types of first releases, and count the layers."""
+    result, types = dict(config), config.get("layers_block_type")
+    older = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
+    older |= {"attention_head_dim": "head_dim", "rms_norm_eps": "layer_norm_epsilon"}
+    result |= {name: config[key] for key, name in older.items() if key in config and name not in config}
+    if types is None and isinstance(pattern := config.get("hybrid_override_pattern"), str):
+        types = [_PATTERN.get(letter, letter) for letter in pattern]
+    if isinstance(types, list):
+        result["layers_block_type"] = [_OLDER_TYPES.get(str(kind), kind) for kind in types]
+        result["num_hidden_layers"] = len(types)
+        if "moe" not in types:
+            result["n_routed_experts"] = 0
+    return result
+
+
+_BLOCK = "backbone.layers.{i}."
+
+NEMOTRON_H = FamilyRules(
+    model_type="nemotron_h",
+    tensors=(
+        *one_to_one(
+            {
+                "backbone.embeddings.weight": "embed",
+                _BLOCK + "norm.weight": "layers.{i}.attn_norm",
+                **{f"{_BLOCK}mixer.{name}_proj.weight": f"layers.{{i}}.{name}" for name in ("q", "k", "v", "o")},
+                _BLOCK + "mixer.gate.weight": "layers.{i}.router",
+                _BLOCK + "mixer.fc1_latent_proj.weight": "layers.{i}.latent_in",
+                _BLOCK + "mixer.fc2_latent_proj.weight": "layers.{i}.latent_out",
+                "backbone.norm_f.weight": "final_norm",
+                "lm_head.weight": "lm_head",
+            }
+        ),
+        *with_biases({f"{_BLOCK}mixer.{name}_proj": f"layers.{{i}}.{name}" for name in ("up", "down")}),
+        *one_to_one(
+            {
+                f"{_BLOCK}mixer.{module}.{name}_proj.weight": f"layers.{{i}}.{param}.{name}"
+                for module, param in (("experts.{e}", "experts.{e}"), ("shared_experts", "shared"))
+                for name in ("up", "down")
+            }
+        ),
+        TensorRule(_BLOCK + "norm.weight", ("layers.{i}.mlp_norm",)),
+        TensorRule(_BLOCK + "mixer.gate.e_score_correction_bias", ("layers.{i}.router_correction",), single=True),
+        *_mixer(_BLOCK + "mixer"),
+    ),
+    tied_copy="lm_head.weight",
+    ignored=("mtp.",),
+    normalize=_normalize_nemotron,
+    config_keys=LLAMA_SIZES | {"mlp_bias": "mlp_bias"},
+    defaults={"tied": False, "mlp_bias": False, "head_dim": 128},
+    constants={"gated": False},
+    assumed={"mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5, "norm_topk_prob": True},
+    norm_eps="layer_norm_epsilon",
+    activation="mlp_hidden_act",
+    rotary=False,
+    recurrent=RecurrentRules(
+        kind="mamba2",
+        layer_type=_RECURRENT,
+        key="layers_block_type",
+        single=True,
+        config_keys={
+            "kernel": "conv_kernel",
+            "key_heads": "n_groups",
+            "heads": "mamba_num_heads",
+            "key_dim": "ssm_state_size",
+            "value_dim": "mamba_head_dim",
+            "conv_bias": "use_conv_bias",
+            "bias": "use_bias",
+        },
+        defaults={"kernel": 4, "key_heads": 8, "heads": 128, "key_dim": 128, "value_dim": 64}
+        | {"conv_bias": True, "bias": False},
+    ),
+    experts=ExpertRules(
+        count=("n_routed_experts",),
+        types="layers_block_type",
+        shared_size="moe_shared_expert_intermediate_size",
+        correction=True,
+        scoring="sigmoid",
+        scale="routed_scaling_factor",
+        grouped=True,
+        gated=False,
+        latent_size="moe_latent_size",
+    ),
+    requires={
+        "mamba_hidden_act": ("silu",),
+        "time_step_limit": _NO_LIMIT,
+        "sliding_window": (None,),
+        "attention_bias": (None, False),
+    },
+)

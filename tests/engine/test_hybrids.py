@@ -24,6 +24,7 @@ from treespec import LLM, RequestOutput, SamplingParams
 from treespec.errors import KernelError, ModelError
 
 LENGTH = 256
+CROWDED = [("qwen3_5", True), ("lfm2", False), ("qwen3_next", True), ("granite_hybrid", True), ("nemotron_h", True)]
 
 
 @functools.cache
@@ -43,7 +44,7 @@ def crowded(name: str, compiled: bool, num_pages: int, **options: Any) -> LLM:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [pytest.param(False, id="eager"), pytest.param(True, marks=needs_compiler)])
-@pytest.mark.parametrize("name, caching", [("qwen3_5", True), ("lfm2", False), ("qwen3_next", True)])
+@pytest.mark.parametrize("name, caching", CROWDED)
 def test_random_interleavings_give_what_requests_alone_give(name: str, caching: bool, compiled: bool) -> None:
     """Several samples of a prompt, chunks of prompts, preemptions and aborts, with trees from an oracle."""
     llm = crowded(name, compiled, 7, enable_prefix_caching=caching)

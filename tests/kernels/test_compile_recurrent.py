@@ -32,10 +32,14 @@ class Kind(NamedTuple):
     heads: int
     inner: int  # inputs of its output projection
     projections: int
+    rates: int = 0
 
 
 KINDS = {
-    "delta": Kind(4, 2 * KEYS * KEY_DIM + HEADS * VALUE_DIM, HEADS, HEADS * VALUE_DIM, HEADS * (VALUE_DIM + 2)),
+    "delta": Kind(4, 2 * KEYS * KEY_DIM + HEADS * VALUE_DIM, HEADS, HEADS * VALUE_DIM, HEADS * (VALUE_DIM + 2), 2),
+    "mamba2": Kind(
+        4, 2 * KEYS * KEY_DIM + HEADS * VALUE_DIM, HEADS, HEADS * VALUE_DIM, HEADS * (VALUE_DIM + 1), 1
+    ),
     "conv": Kind(3, HIDDEN, 0, HIDDEN, 2 * HIDDEN),
 }
 
@@ -56,7 +60,10 @@ def make_model(kind: str, instructions: str | None, threads: int = 1) -> Compile
         parts = {"conv": torch.randn(of.kernel, of.channels, generator=generator)}
         if of.heads:
             parts |= {"dt_bias": torch.randn(HEADS, generator=generator), "rate": -torch.rand(HEADS)}
-            parts |= {"gain": torch.randn(VALUE_DIM, generator=generator)}
+            parts |= {"gain": torch.randn(VALUE_DIM if of.rates == 2 else of.inner, generator=generator)}
+        if of.rates == 1:
+            parts |= {"skip": torch.randn(HEADS, generator=generator)}
+            parts |= {"conv_bias": torch.randn(of.channels, generator=generator)}
         return layer(of.channels + of.projections, of.inner, **parts)
 
     ones = torch.ones(HIDDEN)
@@ -64,7 +71,8 @@ def make_model(kind: str, instructions: str | None, threads: int = 1) -> Compile
     layers = [recurrent(), layer(6 * 16, 32), recurrent()]
     sizes = of.kernel, of.channels, KEYS, of.heads, KEY_DIM if of.heads else 0, VALUE_DIM if of.heads else 0
     fields = "kernel", "channels", "key_heads", "state_heads", "key_dim", "value_dim"
-    architecture = Architecture(2, 1, 1e-6, 0.25, output_gate=True, **dict(zip(fields, sizes, strict=True)))
+    own = {"output_gate": True, "rates": of.rates, "mixer_eps": 1e-6}
+    architecture = Architecture(2, 1, 1e-6, 0.25, **own, **dict(zip(fields, sizes, strict=True)))
     compiler = find_compiler() if instructions is None else compiler_of(instructions)
     library = build(compiler, 16, torch.bfloat16, LIBRARIES)
     embed = random(VOCAB, HIDDEN, gain=8.0)
@@ -74,7 +82,7 @@ def make_model(kind: str, instructions: str | None, threads: int = 1) -> Compile
 def new_state(kind: str) -> RecurrentState:
     of = KINDS[kind]
     matrix = (of.heads, KEY_DIM, VALUE_DIM) if of.heads else (0, 0, 0)
-    [state] = StateShape(2, matrix, of.kernel - 1, of.channels + 2 * of.heads, 16, torch.bfloat16).allocate(1)
+    [state] = StateShape(2, matrix, of.kernel - 1, of.channels + of.rates * of.heads, 16, torch.bfloat16).allocate(1)
     return state
 
 

@@ -24,7 +24,8 @@ from treespec import LLM, RequestOutput, SamplingParams
 from treespec.errors import KernelError, ModelError
 
 LENGTH = 256
-CROWDED = [("qwen3_5", True), ("lfm2", False), ("qwen3_next", True), ("granite_hybrid", True), ("nemotron_h", True)]
+CROWDED = [("qwen3_5", True), ("lfm2", False), ("qwen3_next", True), ("granite_hybrid", True)]
+CROWDED += [("nemotron_h", True), ("mamba2", True)]
 
 
 @functools.cache
@@ -36,7 +37,7 @@ def hybrid(name: str, compiled: bool = False) -> Path:
 def crowded(name: str, compiled: bool, num_pages: int, **options: Any) -> LLM:
     """An engine with so many pages."""
     llm = open_llm(hybrid(name, compiled), max_model_len=LENGTH, compile=compiled, max_num_seqs=1)
-    size = num_pages * llm.engine.cache.nbytes // (llm.engine.cache.num_pages + 1)
+    size = max(num_pages * llm.engine.cache.nbytes // (llm.engine.cache.num_pages + 1), num_pages)
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "scheduling_policy": "priority"}
     defaults |= {"max_model_len": LENGTH, "compile": compiled, "kv_cache_memory_bytes": size}
     return open_llm(hybrid(name, compiled), **(defaults | options))

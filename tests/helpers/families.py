@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 509
@@ -104,6 +105,12 @@ TYPICAL = {
         moe_latent_size=32,
         routed_scaling_factor=1.8,
     ),
+    "olmo_hybrid": _case(
+        "olmo_hybrid", **_DELTA, head_dim=None, layer_types=_layers("linear", "full", "linear"), rms_norm_eps=0.05
+    ),
+    "mamba2": _case(
+        "mamba2", num_heads=4, n_groups=2, head_dim=24, state_size=12, conv_kernel=3, chunk_size=32, use_bias=True
+    ),
     "gemma2": _case("gemma2", **_CAPS, sliding_window=WINDOW, query_pre_attn_scalar=40, tie_word_embeddings=True),
     "gemma3": _case("gemma3_text", **_GEMMA3, sliding_window=WINDOW, tie_word_embeddings=True),
     "phi3": _case("phi3", **_PHI3, sliding_window=WINDOW, num_key_value_heads=4, rope_parameters=_partial(0.75)),
@@ -129,10 +136,11 @@ TYPICAL = {
 }
 """One of each family whose layers have what no other's have: windows shorter than the context, caps, partial rotary."""
 
-SLOW = ("smollm3", "granite", "glm4", "olmo2", "hunyuan", "arcee", "ministral3", "cohere2")
+SLOW = ("smollm3", "granite", "glm4", "olmo2", "hunyuan", "arcee", "ministral3", "cohere2", "mamba2", "olmo_hybrid")
 """Those of `TYPICAL` that only slow tests compute on every executor."""
 
-HYBRIDS = ("qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granite_hybrid", "nemotron_h")
+HYBRIDS = ("qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granite_hybrid", "nemotron_h", "mamba2")
+HYBRIDS += ("olmo_hybrid",)
 """Those of `TYPICAL` with recurrent layers, which are no drafts."""
 
 CASES = TYPICAL | {
@@ -181,6 +189,14 @@ CASES = TYPICAL | {
         use_bias=True,
         mlp_bias=True,
         layer_norm_epsilon=0.05,
+    ),
+    "olmo_hybrid, no positions": _case(
+        "olmo_hybrid",
+        **_DELTA,
+        head_dim=None,
+        layer_types=_layers("linear", "full", "linear"),
+        linear_allow_neg_eigval=False,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
     ),
     "bamba": _case("bamba", **_MAMBA, attn_layer_indices=[1], attention_bias=True, mamba_proj_bias=True),
     "qwen2, no window, yarn": _case("qwen2", rope_parameters=_YARN, num_key_value_heads=1),
@@ -263,10 +279,12 @@ def fitting(case: Case) -> dict[str, Any]:
         sizes |= {"mamba_n_heads": 16, "mamba_d_head": 80, "mamba_expand": 20, "mamba_d_state": 32}
     if "mamba_num_heads" in case.config:
         sizes |= {"mamba_num_heads": 16, "mamba_head_dim": 80, "n_groups": 2, "ssm_state_size": 32}
+    if "state_size" in case.config:
+        return sizes | {"num_heads": 16, "head_dim": 80, "expand": 20, "state_size": 32}
     experts = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
     for name in (*experts, "moe_shared_expert_intermediate_size"):
         sizes |= {name: 48} if name in case.config else {}
-    derived = case.model_type in ("phi3", "gpt_neox", "olmoe")  # heads are as wide as the hidden size says
+    derived = case.model_type in ("phi3", "gpt_neox", "olmoe", "olmo_hybrid")  # heads are as wide as the hidden size says
     return sizes if derived else sizes | {"head_dim": 32 if case.config.get("head_dim") else 16}
 
 
@@ -292,5 +310,24 @@ def make_model(folder: Path, case: Case, seed: int, dtype: torch.dtype = torch.f
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1)
-    model.to(dtype).save_pretrained(folder)
+    save_model(model.to(dtype), folder)
     return folder
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Save a model with the tensors of published checkpoints."""
+    hybrid = model.config.model_type == "olmo_hybrid"  # transformers 5.24 divides its convolution into equal parts
+    model.save_pretrained(folder, **{"save_original_format": False} if hybrid else {})
+    if not hybrid:
+        return
+    config, tensors = model.config, load_file(folder / "model.safetensors")
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    names = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+    for name in [name for name in tensors if ".linear_attn.conv1d" in name]:
+        convolution = tensors.pop(name)
+        for part, rows in zip("qkv", convolution.split([keys, keys, len(convolution) - 2 * keys]), strict=True):
+            tensors[name.replace("conv1d", f"{part}_conv1d")] = rows.contiguous()
+        for old, new in names.items():
+            stem = name.partition("linear_attn")[0]
+            tensors[f"{stem}{new}.weight"] = tensors.pop(f"{stem}{old}.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.helpers.architectures import quick_start
 from tests.helpers.exactness import differences, run
+from tests.helpers.families import save_model
 from tests.helpers.models import OracleDrafter, greedy, new_folder, random_prompts, randomize
 from treespec import LLM, SpecConfig
 from treespec.errors import CheckpointError, TreespecError
@@ -139,7 +140,7 @@ def outcome_of(model_type: str) -> Outcome:
     with torch.no_grad():
         randomize(model, gain=1.5, head_gain=1.5)
     folder = new_folder(model_type)
-    model.save_pretrained(folder)
+    save_model(model, folder)
     del model
     oracle = OracleDrafter([], 5, vocab=VOCAB)
     try:

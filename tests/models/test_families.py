@@ -101,7 +101,10 @@ def theirs(folder: Path, tokens: list[int], tree: TokenTree) -> Outputs:
     batch = [(tokens[:LENGTH] + tree.tokens[path].tolist() + [1] * length)[:length] for path in leaves]
     with torch.inference_mode():
         found = model(torch.tensor(batch), output_hidden_states=True)
-    states = torch.stack(found.hidden_states, 2)  # [leaves, length, num_layers + 1, hidden]
+        *inputs, final = found.hidden_states
+        if model.config.model_type == "mamba2":  # its states are the layers' outputs
+            inputs = [model.get_input_embeddings()(torch.tensor(batch)), *inputs[:-1]]
+    states = torch.stack([*inputs, final], 2)  # [leaves, length, num_layers + 1, hidden]
     of_node = {node: (i, LENGTH + at) for i, path in enumerate(leaves) for at, node in enumerate(path)}
     leaf, place = (list(each) for each in zip(*(of_node[node] for node in range(len(tree))), strict=True))
     return Outputs(

@@ -110,7 +110,7 @@ class KVCache:
     @staticmethod
     def bytes_per_page(shapes: Sequence[ModelShape | FeatureShape], dtype: torch.dtype) -> int:
         per_slot = sum(2 * shape.kv_layers * shape.num_kv_heads * shape.head_dim for shape in shapes)
-        return per_slot * PAGE_SIZE * dtype.itemsize
+        return max(per_slot * PAGE_SIZE * dtype.itemsize, 1)  # models without attention have empty pages
 
     @property
     def nbytes(self) -> int:

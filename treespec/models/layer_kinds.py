@@ -129,7 +129,8 @@ def read_layers(
     if window is not None and positive(folder, "sliding_window", window, int) >= length:
         window = None  # no context exceeds it
     windows = {FULL: None, SLIDING: window}
-    if not rules.rotary:
+    rotated = _rotated(folder, config, rules, kinds)
+    if not rules.rotary or not any(rotated):
         return (), tuple(LayerKind(0, windows[layer_kind]) for layer_kind in kinds)
     rope_parameters = config.rope_parameters
     nested = FULL in rope_parameters or SLIDING in rope_parameters
@@ -144,7 +145,7 @@ def read_layers(
         index[layer_kind] = len(ropes) - 1
     ropes = [rope._replace(interleaved=rules.interleaved) for rope in ropes]
     of_layers = [index[layer_kind] for layer_kind in kinds]
-    if not all(rotated := _rotated(folder, config, rules, kinds)):
+    if not all(rotated):
         still = torch.zeros(shape.head_dim // 2, dtype=torch.float32, device="cpu")
         ropes.append(Rope(still, still + 1, shape.head_dim))
         of_layers = [rope if turns else len(ropes) - 1 for rope, turns in zip(of_layers, rotated, strict=True)]

@@ -38,12 +38,13 @@ def recurrent_sizes(config: ModelConfig) -> dict[str, Any]:
         return {}
     sizes = {name: getattr(shape, name) for name in ("kernel", "key_heads", "key_dim", "value_dim", "tiled", "rates")}
     sizes |= {"channels": shape.channels(config.shape.hidden_size), "state_heads": shape.heads}
-    return sizes | {"mixer_eps": _epsilon(config)}
+    return sizes | {"mixer_eps": _epsilon(config), "beta_scale": 2.0 if shape.doubled else 1.0}
 
 
 def _epsilon(config: ModelConfig) -> float:
     """Return the epsilon of a mixer's norm, whose input is no part of the residual stream."""
-    return config.norm_eps * config.stream_scale**2
+    own = config.shape.recurrent and config.shape.recurrent.eps
+    return own or config.norm_eps * config.stream_scale**2
 
 
 def take_mixer(weights: Weights, prefix: str, config: ModelConfig) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def take_mixer(weights: Weights, prefix: str, config: ModelConfig) -> dict[str, 
     return {
         "qkv": [take_projection(weights, prefix, (name,)) for name in names],
         "qkv_bias": _take_bias(weights, prefix, names),
-        **_take_conv(weights, prefix, shape),
+        **_take_conv(weights, prefix),
         **({} if shape.kind == "conv" else _take_steps(weights, prefix)),
     }
 
@@ -70,16 +71,11 @@ def _take_bias(weights: Weights, prefix: str, names: Sequence[str]) -> Tensor | 
     return torch.cat(parts) if parts else None
 
 
-def _take_conv(weights: Weights, prefix: str, shape: RecurrentShape) -> dict[str, Tensor]:
-    """Pop a convolution, with the channels of queries first, fp32: its weight [kernel, channels], and any bias."""
-    parts = {"conv": weights.pop(f"{prefix}conv")[:, 0].float()}
-    if f"{prefix}conv_bias" in weights:
-        parts["conv_bias"] = weights.pop(f"{prefix}conv_bias").float()
-    if shape.kind == "mamba2":
-        keys = shape.key_heads * shape.key_dim
-        sizes = [shape.heads * shape.value_dim, keys, keys]
-        parts = {name: torch.cat(part.split(sizes)[::-1]) for name, part in parts.items()}
-    return parts | {"conv": parts["conv"].t().contiguous()}
+def _take_conv(weights: Weights, prefix: str) -> dict[str, Tensor]:
+    """Pop a convolution, fp32: its weight [kernel, channels], and its bias, if it has one."""
+    names = [name for name in ("conv", "conv_q", "conv_k", "conv_v") if prefix + name in weights]
+    weight, bias = torch.cat([weights.pop(prefix + name) for name in names]), _take_bias(weights, prefix, names)
+    return {"conv": weight[:, 0].float().t().contiguous()} | ({} if bias is None else {"conv_bias": bias.float()})
 
 
 def _take_steps(weights: Weights, prefix: str) -> dict[str, Tensor]:
@@ -228,7 +224,7 @@ class StateMixer:
             )
             for names in ((*_MIX, "mix_gate"), _rates(shape))
         )
-        self.vectors = _take_conv(weights, prefix, shape) | _take_steps(weights, prefix)
+        self.vectors = _take_conv(weights, prefix) | _take_steps(weights, prefix)
 
     def __call__(self, h: Tensor, rows: StatePass, layer: int) -> Tensor:
         """Return the mixed rows before the output projection, [num_rows, heads * value_dim]."""
@@ -288,7 +284,8 @@ class DeltaMixer(StateMixer):
         norm_heads(qk, self._scale, _L2_EPS / self._shape.key_dim)
 
     def factor(self, rates: Tensor, step: Tensor) -> Tensor:
-        return sigmoid(rates[:, : self._shape.heads])
+        beta = sigmoid(rates[:, : self._shape.heads])
+        return beta * 2 if self._shape.doubled else beta
 
     def gated(self, out: Tensor, v: Tensor, gate: Tensor) -> Tensor:
         norm_heads(out, self.vectors["gain"].expand(self._shape.heads, -1), self._eps)
@@ -323,8 +320,7 @@ class ConvMixer:
     ):
         self._dtype = dtype
         self.mix = make_linear(take_projection(weights, prefix, ("mix",)), None, dtype, impl, library)
-        assert config.shape.recurrent is not None
-        self.conv = _take_conv(weights, prefix, config.shape.recurrent)["conv"]
+        self.conv = _take_conv(weights, prefix)["conv"]
 
     def __call__(self, h: Tensor, rows: StatePass, layer: int) -> Tensor:
         """Return the mixed rows before the output projection, [num_rows, hidden_size]."""

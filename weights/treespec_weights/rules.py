@@ -44,6 +44,8 @@ class RecurrentShape:
     tiled: bool = False  # value head i reads key head i % key_heads (GGUF files), not i // (heads / key_heads)
     conv_bias: bool = False  # of "mamba2"
     bias: bool = False  # of its projections
+    doubled: bool = False  # beta of "delta" is up to 2, so that a state may change its sign
+    eps: float | None = None  # of the norm of its outputs; None for that of the other norms
 
     @property
     def rates(self) -> int:
@@ -60,9 +62,9 @@ class RecurrentShape:
 
     def parameters(self, hidden: int) -> dict[str, TensorShape]:
         """Return the parameters of such a layer that take the place of q, k and v, and those of its output."""
-        channels, heads = self.channels(hidden), self.heads
+        heads = self.heads
         if self.kind == "conv":
-            return {"mix": (3 * hidden, hidden), "conv": (channels, 1, self.kernel), "mix_out": (hidden, hidden)}
+            return {"mix": (3 * hidden, hidden), "conv": (hidden, 1, self.kernel), "mix_out": (hidden, hidden)}
         keys, inner = self.key_heads * self.key_dim, self.heads * self.value_dim
         parameters: dict[str, TensorShape] = {"mix_q": (keys, hidden), "mix_k": (keys, hidden)}
         parameters |= {"mix_v": (inner, hidden), "mix_gate": (inner, hidden)}
@@ -70,11 +72,12 @@ class RecurrentShape:
             parameters["beta"] = (heads, hidden)
         parameters |= {"decay": (heads, hidden), "mix_out": (hidden, inner)}
         biases = {f"{name}_bias": shape[:1] for name, shape in parameters.items()} if self.bias else {}
-        parameters |= biases | {"conv": (channels, 1, self.kernel), "dt_bias": (heads,), "decay_log": (heads,)}
+        parameters |= biases | {"dt_bias": (heads,), "decay_log": (heads,)}
+        for part, size in (("q", keys), ("k", keys), ("v", inner)):
+            parameters[f"conv_{part}"] = (size, 1, self.kernel)
+            parameters |= {f"conv_{part}_bias": (size,)} if self.conv_bias else {}
         if self.kind == "delta":
             return parameters | {"mix_gain": (self.value_dim,)}
-        # The channels of "conv" are those of values, keys and queries, in this order
-        parameters |= {"conv_bias": (channels,)} if self.conv_bias else {}
         return parameters | {"skip": (heads,), "mix_gain": (inner,)}
 
 
@@ -97,6 +100,7 @@ class ModelShape:
     qk_norm: bool = False  # q and k are normalised per head
     wide_qk_norm: bool = False  # q and k are normalised over all of their heads together
     pre_norms: bool = True  # inputs of attention and MLP are normalised
+    recurrent_pre_norms: bool = False  # those of recurrent layers are, in place of their outputs
     shared_norm: bool = False  # one norm serves both (parallel blocks)
     sinks: bool = False  # a head's softmax has one more score, a parameter, that weighs no position
     post_norms: bool = False  # outputs of attention and MLP are normalised before the residual add
@@ -121,7 +125,9 @@ class ModelShape:
         hidden, inter = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
-        def norm(name: str) -> dict[str, TensorShape]:
+        def norm(name: str, present: bool = True) -> dict[str, TensorShape]:
+            if not present:
+                return {}
             names = [name, f"{name}_bias"] if self.norm_bias else [name]
             return dict.fromkeys(names, (hidden,))
 
@@ -140,7 +146,6 @@ class ModelShape:
         if self.o_bias:
             attention |= {"o_bias": (hidden,)}
         recurrent = {} if self.recurrent is None else self.recurrent.parameters(hidden)
-        mlp_norm = norm("mlp_norm") if self.pre_norms and not self.shared_norm else {}
         mlp: dict[str, TensorShape] = {"gate": (inter, hidden)} if self.gated else {}
         mlp |= {"up": (inter, hidden), "down": (hidden, inter)}
         if self.mlp_bias:
@@ -151,12 +156,15 @@ class ModelShape:
             result |= {"positions": (self.learned_positions, hidden)}
         for i in range(self.num_layers):
             parts: dict[str, TensorShape] = {}
+            pre, post = self.pre_norms, self.post_norms
+            if self.recurrent_pre_norms and self.is_recurrent(i):
+                pre, post = True, False
             if i not in self.mlp_only:
-                parts |= norm("attn_norm") if self.pre_norms else {}
-                parts |= recurrent if self.is_recurrent(i) else attention
-                parts |= norm("attn_post_norm") if self.post_norms else {}
+                parts |= norm("attn_norm", pre) | (recurrent if self.is_recurrent(i) else attention)
+                parts |= norm("attn_post_norm", post)
             if i not in self.without_mlp:
-                parts |= mlp_norm | sparse.get(i, mlp) | (norm("mlp_post_norm") if self.post_norms else {})
+                parts |= norm("mlp_norm", pre and not self.shared_norm) | sparse.get(i, mlp)
+                parts |= norm("mlp_post_norm", post)
             result |= {f"layers.{i}.{name}": shape for name, shape in parts.items()}
         result |= norm("final_norm")
         if not self.tied:
@@ -277,6 +285,7 @@ class RecurrentRules:
     attention: str | None = None
     config_keys: Mapping[str, str]  # RecurrentShape field -> key of config.json
     defaults: Mapping[str, int] = field(default_factory=dict)  # RecurrentShape field or interval -> value
+    eps: float | None = None  # as of `RecurrentShape`
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[RecurrentShape | None, list[Problem]]:
         """Return the shape, or None if no layer is recurrent, and the problems."""
@@ -293,13 +302,12 @@ class RecurrentRules:
             message = f"{types!r}; expected {' or '.join(map(repr, known))} for each of {num_layers} layers"
             return None, [Problem("config", repr(self.key), message)]
         layers = tuple(i for i, kind in enumerate(types) if kind == self.layer_type)
-        if FULL_ATTENTION not in types:
-            return None, [Problem("config", "'layer_types'", "no layer has attention: not supported")]
         if values.get("heads", 0) % values.get("key_heads", 1):
             message = f"{values['heads']} is not a multiple of {keys['key_heads']} {values['key_heads']}"
             return None, [Problem("config", repr(keys["heads"]), message)]
         tiled = config.get(TILED) is True and values["heads"] != values["key_heads"]
-        return (RecurrentShape(kind=self.kind, layers=layers, tiled=tiled, **values) if layers else None), []
+        fixed: dict[str, Any] = {"kind": self.kind, "layers": layers, "tiled": tiled, "eps": self.eps}
+        return (RecurrentShape(**fixed, **values) if layers else None), []
 
     def types(self, config: Mapping[str, Any], num_layers: int) -> Any:
         """Return the type of each layer, or what config.json has in its place."""

@@ -167,7 +167,7 @@ struct Model {
     // As in `Architecture` (decoder_cpu.py); a score_cap of 0 is none.
     int64_t num_heads, num_kv_heads, activation, layer_norm, parallel, num_ropes, output_gate;
     int64_t kernel, channels, key_heads, state_heads, key_dim, value_dim, tiled, rates;
-    float mixer_eps, norm_eps, query_scale, embed_scale, score_cap;
+    float mixer_eps, beta_scale, norm_eps, query_scale, embed_scale, score_cap;
     int64_t wide_head_norm, norm_after_rope;
 };
 

@@ -90,6 +90,7 @@ class Architecture(NamedTuple):
     tiled: bool = False
     rates: int = 0
     mixer_eps: float = 0.0  # of the norm of a recurrent layer's output
+    beta_scale: float = 1.0
 
 
 class PassEntries(NamedTuple):

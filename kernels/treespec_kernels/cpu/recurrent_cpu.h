@@ -111,7 +111,7 @@ class RecurrentRows {
         float *to = out + channels, *decays = to + model.state_heads;
         for (int64_t i = 0; i < model.state_heads; i += LANES) {
             const vec rate = load<vec>(layer.rate + i), step = softplus(widen(decay + i) + load<vec>(layer.dt_bias + i));
-            store(to + i, layer.skip ? step : sigmoid(widen(beta + i)));
+            store(to + i, layer.skip ? step : model.beta_scale * sigmoid(widen(beta + i)));
             store(decays + i, exp(rate * step));
         }
     }

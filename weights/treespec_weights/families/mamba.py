@@ -13,6 +13,7 @@ from treespec_weights.rules import FULL_ATTENTION, FamilyRules, RecurrentRules, 
 _RECURRENT = "linear_attention"
 _OLDER_TYPES = {"mamba": _RECURRENT, "attention": FULL_ATTENTION}  # as transformers reads them
 _PATTERN = {"M": _RECURRENT, "E": "moe", "*": FULL_ATTENTION, "-": "mlp"}
+_CONV = tuple(f"layers.{{i}}.conv_{part}" for part in "vkq")
 _IN = ("layers.{i}.mix_gate", "layers.{i}.mix_v", "layers.{i}.mix_k", "layers.{i}.mix_q", "layers.{i}.decay")
 # Limits of time steps, of which transformers applies others to prompts only
 _NO_LIMIT = (None, [0.0, math.inf])
@@ -24,7 +25,9 @@ def _mixer(stem: str) -> tuple[TensorRule, ...]:
     return (
         TensorRule(f"{stem}.in_proj.weight", _IN),
         TensorRule(f"{stem}.in_proj.bias", tuple(f"{name}_bias" for name in _IN)),
-        *with_biases({f"{stem}.conv1d": "layers.{i}.conv", f"{stem}.out_proj": "layers.{i}.mix_out"}),
+        TensorRule(f"{stem}.conv1d.weight", _CONV),
+        TensorRule(f"{stem}.conv1d.bias", tuple(f"{name}_bias" for name in _CONV)),
+        *with_biases({f"{stem}.out_proj": "layers.{i}.mix_out"}),
         *one_to_one({f"{stem}.norm.weight": "layers.{i}.mix_gain"}),
         *(TensorRule(f"{stem}.{name}", (f"layers.{{i}}.{param}",), single=True) for name, param in vectors.items()),
     )
@@ -210,4 +213,49 @@ NEMOTRON_H = FamilyRules(
         "sliding_window": (None,),
         "attention_bias": (None, False),
     },
+)
+
+# Its sizes of attention, which no layer has, are those of the smallest cache.
+MAMBA2 = FamilyRules(
+    model_type="mamba2",
+    tensors=(
+        *one_to_one(
+            {
+                "backbone.embeddings.weight": "embed",
+                _BLOCK + "norm.weight": "layers.{i}.attn_norm",
+                "backbone.norm_f.weight": "final_norm",
+                "lm_head.weight": "lm_head",
+            }
+        ),
+        *_mixer(_BLOCK + "mixer"),
+    ),
+    tied_copy="lm_head.weight",
+    config_keys={
+        "num_layers": "num_hidden_layers",
+        "hidden_size": "hidden_size",
+        "vocab_size": "vocab_size",
+        "tied": "tie_word_embeddings",
+    },
+    defaults={"tied": False},
+    constants={"intermediate_size": 0, "num_heads": 1, "num_kv_heads": 1, "head_dim": 16},
+    assumed={"hidden_act": "silu", "layer_norm_epsilon": 1e-5, "max_position_embeddings": 2**20},
+    norm_eps="layer_norm_epsilon",
+    rotary=False,
+    recurrent=RecurrentRules(
+        kind="mamba2",
+        layer_type=_RECURRENT,
+        single=True,
+        config_keys={
+            "kernel": "conv_kernel",
+            "key_heads": "n_groups",
+            "heads": "num_heads",
+            "key_dim": "state_size",
+            "value_dim": "head_dim",
+            "conv_bias": "use_conv_bias",
+            "bias": "use_bias",
+        },
+        defaults={"kernel": 4, "key_heads": 8, "heads": 128, "key_dim": 128, "value_dim": 64}
+        | {"conv_bias": True, "bias": False},
+    ),
+    requires={"hidden_act": ("silu",), "time_step_limit": _NO_LIMIT},
 )

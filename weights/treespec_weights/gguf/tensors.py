@@ -46,7 +46,7 @@ _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decod
     "ssm_alpha": (("decay",),),
     "ssm_ba": (("beta", "decay"),),
     "ssm_beta": (("beta",),),
-    "ssm_conv1d": (("conv",),),
+    "ssm_conv1d": (("conv_q", "conv_k", "conv_v"), ("conv_v", "conv_k", "conv_q")),
     "ssm_dt": (("dt",),),  # its bias
     "ssm_norm": (("mix_gain",),),
     "ssm_out": (("mix_out",),),

@@ -284,7 +284,7 @@ def fitting(case: Case) -> dict[str, Any]:
     experts = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
     for name in (*experts, "moe_shared_expert_intermediate_size"):
         sizes |= {name: 48} if name in case.config else {}
-    derived = case.model_type in ("phi3", "gpt_neox", "olmoe", "olmo_hybrid")  # heads are as wide as the hidden size says
+    derived = case.model_type in ("phi3", "gpt_neox", "olmoe", "olmo_hybrid")  # heads as wide as the hidden size says
     return sizes if derived else sizes | {"head_dim": 32 if case.config.get("head_dim") else 16}
 
 

@@ -37,6 +37,7 @@ ARCHITECTURES = {  # where they differ from model_type
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
+    "granitemoehybrid": "granitehybrid",
 }
 
 Types = Callable[[str], str]
@@ -62,6 +63,7 @@ def write_gguf(
     rules = family_of(config, folder)
     shape = ModelShape.from_hf(config, rules, folder)
     arch = ARCHITECTURES.get(rules.model_type, rules.model_type)
+    arch += "_moe" if arch == "nemotron_h" and shape.experts is not None else ""
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     values = _metadata(config, rules, shape) | {key.replace("__", "."): value for key, value in metadata.items()}
     for key, value in values.items():
@@ -173,7 +175,7 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
     original = own.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
     found = {
         "block_count": shape.num_layers,
-        "context_length": config["max_position_embeddings"],
+        "context_length": config.get("max_position_embeddings", 2**20),
         "embedding_length": shape.hidden_size,
         "feed_forward_length": shape.intermediate_size,
         "attention.head_count": shape.num_heads,
@@ -188,7 +190,7 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
         "residual_scale": config.get("residual_multiplier"),
         "logit_scale": config.get("logits_scaling", config.get("logit_scale")),
         "vocab_size": shape.vocab_size,
-        "rope.freq_base": float(own["rope_theta"]),
+        "rope.freq_base": float(own["rope_theta"]) if own else None,
         "rope.dimension_count": int(shape.head_dim * rotated),
         "rope.scaling.type": kind,
         "rope.scaling.factor": float(own["factor"]) if kind in ("linear", "yarn") else None,
@@ -221,9 +223,33 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
         found |= {"ssm.group_count": recurrent.key_heads, "ssm.time_step_rank": recurrent.heads}
         found["ssm.inner_size"] = recurrent.heads * recurrent.value_dim
         found["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
+    elif recurrent is not None and recurrent.kind == "mamba2":
+        found |= _metadata_of_mamba(config, rules, shape)
     elif recurrent is not None:
         kv_heads = [0 if shape.is_recurrent(i) else shape.num_kv_heads for i in range(shape.num_layers)]
         found |= {"shortconv.l_cache": recurrent.kernel, "attention.head_count_kv": kv_heads}
+    return found
+
+
+def _metadata_of_mamba(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) -> dict[str, Any]:
+    recurrent, layers, experts = shape.recurrent, range(shape.num_layers), shape.experts
+    assert recurrent is not None
+    found: dict[str, Any] = {"ssm.conv_kernel": recurrent.kernel, "ssm.state_size": recurrent.key_dim}
+    found |= {"ssm.group_count": recurrent.key_heads, "ssm.time_step_rank": recurrent.heads}
+    found["ssm.inner_size"] = recurrent.heads * recurrent.value_dim
+    if rules.model_type == "mamba2":
+        return found | {"feed_forward_length": 0, "attention.head_count": 0, "attention.head_count_kv": None}
+    attends = [not shape.is_recurrent(i) and i not in shape.mlp_only for i in layers]
+    found["attention.head_count_kv"] = [shape.num_kv_heads * own for own in attends]
+    if experts is not None:
+        found["expert_shared_feed_forward_length"] = experts.shared_size
+    if rules.model_type == "granitemoehybrid":
+        return found | {"rope.scaling.finetuned": config["position_embedding_type"] == "rope"}
+    units = shape.intermediate_size if experts is None else experts.size
+    found["feed_forward_length"] = [units * (i in shape.mlp_only) for i in layers]
+    if experts is not None:
+        found |= {"expert_weights_scale": config["routed_scaling_factor"], "expert_group_count": 1}
+        found |= {"expert_weights_norm": True, "moe_latent_size": experts.latent_size or None}
     return found
 
 
@@ -242,7 +268,9 @@ def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
         own = own.replace("correction_bias", "correction.bias").replace("expert_bias", "expert_bias.bias")
         own += ".weight" * own.endswith("sinks")
         name, tensor = names.get_name(own.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias")), stored.float()
-        if shape.recurrent is not None:
+        if shape.recurrent is not None and shape.recurrent.kind == "mamba2":
+            tensor = _mamba_in_gguf(shape.recurrent, name, tensor)
+        elif shape.recurrent is not None:
             tensor = _as_in_gguf(shape.recurrent, own, tensor, tiles=arch != "qwen3next")
         if arch in PERMUTED and ("attn_q." in name or "attn_k." in name):
             heads = shape.num_heads if "attn_q." in name else shape.num_kv_heads
@@ -291,6 +319,17 @@ def _as_in_gguf(shape: RecurrentShape, name: str, tensor: Tensor, tiles: bool) -
     )
 
 
+def _mamba_in_gguf(shape: RecurrentShape, name: str, tensor: Tensor) -> Tensor:
+    """A tensor as the converter changes it in layers of Mamba 2, by GGUF name."""
+    if name.endswith("ssm_a"):
+        return -tensor.exp()[:, None]
+    if name.endswith("ssm_d"):
+        return tensor[:, None]
+    if name.endswith("ssm_norm.weight"):
+        return tensor.view(shape.key_heads, -1)
+    return tensor.squeeze(1) if name.endswith("ssm_conv1d.weight") else tensor
+
+
 def _with_stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a folder, with those of all experts in one, and gate and up projections apart."""
     found: dict[str, Tensor] = {}
@@ -299,7 +338,17 @@ def _with_stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if match := re.fullmatch(r"(.*experts)\.(\d+)\.(.*)", name):
             own = f"{match[1]}.{match[3]}"
             own = own.removeprefix("model." if "feed_forward" in own else "")  # as the converter names LFM2's
+            own = own.replace("backbone", "model").replace("mixer", "mlp")  # and Nemotron-H's
             stacked.setdefault(own, []).append((int(match[2]), tensor))
+        elif name.endswith("_linear.weight"):  # Granite's
+            dense = not any("block_sparse_moe" in other for other in tensors)
+            block = "mlp" if dense else "mlp.shared_expert" if "shared" in name else "mlp.experts"
+            stem = re.sub(r"\.(shared_mlp|block_sparse_moe)\..*", f".{block}", name)
+            parts = ("gate", "up") if "input_linear" in name else ("down",)
+            found |= {
+                f"{stem}.{part}_proj.weight": rows
+                for part, rows in zip(parts, tensor.chunk(len(parts), -2), strict=True)
+            }
         elif ".experts.gate_up_proj" in name:  # gpt-oss's
             rows = tensor if name.endswith("bias") else tensor.transpose(1, 2)
             for i, part in enumerate(("gate_proj", "up_proj")):
@@ -358,6 +407,7 @@ _MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
 _SLIDING = {"sliding_window": WINDOW, "num_hidden_layers": 5}
 _CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 30.0}
 _GEMMA3 = {"num_hidden_layers": 7, "rope_parameters": TYPICAL["gemma3"].config["rope_parameters"]}
+_NEMOTRON = {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "intermediate_size": 24}
 _PHI3 = {"head_dim": None, "hidden_size": 64, "sliding_window": None, "num_key_value_heads": 1}
 GGUF_CASES = {
     "llama, biases": TYPICAL["llama"],
@@ -368,6 +418,8 @@ GGUF_CASES = {
     "qwen3_5": CASES["qwen3_5, one group of heads, rope of a quarter"],
     "lfm2": TYPICAL["lfm2"],
     "lfm2_moe": TYPICAL["lfm2_moe"],
+    "granite_hybrid": TYPICAL["granite_hybrid"],
+    "nemotron_h": Case("nemotron_h", TYPICAL["nemotron_h"].config | _NEMOTRON),
     "gemma2": Case("gemma2", _WINDOWS | _CAPS),
     "gemma3": Case("gemma3_text", _WINDOWS | _GEMMA3),
     "mixtral": TYPICAL["mixtral"],
@@ -387,6 +439,9 @@ RELATIVES = {
     "exaone4": Case("exaone4", _SLIDING),
     "glm4": CASES["glm4"],
     "granite": CASES["granite"],
+    "granite_hybrid, dense": CASES["granite_hybrid, dense, rotated"],
+    "nemotron_h, dense": CASES["nemotron_h, biases, no experts"],
+    "mamba2": CASES["mamba2"],
     "hunyuan": Case("hunyuan_v1_dense", {}),
     "ministral3": Case("ministral3", {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.5} | _MSCALES}),
     "olmo2": Case("olmo2", {"head_dim": None}),

@@ -89,6 +89,19 @@ GRANITE_HYBRID = replace(
         ),
         TensorRule(_SHARED + "output_linear.weight", ("layers.{i}.down",)),
     ),
+    alternatives=(  # GGUF files
+        *one_to_one(
+            {
+                f"{stem}{name}_proj": param + name
+                for stem, param in (
+                    (_SHARED, "layers.{i}.shared."),
+                    ("model.layers.{i}.mlp.", "layers.{i}."),
+                    (_EXPERTS, _EXPERT),
+                )
+                for name in ("gate", "up", "down")
+            }
+        ),
+    ),
     normalize=_normalize_granite,
     config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias"},
     defaults={"tied": False, "attention_bias": False, "o_bias": False},
@@ -169,6 +182,7 @@ NEMOTRON_H = FamilyRules(
         TensorRule(_BLOCK + "mixer.gate.e_score_correction_bias", ("layers.{i}.router_correction",), single=True),
         *_mixer(_BLOCK + "mixer"),
     ),
+    alternatives=one_to_one({f"{_BLOCK}mixer.experts.{name}_proj": _EXPERT + name for name in ("up", "down")}),
     tied_copy="lm_head.weight",
     ignored=("mtp.",),
     normalize=_normalize_nemotron,

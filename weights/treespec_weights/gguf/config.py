@@ -17,10 +17,13 @@ from treespec_weights.families import (
     GEMMA3,
     GLM4_MOE,
     GPT_OSS,
+    GRANITE_HYBRID,
     LFM2,
     LFM2_MOE,
     LLAMA,
+    MAMBA2,
     MIXTRAL,
+    NEMOTRON_H,
     OLMOE,
     PHI3,
     QWEN2,
@@ -70,8 +73,12 @@ ARCHITECTURES: Mapping[str, FamilyRules] = {
     "olmoe": OLMOE,
     "glm4moe": GLM4_MOE,
     "gpt-oss": GPT_OSS,
+    "granitehybrid": GRANITE_HYBRID,
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H,
+    "mamba2": MAMBA2,
 }
-PERMUTED = ("arcee", "granite", "llama", "mistral3", "smollm3")
+PERMUTED = ("arcee", "granite", "granitehybrid", "llama", "mistral3", "smollm3")
 """Architectures for which llama.cpp's converter permutes the rows of q and k for interleaved rotation."""
 FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors with divisors of the rotary frequencies. They become part of the config, not of the weights."""
@@ -95,6 +102,7 @@ _BIASES = {"o_bias": "attn_output", "mlp_bias": "ffn_up", "attention_bias": "att
 # Distances between layers of full attention in models with windows, unless the file states others.
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo2": 4, "cohere2": 4, "exaone4": 4, "gpt-oss": 2}
 _DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
+_MAY_BE_DENSE = ("granitehybrid", "nemotron_h")
 _PARTLY_ROTATED = ("phi3", "glm4", *_DELTA_NETS, "stablelm", "glm4moe")
 _GATING = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"}  # llama.cpp's numbers of `Scoring`
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -144,7 +152,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     def natural(key: str, default: int | None = None) -> int:
         value = file.value(key)
         if isinstance(value, list) and rules.recurrent is not None:
-            value = [entry for entry in value if entry]  # recurrent layers have 0 KV heads
+            value = [entry for entry in value if entry]  # recurrent layers have 0 KV heads, layers without an MLP 0 units
         if isinstance(value, list) and value and all(entry == value[0] for entry in value):
             value = value[0]  # one entry per layer
         value = default if value is None else value
@@ -155,13 +163,18 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         return value
 
     dense = {"feed_forward_length": file.value("expert_feed_forward_length")}  # not stored if no layer is dense
-    config: dict[str, Any] = {name: natural(key, dense.get(key)) for key, name in _SIZES.items()}
-    heads = config["num_attention_heads"]
-    config["num_key_value_heads"] = natural("attention.head_count_kv", heads)
-    config["head_dim"] = natural("attention.key_length", config["hidden_size"] // heads or None)
-    if (length := natural("attention.value_length", config["head_dim"])) != config["head_dim"]:
-        message = f"{length}, which is not the head size of keys, {config['head_dim']}: not supported"
-        problems.append(Problem("config", repr(f"{arch}.attention.value_length"), message))
+    attends = "num_heads" in rules.config_keys
+    absent = () if attends else ("feed_forward_length", "attention.head_count")
+    config: dict[str, Any] = {
+        name: natural(key, dense.get(key)) for key, name in _SIZES.items() if key not in absent
+    }
+    if attends:
+        heads = config["num_attention_heads"]
+        config["num_key_value_heads"] = natural("attention.head_count_kv", heads)
+        config["head_dim"] = natural("attention.key_length", config["hidden_size"] // heads or None)
+        if (length := natural("attention.value_length", config["head_dim"])) != config["head_dim"]:
+            message = f"{length}, which is not the head size of keys, {config['head_dim']}: not supported"
+            problems.append(Problem("config", repr(f"{arch}.attention.value_length"), message))
     embed = file.tensors.get("token_embd.weight")
     if embed is None or len(embed.shape) != 2:
         problems.append(Problem("missing", "'token_embd.weight'", "no such matrix: the file is incomplete"))
@@ -174,15 +187,16 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     for name, stem in _BIASES.items():
         if name in rules.config_keys:
-            config[rules.config_keys[name]] = f"blk.0.{stem}.bias" in file.tensors
+            config[rules.config_keys[name]] = _has(file, f"{stem}.bias")
     config |= scales
     if "qk_norm" in rules.config_keys:
-        config[rules.config_keys["qk_norm"]] = "blk.0.attn_q_norm.weight" in file.tensors
+        config[rules.config_keys["qk_norm"]] = _has(file, "attn_q_norm.weight")
     if rules.experts is not None:
         config |= _experts(file, rules.experts, problems)
     config |= _attention(file, config, problems)
     config |= _recurrent(file, rules, natural)
-    config |= _positions(file, config, problems)
+    if rules.rotary:
+        config |= _positions(file, config, problems)
     if problems:
         raise CheckpointConfigError(file.path, problems)
     # Absent tokens as null: some config classes have other defaults.
@@ -194,6 +208,11 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
     """Return the generation_config.json of a GGUF file: special tokens and recommended sampling parameters, if any."""
     sampling = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
     return {key: value for key, value in (_special_tokens(file) | sampling).items() if value is not None}
+
+
+def _has(file: GgufFile, name: str) -> bool:
+    """Return whether a layer has a tensor of this name."""
+    return any(tensor.endswith(f".{name}") for tensor in file.tensors)
 
 
 def _special_tokens(file: GgufFile) -> dict[str, Any]:
@@ -230,6 +249,8 @@ def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dic
         keys["expert_shared_feed_forward_length"] = rules.shared_size
     if rules.shared_count is not None:
         keys["expert_shared_count"] = rules.shared_count
+    if rules.latent_size is not None:
+        keys["moe_latent_size"] = rules.latent_size
     if rules.grouped:
         keys |= {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
     if rules.scale is not None:
@@ -242,7 +263,9 @@ def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dic
         message = f"{gating!r} is not supported for {file.architecture}"
         problems.append(Problem("config", repr(f"{file.architecture}.expert_gating_func"), message))
     # Not stored for these: llama.cpp divides the weights of the architecture by their sum.
-    found = {"norm_topk_prob": file.architecture in ("qwen3moe", "qwen3next", "lfm2moe")}
+    found: dict[str, Any] = {"norm_topk_prob": file.architecture in ("qwen3moe", "qwen3next", "lfm2moe")}
+    if file.architecture in _MAY_BE_DENSE:
+        found |= {rules.count[0]: 0, rules.shared_size: file.value("feed_forward_length")}
     return found | {name: value for key, name in keys.items() if (value := file.value(key)) is not None}
 
 
@@ -281,29 +304,45 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
 def num_predictors(file: GgufFile) -> int:
     """Return the number of layers after the model's own that predict further tokens (MTP), which are not loaded."""
     count = file.value("nextn_predict_layers")
-    return count if type(count) is int and file.architecture in (*_DELTA_NETS, "glm4moe") else 0
+    known = (*_DELTA_NETS, "glm4moe", "nemotron_h_moe")
+    return count if type(count) is int and file.architecture in known else 0
 
 
 def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) -> dict[str, Any]:
     """Return the config keys of recurrent layers."""
     if rules.recurrent is None:
         return {}
-    if rules.recurrent.kind == "conv":
-        kv_heads = file.value("attention.head_count_kv")
-        count = natural("block_count")
-        by_layer = kv_heads if isinstance(kv_heads, list) else [kv_heads] * count
-        types = [FULL_ATTENTION if own else rules.recurrent.layer_type for own in by_layer]
+    recurrent, count = rules.recurrent, natural("block_count")
+
+    def by_layer(key: str) -> list[Any]:
+        return values if isinstance(values := file.value(key), list) else [values] * count
+
+    types = [FULL_ATTENTION if own else recurrent.layer_type for own in by_layer("attention.head_count_kv")]
+    if recurrent.kind == "conv":
         return {"layer_types": types, "conv_L_cache": natural("shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
     heads, keys = natural("ssm.time_step_rank"), natural("ssm.group_count")
-    return {
-        "linear_conv_kernel_dim": natural("ssm.conv_kernel"),
-        "linear_num_key_heads": keys,
-        "linear_num_value_heads": heads,
-        "linear_key_head_dim": natural("ssm.state_size"),
-        "linear_value_head_dim": natural("ssm.inner_size") // heads or 1,
-        "full_attention_interval": natural("full_attention_interval", 4),
-        TILED: heads != keys and file.architecture != "qwen3next",
+    sizes: dict[str, Any] = {
+        "kernel": natural("ssm.conv_kernel"),
+        "key_heads": keys,
+        "heads": heads,
+        "key_dim": natural("ssm.state_size"),
+        "value_dim": natural("ssm.inner_size") // heads or 1,
+        "conv_bias": _has(file, "ssm_conv1d.bias"),
+        "bias": _has(file, "ssm_in.bias"),
     }
+    config = {key: sizes[name] for name, key in recurrent.config_keys.items()}
+    if recurrent.interval is not None:
+        config[recurrent.interval] = natural("full_attention_interval", 4)
+        config[TILED] = heads != keys and file.architecture != "qwen3next"
+    elif recurrent.single and file.architecture != "mamba2":
+        mlp = "moe" if file.architecture == "nemotron_h_moe" else "mlp"
+        units = by_layer("feed_forward_length")
+        types = [mlp if own else kind for own, kind in zip(units, types, strict=False)]
+        config[recurrent.key] = types[: count - num_predictors(file)]
+    elif not recurrent.single:
+        rotates = file.value("rope.scaling.finetuned")  # llama.cpp's own mark of it
+        config |= {recurrent.key: types, "position_embedding_type": "rope" if rotates else None}
+    return config
 
 
 def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Read tensors of GGUF files under their Hugging Face names.
 
 Changes of llama.cpp's converter are undone: it permutes the rows of q and k of some architectures for interleaved
-rotation, adds 1 to the norms of Gemma and Qwen 3.5, stores -exp(A_log), and drops dimensions of 1.
+rotation, adds 1 to the norms of Gemma and Qwen 3.5, stores -exp(A_log), and drops or adds dimensions of 1.
 """
 
 import functools
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -48,6 +49,8 @@ _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decod
     "ssm_beta": (("beta",),),
     "ssm_conv1d": (("conv_q", "conv_k", "conv_v"), ("conv_v", "conv_k", "conv_q")),
     "ssm_dt": (("dt",),),  # its bias
+    "ssm_d": (("skip",),),
+    "ssm_in": (("mix_gate", "mix_v", "mix_k", "mix_q", "decay"),),
     "ssm_norm": (("mix_gain",),),
     "ssm_out": (("mix_out",),),
     "shortconv.conv": (("conv",),),
@@ -57,9 +60,12 @@ _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decod
     "ffn_gate_inp": (("router",),),
     "exp_probs_b": (("router_correction",),),
     "ffn_gate_inp_shexp": (("shared.scale",),),
+    "ffn_latent_down": (("latent_in",),),
+    "ffn_latent_up": (("latent_out",),),
     **{f"ffn_{name}_exps": ((f"experts.{{e}}.{name}",),) for name in ("gate", "up", "down")},
     **{f"ffn_{name}_shexp": ((f"shared.{name}",),) for name in ("gate", "up", "down")},
 }
+_VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # stored with further dimensions
 _CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
 _PRODUCTS = {
     "k": "q",
@@ -99,11 +105,13 @@ def _stem(name: str) -> str:
 
 
 def _with_all_dimensions(name: str, entry: GgufTensor) -> GgufTensor:
-    """Return a tensor's entry, with the dimensions of 1 that llama.cpp leaves out.
+    """Return a tensor's entry, with the dimensions of 1 that llama.cpp leaves out, and without those that it adds.
 
     Weights of convolutions have the shape [channels, 1, kernel], and the gate of a shared expert [1, hidden_size].
     """
     stem, shape = _stem(name), entry.shape
+    if stem in _VECTORS:
+        return entry._replace(shape=(math.prod(shape),))
     if stem in _CONVOLUTIONS and len(shape) == 2:
         return entry._replace(shape=(shape[0], 1, shape[1]))
     return entry._replace(shape=(1, *shape)) if stem == "ffn_gate_inp_shexp" and len(shape) == 1 else entry
@@ -176,7 +184,10 @@ class GgufTensors:
         self._bytes = {name: np.memmap(file.path.parent / name, np.uint8, "c") for name in file.files}
         self._ggml = gguf_package(file.path)
         self._adds_one = rules_of(file).norm == "rms_plus_one"
-        heads, kv_heads = file.value("attention.head_count"), file.value("attention.head_count_kv")
+        heads, kv_heads = (
+            max(count, default=0) if isinstance(count := file.value(f"attention.{key}"), list) else count
+            for key in ("head_count", "head_count_kv")  # of hybrid models by layer
+        )
         self._permuted = {"attn_q": heads, "attn_k": kv_heads or heads} if file.architecture in PERMUTED else {}
         self._check_types()
 

@@ -78,7 +78,8 @@ def write_gguf(
     tensors = _tensors(folder, arch, shape) | _rope_factors(config, shape)
     for name, tensor in tensors.items():
         if name not in drop:
-            is_vector = tensor.dim() < 2 or name.endswith(("conv1d.weight", "shortconv.conv.weight"))
+            single = ("conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "ssm_norm.weight")
+            is_vector = tensor.dim() < 2 or name.endswith(single)
             kind = "F32" if is_vector else types if isinstance(types, str) else types(name)
             add_tensor(writer, name, tensor, kind)
     if change is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.helpers.conversions import assert_same, loaded
 from tests.helpers.exactness import assert_exact, run
 from tests.helpers.families import TYPICAL, VOCAB, make_model
-from tests.helpers.gguf_files import write_gguf
+from tests.helpers.gguf_files import GGUF_CASES, write_gguf
 from tests.helpers.models import OracleDrafter, edit_config, greedy, open_llm, random_prompts
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
@@ -29,6 +29,9 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
 WIDE |= {"shared_expert_intermediate_size": 32, "mlp_only_layers": []}
 WIDE |= {"linear_num_value_heads": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+WIDE |= {"mamba_n_heads": 16, "mamba_d_head": 16, "mamba_expand": 4, "mamba_d_state": 16, "ssm_state_size": 16}
+WIDE |= {"mamba_num_heads": 16, "mamba_head_dim": 16, "n_groups": 2, "shared_intermediate_size": 32}
+WIDE |= {"moe_shared_expert_intermediate_size": 32}
 
 
 def change_tensors(folder: Path, source: Path, change: Any, **config: Any) -> Path:
@@ -165,7 +168,7 @@ def test_mxfp4_in_trees(mxfp4: Path, compiled: bool) -> None:
 
 
 BLOCKS = [("qwen3_moe", "Q4_1"), ("gpt_oss", "MXFP4"), ("mixtral", "Q8_0"), ("qwen3_5_moe", "Q4_1")]
-BLOCKS += [("qwen3_next", "Q8_0"), ("lfm2_moe", "Q4_1")]
+BLOCKS += [("qwen3_next", "Q8_0"), ("lfm2_moe", "Q4_1"), ("granite_hybrid", "Q8_0"), ("nemotron_h", "Q4_1")]
 
 
 @pytest.mark.slow
@@ -176,7 +179,8 @@ def test_experts_in_a_files_blocks(name: str, kind: str, tmp_path: Path) -> None
 
     Where all matrices are in blocks, routers are read as values.
     """
-    folder = make_model(tmp_path / "folder", TYPICAL[name], 0, torch.float32, **WIDE | {"head_dim": 16})
+    case = (TYPICAL | GGUF_CASES)[name]
+    folder = make_model(tmp_path / "folder", case, 0, torch.float32, **WIDE | {"head_dim": 16})
     all_matrices = kind != "MXFP4"
     path = write_gguf(
         tmp_path / "m.gguf", folder, lambda tensor: kind if all_matrices or "_exps.weight" in tensor else "F32"

@@ -342,6 +342,7 @@ def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) 
     elif not recurrent.single:
         rotates = file.value("rope.scaling.finetuned")  # llama.cpp's own mark of it
         config |= {recurrent.key: types, "position_embedding_type": "rope" if rotates else None}
+        config["mamba_expand"] = natural("ssm.inner_size") // natural("embedding_length")
     return config
 
 

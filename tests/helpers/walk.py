@@ -65,6 +65,7 @@ OWN: dict[str, dict[str, Any]] = {  # what else a model_type needs
     "bamba": {"mamba_d_head": 16},
     "granitemoehybrid": {"mamba_d_head": 16},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_d_head": 8},
+    "nemotron_h": {"n_groups": 2},
 }
 TREES = SpecConfig(nodes=16)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"

@@ -37,9 +37,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "delta": Kind(4, 2 * KEYS * KEY_DIM + HEADS * VALUE_DIM, HEADS, HEADS * VALUE_DIM, HEADS * (VALUE_DIM + 2), 2),
-    "mamba2": Kind(
-        4, 2 * KEYS * KEY_DIM + HEADS * VALUE_DIM, HEADS, HEADS * VALUE_DIM, HEADS * (VALUE_DIM + 1), 1
-    ),
+    "mamba2": Kind(4, 2 * KEYS * KEY_DIM + HEADS * VALUE_DIM, HEADS, HEADS * VALUE_DIM, HEADS * (VALUE_DIM + 1), 1),
     "conv": Kind(3, HIDDEN, 0, HIDDEN, 2 * HIDDEN),
 }
 

@@ -105,7 +105,9 @@ class ExpertRules:
         shared = 0 if self.shared_size is None else natural(self.shared_size, 2**31 - 1)
         if self.shared_count is not None:
             shared = size * natural(self.shared_count, MAX_EXPERTS, default=1)
-        latent = 0 if config.get(self.latent_size or "") is None else natural(self.latent_size, 2**31 - 1)
+        latent = 0
+        if self.latent_size is not None and config.get(self.latent_size) is not None:
+            latent = natural(self.latent_size, 2**31 - 1)
         groups, chosen = 1, 1
         if self.grouped:
             groups = natural("n_group", count, default=1)

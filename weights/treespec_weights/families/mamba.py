@@ -42,9 +42,7 @@ _MAMBA_KEYS = _keys(
     kernel="d_conv", key_heads="n_groups", heads="n_heads", key_dim="d_state", value_dim="d_head", conv_bias="conv_bias"
 ) | {"bias": "mamba_proj_bias"}
 _MAMBA_DEFAULTS = {"kernel": 4, "key_heads": 1, "heads": 128, "key_dim": 256, "conv_bias": True, "bias": False}
-_MAMBA = RecurrentRules(
-    kind="mamba2", layer_type=_RECURRENT, config_keys=_MAMBA_KEYS, defaults=_MAMBA_DEFAULTS
-)
+_MAMBA = RecurrentRules(kind="mamba2", layer_type=_RECURRENT, config_keys=_MAMBA_KEYS, defaults=_MAMBA_DEFAULTS)
 
 
 def _with_head_size(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +222,6 @@ NEMOTRON_H = FamilyRules(
     requires={
         "mamba_hidden_act": ("silu",),
         "time_step_limit": _NO_LIMIT,
-        "sliding_window": (None,),
         "attention_bias": (None, False),
     },
 )

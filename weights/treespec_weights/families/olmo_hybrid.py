@@ -35,9 +35,7 @@ def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
 OLMO_HYBRID = replace(
     OLMO2,
     model_type="olmo_hybrid",
-    tensors=tuple(
-        rule for rule in OLMO2.tensors if rule.name != _LAYER + "post_attention_layernorm.weight"
-    )
+    tensors=tuple(rule for rule in OLMO2.tensors if rule.name != _LAYER + "post_attention_layernorm.weight")
     + one_to_one(
         {
             _LAYER + "post_attention_layernorm.weight": "layers.{i}.attn_post_norm",
@@ -57,7 +55,7 @@ OLMO_HYBRID = replace(
         TensorRule(_MIXER + "A_log", ("layers.{i}.decay_log",), single=True),
     ),
     normalize=_normalize,
-    constants=OLMO2.constants | {"recurrent_pre_norms": True},
+    constants={**OLMO2.constants, "recurrent_pre_norms": True},
     assumed={"hidden_act": "silu", "max_position_embeddings": 65_536},
     recurrent=RecurrentRules(
         kind="delta",

@@ -152,7 +152,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     def natural(key: str, default: int | None = None) -> int:
         value = file.value(key)
         if isinstance(value, list) and rules.recurrent is not None:
-            value = [entry for entry in value if entry]  # recurrent layers have 0 KV heads, layers without an MLP 0 units
+            value = [entry for entry in value if entry]  # 0: layers without attention, or without an MLP
         if isinstance(value, list) and value and all(entry == value[0] for entry in value):
             value = value[0]  # one entry per layer
         value = default if value is None else value
@@ -165,9 +165,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     dense = {"feed_forward_length": file.value("expert_feed_forward_length")}  # not stored if no layer is dense
     attends = "num_heads" in rules.config_keys
     absent = () if attends else ("feed_forward_length", "attention.head_count")
-    config: dict[str, Any] = {
-        name: natural(key, dense.get(key)) for key, name in _SIZES.items() if key not in absent
-    }
+    config: dict[str, Any] = {name: natural(key, dense.get(key)) for key, name in _SIZES.items() if key not in absent}
     if attends:
         heads = config["num_attention_heads"]
         config["num_key_value_heads"] = natural("attention.head_count_kv", heads)
@@ -265,7 +263,7 @@ def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dic
     # Not stored for these: llama.cpp divides the weights of the architecture by their sum.
     found: dict[str, Any] = {"norm_topk_prob": file.architecture in ("qwen3moe", "qwen3next", "lfm2moe")}
     if file.architecture in _MAY_BE_DENSE:
-        found |= {rules.count[0]: 0, rules.shared_size: file.value("feed_forward_length")}
+        found |= {rules.count[0]: 0, str(rules.shared_size): file.value("feed_forward_length")}
     return found | {name: value for key, name in keys.items() if (value := file.value(key)) is not None}
 
 

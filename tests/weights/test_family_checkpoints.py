@@ -37,6 +37,8 @@ OLDER: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "sliding_window_pattern of Gemma 3": ("gemma3", ("layer_types",), {"sliding_window_pattern": 2}),
     "Phi-3 of before": ("phi3", ("rope_parameters",), PHI3),
     "windows of Qwen 2 by max_window_layers": ("qwen2", ("layer_types",), {"max_window_layers": 2}),
+    "pattern of Nemotron-H": ("nemotron_h", ("layers_block_type",), {"hybrid_override_pattern": "ME*-M"}),
+    "layers of Granite 4": ("granite_hybrid", ("mamba_d_head",), {"layer_types": ["mamba", "attention", "mamba"]}),
 }
 # Added to a config.json that transformers 5 wrote, as model cards advise. Config classes of other families read it as
 # Llama's does, or have no such scaling.
@@ -105,6 +107,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a kind of layer": ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
     "a window": ("mistral", {"sliding_window": -3}, "sliding_window.*-3"),
     "half a pair": ("llama", {"head_dim": 15}, "a head of 15; both must be even"),
+    "limits of time steps": ("granite_hybrid", {"time_step_limit": [0.01, 0.1]}, r"time_step_limit.*\[0.01, 0.1\]"),
     "a part of nothing": ("gpt_neox", {"rotary_pct": 1.5, "rope_parameters": None}, "partial_rotary_factor=1.5"),
 }
 

@@ -11,6 +11,7 @@ import gguf
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.helpers.conversions import loaded
@@ -85,6 +86,14 @@ def test_value_heads_of_gguf_files(name: str, compiled: bool, tmp_path: Path) ->
     if name != "qwen3_next":
         with pytest.raises(UnsupportedModelError, match="tiled_value_heads"):
             convert_checkpoint(path, tmp_path / "back")
+
+
+def test_a_converted_file_has_the_tensors_of_its_family(tmp_path: Path) -> None:
+    """Also where llama.cpp divides one of them: Granite's MLP."""
+    folder = family_folder("granite_hybrid, dense")
+    convert_checkpoint(write_gguf(tmp_path / "model.gguf", folder), tmp_path / "back")
+    given, made = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "back"))
+    assert given.keys() == made.keys() and all(made[name].shape == given[name].shape for name in given)
 
 
 SCALED = [  # metadata; what they divide frequencies and multiply magnitudes by in llama.cpp

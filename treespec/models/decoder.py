@@ -251,6 +251,8 @@ class Decoder:
         sizes = [s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, rows]
         if (experts := s.experts) is not None:
             sizes += [len(experts.layers), experts.count, experts.top_k, experts.size, experts.shared_size]
+        if (recurrent := s.recurrent) is not None:
+            sizes += [len(recurrent.layers), recurrent.heads, recurrent.key_dim, recurrent.value_dim, len(s.mlp_only)]
         return [*sizes, *([] if self.backend == "native" else [self.config.folder.name, self.linear, self.min_rows])]
 
     @property

@@ -226,7 +226,8 @@ def plan_steps(
     named = rules.for_names(checkpoint.names())
     order = {param: index for index, param in enumerate(shape.parameters())}
     holder = {param: placement for placement in placements for param in placement.params}
-    targets = placements if written_as is rules else expected_tensors(shape, written_as)
+    kept = written_as is rules and not (checkpoint.folder.is_file() and rules.alternatives)
+    targets = placements if kept else expected_tensors(shape, written_as)
     steps = []
     for target in sorted(targets, key=lambda placement: min(order[param] for param in placement.params)):
         sources = tuple({holder[param].name: holder[param] for param in target.params}.values())

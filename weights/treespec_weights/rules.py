@@ -300,7 +300,7 @@ class RecurrentRules:
         known = [self.layer_type, FULL_ATTENTION, *(MLP_ONLY if self.single else ())]
         if not isinstance(types, list) or len(types) != num_layers or not {*map(str, types)} <= {*known}:
             message = f"{types!r}; expected {' or '.join(map(repr, known))} for each of {num_layers} layers"
-            return None, [Problem("config", repr(self.key), message)]
+            return None, [Problem("config", repr(self.attention or self.key), message)]
         layers = tuple(i for i, kind in enumerate(types) if kind == self.layer_type)
         if values.get("heads", 0) % values.get("key_heads", 1):
             message = f"{values['heads']} is not a multiple of {keys['key_heads']} {values['key_heads']}"
@@ -315,6 +315,8 @@ class RecurrentRules:
             return types
         interval = num_layers + 1 if self.interval is None else config.get(self.interval, self.defaults["interval"])
         attention = range(interval - 1, num_layers, interval) if self.attention is None else config.get(self.attention)
+        if not isinstance(attention, range | list | None):
+            return attention
         return [FULL_ATTENTION if i in (attention or ()) else self.layer_type for i in range(num_layers)]
 
 

@@ -1,4 +1,4 @@
-// Recurrent layers: a short causal convolution, and the gated delta rule or that of Mamba 2 along the paths of token trees.
+// Recurrent layers: a short causal convolution, and the gated delta rule or Mamba 2's along the paths of token trees.
 // Included by decoder_cpu.cpp; the reference is treespec_kernels/recurrent/state_update.py.
 //
 // A pass first computes the rows that a request has committed since its states were stored (replayed rows), from the
@@ -119,6 +119,7 @@ class RecurrentRows {
     static constexpr int64_t COLUMNS = 64;  // columns of a state that are updated at once
 
     // Computes N vectors of columns of a state from those of another, which may be the same, and a row's output in them.
+    // Mamba 2's rule, with `skip`, reads nothing of the state.
     template <int N>
     static void update(const float* from, float* to, int64_t step, const float* q, const float* k, const float* v,
                        int64_t key_dim, float beta, float decay, const float* skip, float* out) {
@@ -132,12 +133,15 @@ class RecurrentRows {
                 store(to + i * step + j * LANES, state);
                 sum[j] = fma(state, splat(q[i]), sum[j]);
             }
-        for (int j = 0; j < N; j++) store(out + j * LANES, skip ? fma(load<vec>(v + j * LANES), splat(*skip), sum[j]) : sum[j]);
+        for (int j = 0; j < N; j++) {
+            if (skip) sum[j] = fma(load<vec>(v + j * LANES), splat(*skip), sum[j]);
+            store(out + j * LANES, sum[j]);
+        }
     }
 
     // Updates `columns` columns, a multiple of 16, of a head's state by one row.
-    void update_head(const Layer& layer, int64_t head, int64_t column, int64_t columns, const float* from, float* to, const float* row,
-                     float* out) const {
+    void update_head(const Layer& layer, int64_t head, int64_t column, int64_t columns, const float* from, float* to,
+                     const float* row, float* out) const {
         const int64_t keys = model.key_heads * model.key_dim;
         const int64_t key = model.tiled ? head % model.key_heads : head / (model.state_heads / model.key_heads);
         const float *q = row + key * model.key_dim, *k = q + keys, *v = row + 2 * keys + head * model.value_dim + column;
@@ -227,7 +231,7 @@ class RecurrentRows {
             run_head(layer, requests[unit / units], index, unit % units / blocks, unit % blocks * COLUMNS);
         });
         keep(index);
-        // A Gated DeltaNet's heads are normalised before the gate; Mamba 2's groups of heads after it, by gains of their own.
+        // A Gated DeltaNet's heads are normalised before the gate, Mamba 2's groups of heads after it, with gains of all.
         const int64_t size = layer.skip ? inner / model.key_heads : model.value_dim;
         parallel(threads, n, [&](int64_t r) {
             for (int64_t start = 0; start < inner; start += size) {

@@ -33,24 +33,25 @@ def _mixer(stem: str) -> tuple[TensorRule, ...]:
     )
 
 
-def _keys(**names: str) -> dict[str, str]:
-    """Return config keys of `RecurrentShape`, given without "mamba_"."""
-    return {field: f"mamba_{name}" for field, name in names.items()}
-
-
-_MAMBA_KEYS = _keys(
-    kernel="d_conv", key_heads="n_groups", heads="n_heads", key_dim="d_state", value_dim="d_head", conv_bias="conv_bias"
-) | {"bias": "mamba_proj_bias"}
+_MAMBA_KEYS = {
+    "kernel": "mamba_d_conv",
+    "key_heads": "mamba_n_groups",
+    "heads": "mamba_n_heads",
+    "key_dim": "mamba_d_state",
+    "value_dim": "mamba_d_head",
+    "conv_bias": "mamba_conv_bias",
+    "bias": "mamba_proj_bias",
+}
 _MAMBA_DEFAULTS = {"kernel": 4, "key_heads": 1, "heads": 128, "key_dim": 256, "conv_bias": True, "bias": False}
 _MAMBA = RecurrentRules(kind="mamba2", layer_type=_RECURRENT, config_keys=_MAMBA_KEYS, defaults=_MAMBA_DEFAULTS)
 
 
 def _with_head_size(config: Mapping[str, Any]) -> dict[str, Any]:
     """Replace a head size of "auto"."""
-    size, hidden, heads = (config.get(key) for key in ("mamba_d_head", "hidden_size", "mamba_n_heads"))
-    if size not in (None, "auto") or type(hidden) is not int or type(heads) is not int or heads < 1:
-        return dict(config)
-    return {**config, "mamba_d_head": config.get("mamba_expand", 2) * hidden // heads}
+    size, expand = config.get("mamba_d_head"), config.get("mamba_expand", 2)
+    hidden, heads = (config.get(key) for key in ("hidden_size", "mamba_n_heads"))
+    known = all(type(value) is int and value > 0 for value in (expand, hidden, heads))
+    return {**config, "mamba_d_head": expand * hidden // heads} if size in (None, "auto") and known else dict(config)
 
 
 def _normalize_granite(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def _normalize_nemotron(config: Mapping[str, Any]) -> dict[str, Any]:
     """Replace keys and layer types of first releases, and count the layers."""
     result, types = dict(config), config.get("layers_block_type")
     older = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
-    older |= {"attention_head_dim": "head_dim", "rms_norm_eps": "layer_norm_epsilon"}
+    older["attention_head_dim"] = "head_dim"
     result |= {name: config[key] for key, name in older.items() if key in config and name not in config}
     if types is None and isinstance(pattern := config.get("hybrid_override_pattern"), str):
         types = [_PATTERN.get(letter, letter) for letter in pattern]

@@ -263,7 +263,7 @@ def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dic
     # Not stored for these: llama.cpp divides the weights of the architecture by their sum.
     found: dict[str, Any] = {"norm_topk_prob": file.architecture in ("qwen3moe", "qwen3next", "lfm2moe")}
     if file.architecture in _MAY_BE_DENSE:
-        found |= {rules.count[0]: 0, str(rules.shared_size): file.value("feed_forward_length")}
+        found[rules.count[0]] = 0
     return found | {name: value for key, name in keys.items() if (value := file.value(key)) is not None}
 
 
@@ -341,6 +341,8 @@ def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) 
         rotates = file.value("rope.scaling.finetuned")  # llama.cpp's own mark of it
         config |= {recurrent.key: types, "position_embedding_type": "rope" if rotates else None}
         config["mamba_expand"] = natural("ssm.inner_size") // natural("embedding_length")
+        shared = natural("expert_shared_feed_forward_length", file.value("feed_forward_length"))
+        config["shared_intermediate_size"] = shared
     return config
 
 

@@ -198,7 +198,7 @@ CASES = TYPICAL | {
         linear_allow_neg_eigval=False,
         rope_parameters={"rope_type": "default", "rope_theta": None},
     ),
-    "bamba": _case("bamba", **_MAMBA, attn_layer_indices=[1], attention_bias=True, mamba_proj_bias=True),
+    "bamba": _case("bamba", **_MAMBA, attn_layer_indices=[1], attention_bias=True, mlp_bias=True, mamba_proj_bias=True),
     "qwen2, no window, yarn": _case("qwen2", rope_parameters=_YARN, num_key_value_heads=1),
     "qwen3, biases, windows by layer": _case(
         "qwen3", **_BY_LAYER, attention_bias=True, num_key_value_heads=1, rms_norm_eps=0.05

@@ -15,8 +15,7 @@ _OLDER_TYPES = {"mamba": _RECURRENT, "attention": FULL_ATTENTION}  # as transfor
 _PATTERN = {"M": _RECURRENT, "E": "moe", "*": FULL_ATTENTION, "-": "mlp"}
 _CONV = tuple(f"layers.{{i}}.conv_{part}" for part in "vkq")
 _IN = ("layers.{i}.mix_gate", "layers.{i}.mix_v", "layers.{i}.mix_k", "layers.{i}.mix_q", "layers.{i}.decay")
-# Limits of time steps, of which transformers applies others to prompts only
-_NO_LIMIT = (None, [0.0, math.inf])
+_NO_LIMIT = (None, [0.0, math.inf])  # of time steps; transformers applies limits to prompts only
 
 
 def _mixer(stem: str) -> tuple[TensorRule, ...]:
@@ -132,7 +131,7 @@ BAMBA = replace(
     normalize=_with_head_size,
     assumed={"hidden_act": "silu", "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     recurrent=replace(_MAMBA, attention="attn_layer_indices"),
-    requires={"hidden_act": ("silu",), "time_step_limit": _NO_LIMIT, "mlp_bias": (None, False)},
+    requires={"hidden_act": ("silu",), "time_step_limit": _NO_LIMIT},
 )
 
 

@@ -110,7 +110,7 @@ _ROPE_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the second is ol
 _ROPE_KEYS = (
     *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.attn_factor"),
     *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
-    "rope.scaling.finetuned",  # changes nothing
+    "rope.scaling.finetuned",  # changes nothing, except of granitehybrid
     "rope.scaling.yarn_log_multiplier",
 )
 _SAMPLING = {

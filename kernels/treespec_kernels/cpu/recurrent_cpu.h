@@ -124,8 +124,9 @@ class RecurrentRows {
     static void update(const float* from, float* to, int64_t step, const float* q, const float* k, const float* v,
                        int64_t key_dim, float beta, float decay, const float* skip, float* out) {
         vec read[N] = {}, sum[N] = {}, delta[N];
-        for (int64_t i = 0; i < key_dim && !skip; i++)
-            for (int j = 0; j < N; j++) read[j] = fma(load<vec>(from + i * step + j * LANES), splat(k[i]), read[j]);
+        if (!skip)
+            for (int64_t i = 0; i < key_dim; i++)
+                for (int j = 0; j < N; j++) read[j] = fma(load<vec>(from + i * step + j * LANES), splat(k[i]), read[j]);
         for (int j = 0; j < N; j++) delta[j] = (load<vec>(v + j * LANES) - read[j] * decay) * beta;
         for (int64_t i = 0; i < key_dim; i++)
             for (int j = 0; j < N; j++) {

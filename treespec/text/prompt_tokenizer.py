@@ -119,7 +119,7 @@ class UserTokenizer:
         self._skips = _takes(self._decode, "skip_special_tokens")
         if getattr(base, "clean_up_tokenization_spaces", False) and _takes(base.decode, "clean_up_tokenization_spaces"):
             self._decode = partial(base.decode, clean_up_tokenization_spaces=False)
-        if self._skips and _decodes_natively(base):  # half of the time of decoding a few tokens is transformers' own code
+        if self._skips and _decodes_natively(base):  # transformers' code takes half of the time
             self._decode = base.backend_tokenizer.decode
         eos = as_int(getattr(base, "eos_token_id", None), 0)
         self.eos_token_ids = () if eos is None else (eos,)

@@ -203,6 +203,20 @@ FAULTS = (
         "weights = list(weight_of.values())",
         "planning/test_planner.py",
     ),
+    Fault(
+        "planner: a slower machine makes rows dear",
+        ENGINE + "planning/round_costs.py",
+        "SLOWDOWN_STEP**2 / FORGET",
+        "SLOWDOWN_STEP**2",
+        "planning/test_round_costs.py",
+    ),
+    Fault(
+        "planner: passes larger than those that pay are never tried",
+        ENGINE + "planning/planner.py",
+        "self._num_cut % EXPLORE_ROWS == 0",
+        "False",
+        "planning/test_planner.py",
+    ),
     # sampling
     Fault(
         "sampling: noise is bounded too tightly",

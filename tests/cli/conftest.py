@@ -15,9 +15,10 @@ def llm() -> LLM:
 
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Options that name a target and two drafts; their costs are known, and their proofs are made once."""
+    """Options that name a target and two drafts; their costs are known and stay, and their proofs are made once."""
     monkeypatch.setattr("treespec.startup.build.differing_rows", _differing_rows_once)
     monkeypatch.setattr("treespec.startup.cost_measurement.load", lambda key: CURVE)
+    monkeypatch.setattr("treespec.planning.round_costs.RoundCosts.learn", lambda *_: None)
     drafts = [part for draft in tiny()[1][:2] for part in ("--draft", str(draft))]
     return ["--model", str(speaking_folder()), *drafts]
 

@@ -13,6 +13,7 @@ from tests.helpers.exactness import Run, assert_every_node_exact, assert_exact, 
 from tests.helpers.models import (
     CURVE,
     OracleDrafter,
+    at_fixed_costs,
     exact_in,
     exact_in_compiled,
     greedy,
@@ -170,6 +171,7 @@ def oracle_llm(dtype: torch.dtype) -> LLM:
 def test_the_embedded_models(dtype: torch.dtype) -> None:
     with mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE):
         llm = LLM(device="cpu", dtype=dtype, max_model_len=256)
+    at_fixed_costs(llm.engine.host.planner)
     prompts = ["def fibonacci(n):\n", "The result is"]
     ids = [llm.get_tokenizer().encode(prompt) for prompt in prompts]
     plain = run(llm, ids, greedy(16), "off")

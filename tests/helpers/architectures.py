@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.models import CURVE, new_folder, randomize
+from tests.helpers.models import CURVE, at_fixed_costs, new_folder, randomize
 from treespec import LLM
 
 VOCAB = 97
@@ -92,7 +92,9 @@ def open_adapter_llm(model: Any, drafts: Sequence[Any] = (), **options: Any) -> 
     """An engine on the CPU, of models that transformers' code runs."""
     defaults = {"device": "cpu", "max_model_len": 256, "backend": "transformers"}
     with quick_start():
-        return LLM(model, drafts=list(drafts), **(defaults | options))
+        llm = LLM(model, drafts=list(drafts), **(defaults | options))
+    at_fixed_costs(llm.engine.host.planner)
+    return llm
 
 
 @torch.no_grad()

@@ -139,14 +139,65 @@ def test_measured_seconds_correct_the_curve() -> None:
         for _ in range(100):
             planner.draft_plans([request], 256)
             tree = planner.cut([request], [tree_of(3, {(5,): 0.9})])[0]
-            seconds = np.array([3 * COST.draft(1, 1, 1), 0.0, float(COST.verify(len(tree))), 1e-4])
+            seconds = np.array([3 * COST.draft(Drafted(1, 1, 1)), 0.0, float(COST.verify(len(tree))), 1e-4])
             planner.observe([request], [tree], [2], RoundSeconds(*(slowness * seconds)), Drafted(1, 1, 1))
-        assert planner.costs.draft_scale == pytest.approx(3, rel=0.01)
+        assert planner.costs.curve.draft_seconds == pytest.approx(3 * COST.draft_seconds, rel=0.1)
         assert planner.costs.host("drafted") == pytest.approx(1e-4, rel=0.01)
         modelled = planner_at(planner._state.gain, [request])
         rules, masses = (planner.level_rule(), modelled.level_rule()), np.linspace(0.05, 1, 20)
         first = [rule.worth_a_level(np.zeros(20, dtype=np.int64), masses, np.ones(20)).sum() for rule in rules]
         assert first[0] <= first[1]
+
+
+TRUE = CostCurve(
+    (1, 2, 4, 6, 8, 12, 16, 32),
+    (2e-3, 2.1e-3, 2.5e-3, 3e-3, 3.6e-3, 5.4e-3, 6.6e-3, 12e-3),
+    draft_seconds=1.5e-4,
+    draft_start_seconds=2e-4,
+)
+WRONG = {
+    "correct": TRUE,
+    "rows too dear": dataclasses.replace(
+        TRUE, verify_seconds=(2e-3, 2.1e-3, 2.5e-3, 4.5e-3, 5.4e-3, 8.1e-3, 1e-2, 18e-3)
+    ),
+    "rows too cheap": dataclasses.replace(
+        TRUE, verify_seconds=(2e-3, 2e-3, 2e-3, 2.1e-3, 2.4e-3, 3.6e-3, 4.4e-3, 8e-3)
+    ),
+    "levels too dear": dataclasses.replace(TRUE, draft_seconds=6e-4, draft_start_seconds=1e-4),
+}
+
+
+def decisions(curve: CostCurve) -> np.ndarray:
+    """How many nodes a planner with these costs verifies on average, and how many of 100 second levels it drafts."""
+    rng, request = np.random.default_rng(7), request_of()
+    planner = planner_at(1.3, [request], curve)
+    nodes = [len(planner.cut([request], [random_tree(rng, 24)])[0]) for _ in range(50)]
+    rule, masses, trees = planner.level_rule(), np.linspace(0.01, 1, 100), np.zeros(1, dtype=np.int64)
+    further = [rule.worth_a_level(trees, np.array([mass]), np.ones(1)).sum() for mass in masses]
+    return np.array([np.mean(nodes), np.sum(further)])
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_rounds_teach_a_planner_to_choose_by_what_they_take(name: str) -> None:
+    """The machine's speed drifts, and a twentieth of the times are thrice as long."""
+    planner, rng, speed = Planner(WRONG[name]), np.random.default_rng(1), 1.0
+
+    def took(seconds: float) -> float:
+        return seconds * speed * rng.lognormal(0.0, 0.05) * (3 if rng.random() < 0.05 else 1)
+
+    for answer in range(12):
+        request = request_of()
+        for _ in range(40):
+            speed = float(np.clip(speed * rng.lognormal(0.0, 0.03), 0.7, 1.7))
+            planner.draft_plans([request], 256)
+            levels = int(rng.integers(0, 4)) if answer % 3 else 0  # every third answer is plain
+            tree = planner.cut([request], [random_tree(rng, 4 * levels)])[0] if levels else tree_of(3, {})
+            drafted = Drafted(levels, levels, levels)
+            seconds = took(TRUE.draft(drafted)), 0.0, took(float(TRUE.verify(len(tree)))), took(1e-4)
+            planner.observe([request], [tree], [min(1 + levels, len(tree))], RoundSeconds(*seconds), drafted)
+    right, before, after = (decisions(curve) for curve in (TRUE, WRONG[name], planner.costs.curve))
+    assert np.abs(after / right - 1).max() < 0.12
+    assert name == "correct" or np.abs(before / right - 1).max() > 0.2
 
 
 def test_a_plan_says_why_it_asks_no_sources() -> None:
@@ -181,7 +232,7 @@ def test_what_loses_rests_for_longer_and_longer(drafts: bool) -> None:
         assert max(sum(asked[:300]), sum(asked[300:])) < 50
     else:
         assert rests[:2] == [63, 127]
-    round_seconds = float(COST.verify(2)) + (COST.draft(1, 1, 1) if drafts else 0.0)
+    round_seconds = float(COST.verify(2)) + (COST.draft(Drafted(1, 1, 1)) if drafts else 0.0)
     lost = sum(asked) * (round_seconds / float(COST.verify(1)) - 1)
     assert lost < CREDIT + len(rests) * RETRY_CREDIT, "in rounds of plain decoding"
     assert lost < 0.03 * len(asked)
@@ -229,7 +280,7 @@ def answer(planner: Planner, trust: float, sure: float, seed: int) -> tuple[floa
         [tree] = planner.cut([request], [tree_of(3, paths)])
         accepted = int(np.argmin([*holds[place : place + len(tree) - 1], False]))
         planner.observe([request], [tree], [accepted + 1], None, Drafted(levels, levels, levels))
-        seconds += float(DEAR_LEVELS.verify(len(tree))) + DEAR_LEVELS.draft(levels, levels, levels)
+        seconds += float(DEAR_LEVELS.verify(len(tree))) + DEAR_LEVELS.draft(Drafted(levels, levels, levels))
         place, passes = place + accepted + 1, passes + 1
     return seconds * 96 / place, passes * 96 / place
 
@@ -237,7 +288,7 @@ def answer(planner: Planner, trust: float, sure: float, seed: int) -> tuple[floa
 @pytest.mark.parametrize(("trust", "sure", "most"), [(1.0, 0.97, 1.0), (0.7, 0.97, 1.04), (0.45, 0.9, 1.05)])
 def test_a_first_answer_takes_hardly_longer_than_with_the_best_depth(trust: float, sure: float, most: float) -> None:
     """Even if the draft is too sure. A level costs 0.4 of a pass, so the best fixed depths are 1 and 0 (plain)."""
-    one_level = float(DEAR_LEVELS.verify(2)) + DEAR_LEVELS.draft(1, 1, 1)
+    one_level = float(DEAR_LEVELS.verify(2)) + DEAR_LEVELS.draft(Drafted(1, 1, 1))
     best = 96 * min(one_level / (1 + trust * (sure + 0.5) / 2), float(DEAR_LEVELS.verify(1)))
     assert np.mean([answer(Planner(DEAR_LEVELS), trust, sure, seed)[0] for seed in range(10)]) < most * best
 
@@ -264,7 +315,7 @@ def modelled_speedup(llm: LLM, spec: SpecConfig, tokens: int) -> tuple[float, fl
     with mock.patch.object(Planner, "observe", observed), watch(engine) as rounds:
         llm.generate(random_prompts((40,)), greedy(tokens), spec=spec)
     seconds = sum(float(cost.verify(len(each.tree))) for each in rounds)
-    seconds += sum(cost.draft(d.levels, d.passes, d.request_passes) for d in drafted)
+    seconds += sum(cost.draft(d) for d in drafted)
     return tokens * float(cost.verify(1)) / seconds, sum(d.levels > 0 for d in drafted) / len(rounds)
 
 

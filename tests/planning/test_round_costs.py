@@ -12,9 +12,14 @@ from treespec.planning.round_costs import CostCurve, RoundCosts, RoundSeconds
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 
-CURVE = CostCurve((1, 16), (1e-3, 2.5e-3), 1e-4, context=128)
+CURVE = CostCurve((1, 2, 4, 8, 16), (1e-3, 1.1e-3, 1.3e-3, 1.7e-3, 2.5e-3), 1e-4, context=128)
 LONG = dataclasses.replace(CURVE, position_seconds=1e-6, row_position_seconds=2e-7)
 NOTHING = Drafted(0, 0)
+
+
+@pytest.fixture(autouse=True)
+def learn_from_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treespec.planning.round_costs.LEARN_SECONDS", 0.0)
 
 
 def batch_of(*contexts: int) -> list[Request]:
@@ -64,9 +69,9 @@ def test_rounds_teach_what_further_rows_take(slowness: float, factor: float) -> 
     for _ in range(200):
         rows = int(rng.choice([1, 1, 1, 4, 8, 16]))
         learn(costs, rows, slowness * truth[rows])
-    for rows in (1, 2, 8, 16):
-        assert costs.verify(rows) == pytest.approx(truth[rows], rel=0.01)
-    assert costs.host("tree") == pytest.approx(1e-4 / slowness, rel=0.05)
+    for rows in (2, 8, 16):
+        assert price(costs, rows) + 1 == pytest.approx(truth[rows] / truth[1], rel=0.03)
+    assert costs.host("tree") / costs.verify(1) == pytest.approx(0.1 / slowness, rel=0.05)
 
 
 def price(costs: RoundCosts, rows: int) -> float:
@@ -96,8 +101,7 @@ def test_rounds_correct_a_disturbed_curve(disturbance: str, seed: int) -> None:
     for _ in range(60):
         rows = int(rng.integers(2, 12))
         learn(costs, rows, float(CURVE.verify(rows)) * rng.lognormal(0.0, 0.03))
-    assert abs(price(costs, 16) - truth) < max(0.1 * truth, 0.8 * before)
-    assert disturbance.startswith("one row") or price(costs, 16) == pytest.approx(truth, rel=0.7)
+    assert abs(price(costs, 16) - truth) < max(0.1 * truth, 0.5 * before)
 
 
 @pytest.mark.parametrize("seed", quick(range(4), (0,)))
@@ -158,11 +162,11 @@ def test_rounds_teach_what_drafting_takes(slowness: float) -> None:
     costs, rng = costs_at(DRAFTING, 128), np.random.default_rng(0)
     for _ in range(600):
         levels = int(rng.choice([1, 2, 4, 8]))
-        draft(costs, levels, 2 * DRAFTING.draft(levels, levels, levels) * rng.lognormal(0.0, 0.02), slowness)
+        draft(costs, levels, 2 * DRAFTING.draft(Drafted(levels, levels, levels)) * rng.lognormal(0.0, 0.02), slowness)
     for levels in (1, 3, 8):
-        expected = 2 * DRAFTING.draft(levels, levels, levels)
-        assert costs.draft(Drafted(levels, levels, levels)) == pytest.approx(expected, rel=0.05)
-    assert costs.draft(NOTHING) == 0 == DRAFTING.draft(0, 0, 0)
+        expected = 2 * DRAFTING.draft(Drafted(levels, levels, levels))
+        assert costs.curve.draft(Drafted(levels, levels, levels)) == pytest.approx(expected, rel=0.05)
+    assert costs.curve.draft(NOTHING) == 0 == DRAFTING.draft(Drafted(0, 0, 0))
 
 
 @pytest.mark.parametrize("seed", quick(range(4), (0,)))
@@ -171,8 +175,8 @@ def test_on_a_busy_machine_drafting_does_not_seem_dear(seed: int) -> None:
     learned = []
     for turn in range(2000):
         levels = int(rng.choice([1, 2, 4, 8]))
-        took = DRAFTING.draft(levels, levels, levels) * rng.lognormal(0.0, 0.15)
+        took = DRAFTING.draft(Drafted(levels, levels, levels)) * rng.lognormal(0.0, 0.15)
         draft(costs, levels, took + (rng.uniform(2e-3, 30e-3) if rng.random() < 0.1 * took / 1e-3 else 0.0))
-        learned.append(costs.draft_scale)
+        learned.append(costs.curve.draft(Drafted(3, 3, 3)) / DRAFTING.draft(Drafted(3, 3, 3)))
         assert turn > 0 or learned[0] < 1.04, "one round teaches little"
     assert np.median(learned[200:]) == pytest.approx(1, abs=0.2)

@@ -1,5 +1,6 @@
 """The cost curve: what is measured, what is stored of it and read again."""
 
+import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ import pytest
 from tests.helpers.libraries import share_libraries
 from tests.helpers.models import _differing_rows_once, open_llm, tiny, tiny_llm
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.planning.round_costs import CostCurve
+from treespec.planning.draft_plan import Drafted
+from treespec.planning.round_costs import CostCurve, RoundSeconds
 from treespec.request import Request
 from treespec.startup import cost_measurement as costs
 
@@ -47,11 +49,11 @@ def test_a_broken_entry_is_skipped_alone(tmp_path: Path) -> None:
 def test_the_start_of_drafting_is_what_levels_do_not_explain() -> None:
     curve, request = CostCurve((1, 16), (1.0, 4.0), 0.0), Request([1, 2], SamplingParams(), SpecConfig())
     request.context_len = 1
-    for root, three, start in ((5.0, 9.0, 3.0), (2.0, 6.0, 0.0), (2.0, 9.0, 0.0), (4.0, 4.1, 3.6), (4.0, 3.5, 3.15)):
+    for root, three, start in ((5.0, 9.0, 3.0), (2.0, 6.0, 0.1), (2.0, 9.0, 0.1), (4.0, 4.1, 3.6), (4.0, 3.5, 3.15)):
         took = {"root": root, "one": three, "every": three, "batch": three, "read": 1.0}
         known = costs.with_drafting(curve, took, 1, [request])
-        assert known.draft_start_seconds == start and known.draft_seconds > 0
-        assert known.draft(3, 3, 3) == pytest.approx(three)
+        assert known.draft_start_seconds == pytest.approx(start) and known.draft_seconds > 0
+        assert known.draft(Drafted(3, 3, 3)) == pytest.approx(three)
         assert costs.round_seconds(known) == pytest.approx(4.0 + three)
 
 
@@ -233,15 +235,12 @@ def test_costs_measured_beside_other_work_are_corrected(
     for slowdown, waits, kept, again, stored in (
         ((1.5, 1.5), True, (1.5, 1.5), True, 0),  # other work takes the CPUs: not stored
         ((1.5, 1.5), False, (1.5, 1.5), True, 1),  # memory is busy, which does not show
-        ((1.0, 1.0), True, (1.0, 1.0), True, 1),  # faster than what is stored, though not stored itself
-        ((1.0, 1.0), False, (1.0, 1.0), True, 1),  # quiet
-        ((1.5, 1.6), True, (1.0, 1.0), False, 1),  # busy
-        ((1.1, 0.9), False, (1.0, 1.0), False, 1),  # noise
-        ((1.0, 1.4), True, (1.0, 1.0), False, 1),  # busy
+        ((1.0, 1.0), False, (1.5, 1.5), False, 1),  # the machine has become faster, which changes no decision
+        ((1.0, 1.4), True, (1.5, 1.5), False, 1),  # busy
+        ((1.0, 1.2), False, (1.5, 1.5), False, 1),  # noise
         ((1.0, 1.4), False, (1.0, 1.4), True, 1),  # rows cost more
         ((1.5, 1.0), False, (1.5, 1.0), True, 1),  # and less
         ((1.5, 1.0), False, (1.5, 1.0), False, 1),
-        ((1.9, 1.9), False, (1.9, 1.9), True, 1),  # the machine has become slower
     ):
         counted = 0
         llm = LLM(tiny()[0], [], max_num_seqs=1, max_model_len=64)
@@ -249,8 +248,47 @@ def test_costs_measured_beside_other_work_are_corrected(
         curve = llm.stats()["cost_curve"]
         one, eight = (curve["verify_seconds"][curve["rows"].index(rows)] for rows in (1, 8))
         assert (one, eight) == pytest.approx((kept[0] * unit, 2 * kept[1] * unit)), slowdown
-        assert counted > checks if again else counted == (checks if waits else 4)  # twice only if the first are slow
+        assert counted > checks if again else counted == (checks if waits else 4)  # twice only if the first differ
         assert len(costs.load_all("starts")) == stored
+
+
+@pytest.mark.parametrize(("factor", "outdated"), [(0.7, True), (1.1, False), (1.4, True)])
+def test_a_start_checks_what_drafting_costs(factor: float, outdated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, clock = tiny_llm(), 0.0
+    runner, ssms = llm.engine.runner, llm.engine.sources.ssms
+    curve = CostCurve((1, 2, 4, 6, 8), (1e-3, 1.1e-3, 1.4e-3, 1.7e-3, 2e-3), 5e-4, 2e-4, context=16)
+    assert costs.is_outdated(runner, ssms, curve) in (False, True)
+    llm.engine.check_integrity()
+
+    def take(seconds: float) -> None:
+        nonlocal clock
+        clock += seconds
+
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: clock)
+    monkeypatch.setattr(costs, "star_pass", lambda runner, request, rows: take(2 * float(curve.verify(rows))))
+    monkeypatch.setattr(costs, "_draft", lambda *_: take(2 * factor * curve.draft(Drafted(3, 3, 3))))
+    assert costs.is_outdated(runner, ssms, curve) == outdated
+    few = dataclasses.replace(curve, rows=(1, 8), verify_seconds=(1e-3, 2e-3))
+    assert costs.is_outdated(runner, ssms, few), "measured when passes were slower"
+
+
+@pytest.mark.usefixtures("trusted")
+def test_what_rounds_teach_is_kept_for_the_next_start() -> None:
+    """A pass over 8 rows takes four times as long as one, instead of twice."""
+
+    def serve(rounds: int) -> float:
+        llm = LLM(tiny()[0], [], max_num_seqs=1, max_model_len=64)
+        costs_of_engine = llm.engine.host.planner.costs
+        ratio = float(costs_of_engine.curve.verify(8) / costs_of_engine.curve.verify(1))
+        for turn in range(rounds):
+            rows = (1, 8)[turn % 2]
+            costs_of_engine.learn(RoundSeconds(0.0, 0.0, (0.01, 0.04)[turn % 2], 0.0), rows, Drafted(), rows > 1)
+        return ratio
+
+    with mock.patch.object(costs, "measure", return_value=CURVE) as measure:
+        ratios = [serve(rounds) for rounds in (200, 300, 0)]
+        assert ratios == pytest.approx([2, 2, 4], rel=0.05) and measure.call_count == 1
+    assert len(costs.load_all("starts")) == 1
 
 
 @pytest.mark.parametrize(("busy", "passes"), [(False, 10), (True, 42)])

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from treespec.planning.round_costs import EMA
+from treespec.planning.round_costs import RoundCosts
 from treespec.tree import TokenTree
 
 # Durations are in rounds of plain decoding; weights of running means are those of the newest round.
@@ -26,6 +26,7 @@ INITIAL_CALIBRATION, PRIOR_LEVELS, MEMORY = 0.85, 8.0, 60.0
 FIRST_ACCEPTED, PRIOR_ROUNDS, ACCEPTED_EMA = 1.0, 8, 0.03
 # Decay towards the priors per round without drafts (without: +15 %, when the text becomes predictable).
 RECOVERY = 0.0015
+EMA = 0.1  # weight of the newest round in the expected tokens of tree shapes
 EXPLORATION = 0.0008  # step per round by which the expected tokens of tree shapes recover
 
 
@@ -128,6 +129,7 @@ class TreeYield:
         self._most = np.minimum(self._levels[:, None], self._rows - 1.0)  # [levels, nodes], if all nodes are accepted
         self.promised = self._most.copy()  # [levels, nodes], expected accepted tokens
         self._seen = np.zeros_like(self.promised)  # number of rounds in each shape's estimate
+        self._best_shapes: dict[int, tuple[int, int]] = {}  # by depth, until the next round
 
     def observe(self, levels: int, nodes: int, trees: Sequence[TokenTree], calibration: float = 1.0) -> None:
         """Update from a round's verified adaptive trees, which have at most `levels` levels and `nodes` nodes."""
@@ -140,8 +142,25 @@ class TreeYield:
         self.promised = np.maximum.accumulate(np.maximum.accumulate(self.promised, 0), 1)
 
     def recover(self, share: float = EXPLORATION) -> None:
-        """Move every shape towards its maximum, so that shapes with low estimates are retried."""
+        """Move every shape towards its maximum, so that shapes with low estimates are retried. Call it every round."""
         self.promised += share * (self._most - self.promised)
+        self._best_shapes.clear()
+
+    def best_shape(self, costs: RoundCosts, depth: int) -> tuple[int, int]:
+        """Return the (levels, nodes) with the most expected tokens per second, for at most `depth` levels.
+
+        Returns (0, 1), plain decoding, unless the gain over it exceeds the margin.
+        """
+        if (best := self._best_shapes.get(depth)) is not None:
+            return best
+        curve, levels = costs.curve, self._levels[:depth]
+        draft = curve.draft_start_seconds + levels * curve.draft_seconds
+        seconds = draft[:, None] + costs.verify_each(self._rows) + costs.host("drafted")
+        rates = np.where(levels[:, None] < self._rows, (1 + self.promised[:depth]) / seconds, 0.0)
+        level, column = divmod(int(rates.argmax()), len(self._rows))
+        pays = rates[level, column] * costs.plain > 1 + MARGIN
+        best = self._best_shapes[depth] = (level + 1, self.shapes.nodes[column]) if pays else (0, 1)
+        return best
 
     def _value_sums(self, tree: TokenTree, levels: int, columns: int, calibration: float) -> np.ndarray:
         """Return the sum of one tree's best values within each smaller shape, float64 [levels, columns]."""

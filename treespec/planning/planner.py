@@ -29,10 +29,10 @@ The host executor reads trees back while they grow, so it asks before each level
 (`cut`). A captured round reads nothing back: the planner chooses its levels and nodes in advance, by the largest
 tokens(T) / seconds(T) predicted from earlier trees (`TreeYield`).
 
-Measured once per machine and set of models: the `CostCurve` (target passes by rows, draft levels, their start). Learned
-from rounds: corrections of the curve (`RoundCosts`), the calibration c, the gain over plain decoding, and backoff. Gain
-and backoff use modelled seconds and counted tokens, so that one disturbed round does not pause speculation. Percentages
-in comments: see round_costs.py.
+Measured at the start and corrected by rounds: the `CostCurve` (target passes by rows, draft levels, their start), see
+round_costs.py, also for percentages in comments. Learned from rounds: the calibration c, the gain over plain decoding,
+and backoff. Gain and backoff use modelled seconds and counted tokens, so that one disturbed round does not pause
+speculation.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from treespec.planning.draft_plan import MAX_STALL, NOTHING_DRAFTED, Drafted, DraftPlan, PlainReason
 from treespec.planning.learning import (
     FIRST_ACCEPTED,
-    MARGIN,
     PRIOR_ROUNDS,
     RECOVERY,
     Calibration,
@@ -56,7 +55,7 @@ from treespec.planning.learning import (
     SpeculationBackoff,
     TreeYield,
 )
-from treespec.planning.round_costs import WARMUP, CostCurve, CostedBatch, RoundCosts, RoundSeconds
+from treespec.planning.round_costs import CostCurve, CostedBatch, RoundCosts, RoundSeconds
 from treespec_kernels.tree.level_rule import LevelRule
 
 if TYPE_CHECKING:
@@ -77,7 +76,6 @@ INITIAL_GAIN, LEAST_GAIN = 1.2, 1.08  # prior, and assumed minimum for a request
 # chance (1 row: +7 %).
 ROW_WINDOW = 16
 LEVEL_COVERAGE = 0.8  # expected share of a level's open mass that its nodes cover
-MOST_TO_LEARN = 3.0  # maximum cost of an exploratory first level, in tokens of plain decoding
 # Share of a request's time for exploring its own acceptance: first levels, and reading its prompt. Without it, a
 # predictable text would stay plain after many unpredictable ones.
 EXPLORED = 0.02
@@ -86,6 +84,8 @@ RETRIED = 0.02
 SPEED_PRIOR = 4  # weight of the prior for a request's tokens per round, in rounds of plain decoding
 # Number of plain rounds before an unprofitable batch is reconsidered; deciding in every round costs 3 % of a short one.
 IDLE_ROUNDS = 8
+# One of so many cuts keeps twice as many nodes as pay, and one more, so that the costs of larger passes become known.
+EXPLORE_ROWS = 32
 
 
 class _BatchSizeState:
@@ -134,9 +134,8 @@ class Planner:
         self.costs = RoundCosts(cost)
         self._yield = None if shapes is None else TreeYield(shapes)
         self._states: dict[int, _BatchSizeState] = {}
-        self._num_drafted = 0  # number of rounds with drafts
+        self._num_cut = 0  # number of cuts of adaptive trees
         self._calibrations = {samples: Calibration() for samples in (False, True)}  # by whether requests sample
-        self._best_shapes: dict[int, tuple[int, int]] = {}  # by depth, cached until the next observation
         # The last planned or currently observed round; for one request until a batch is planned.
         self.round = PlannedRound((), self.costs.batch, [1.0])
 
@@ -177,44 +176,60 @@ class Planner:
             return [MODEL_FREE_PAUSED if unread is None else ALL_PAUSED] * len(requests)
         if not others_wait:
             self.round.token_weights = self._weights_of_tokens(requests)
-        drafts, least_addition = [False] * len(requests), 0.0
-        if not (adaptive and state.ssms.pause_left):
-            drafts = self._first_level_pays()
-            least_addition = self._least_addition()
-        gain = max(state.gain, LEAST_GAIN)
-        read_seconds = max(self.costs.curve.read_seconds, 1e-12)
-        time_of_token = self.costs.plain / len(requests) / gain / read_seconds
-        max_read = math.inf if len(requests) == 1 else MAX_STALL / read_seconds
-        plans = []
-        for i, request in enumerate(requests):
-            spec, time_left = request.spec, request.tokens_left * time_of_token
-            room = max(request.room(max_model_len), 0)
-            depth = min(spec.max_depth, len(spec.branching) if spec.branching else spec.max_depth, room)
-            reasons: list[PlainReason] = []
-            if spec.is_plain:
-                depth, reasons = 0, ["off"]
-            elif not depth:
-                reasons = ["room"]
-            levels = depth
-            if spec.is_adaptive and depth and state.model_free.pause_left:
-                depth, reasons = 0, ["model_free_paused"]
-            if spec.is_adaptive and levels:
-                # Reading a request's prompt must be repaid by the expected savings of drafting.
-                repays = unread is None or unread(request) <= time_left * (gain - 1)
-                levels = levels if drafts[i] and repays and not state.ssms.pause_left else 0
-                if not levels and unread is not None:
-                    reasons.insert(0, "drafting_paused" if state.ssms.pause_left else "drafting_cost")
-            limits: dict[str, Any] = {"max_ssms": spec.max_ssms, "plain_reasons": tuple(reasons)}
-            if spec.max_ssms is None:
-                limits["least_addition"] = least_addition
-            if spec.is_adaptive:
-                limits |= {"adaptive": True, "time_left": time_left, "max_read": max_read}
-            plans.append(DraftPlan(depth, levels, spec.max_nodes, spec.branching, **limits))
+        paused = adaptive and state.ssms.pause_left
+        pays = [False] * len(requests) if paused else self._first_level_pays()
+        least_addition = 0.0 if paused else self._least_addition()
+        plans = [
+            self._plan(request, max_model_len, first, least_addition, unread)
+            for request, first in zip(requests, pays, strict=True)
+        ]
         self.round.plans, self.round.others_wait = plans, others_wait
         self.round.asks_sources = any(plan.max_depth for plan in plans)
         if adaptive and not any(plan.max_depth or plan.levels for plan in plans):
             state.ssms.pause_left = max(state.ssms.pause_left, IDLE_ROUNDS)
         return plans
+
+    def _plan(
+        self,
+        request: Request,
+        max_model_len: int,
+        pays: bool,  # whether a first level is expected to pay off
+        least_addition: float,
+        unread: Callable[[Request], int] | None,  # as in `draft_plans`
+    ) -> DraftPlan:
+        """Return a request's plan for the host executor."""
+        spec, state, count = request.spec, self._state, self.round.size
+        depth = min(spec.max_depth, len(spec.branching or ()) or spec.max_depth, request.room(max_model_len))
+        if spec.is_plain:
+            return OFF
+        if depth <= 0:
+            return NO_ROOM
+        max_depth, levels, time_left, max_read, reasons = depth, depth, math.inf, math.inf, list[PlainReason]()
+        if spec.is_adaptive:
+            gain, read_seconds = max(state.gain, LEAST_GAIN), max(self.costs.curve.read_seconds, 1e-12)
+            time_left = request.tokens_left * self.costs.plain / count / gain / read_seconds
+            max_read = math.inf if count == 1 else MAX_STALL / read_seconds
+            # Reading a request's prompt must be repaid by the expected savings of drafting.
+            pays = pays and (unread is None or unread(request) <= time_left * (gain - 1))
+            if state.ssms.pause_left or not pays:
+                levels = 0
+                if unread is not None:
+                    reasons.append("drafting_paused" if state.ssms.pause_left else "drafting_cost")
+            if state.model_free.pause_left:
+                max_depth = 0
+                reasons.append("model_free_paused")
+        return DraftPlan(
+            max_depth,
+            levels,
+            spec.max_nodes,
+            spec.branching,
+            adaptive=spec.is_adaptive,
+            least_addition=least_addition if spec.max_ssms is None else 0.0,
+            max_ssms=spec.max_ssms,
+            time_left=time_left,
+            max_read=max_read,
+            plain_reasons=tuple(reasons),
+        )
 
     def last_plans(self, requests: Sequence[Request], max_model_len: int, others_wait: bool) -> list[DraftPlan] | None:
         """Return the last round's plans for another round; None if it was observed or had another batch.
@@ -271,7 +286,7 @@ class Planner:
             elif depth:
                 levels = max(levels, min(depth, spec.max_nodes - 1))
         drafts = adaptive_depth and not self._state.ssms.pause_left
-        shape = self._best_shape(tree_yield, adaptive_depth) if drafts else (0, 1)
+        shape = tree_yield.best_shape(self.costs, adaptive_depth) if drafts else (0, 1)
         self.round.adaptive_depth = adaptive_depth
         levels = max(levels, shape[0])
         plans = []
@@ -288,32 +303,13 @@ class Planner:
         self.round.asks_sources = any(plan.levels for plan in plans)
         return plans
 
-    def _best_shape(self, tree_yield: TreeYield, depth: int) -> tuple[int, int]:
-        """Return the (levels, nodes) with the most expected tokens per second, for at most `depth` levels.
-
-        Returns (0, 1), plain decoding, unless the gain over it exceeds the margin.
-        """
-        if (best := self._best_shapes.get(depth)) is not None:
-            return best
-        shapes, costs = tree_yield.shapes, self.costs
-        count = np.arange(1, depth + 1)
-        verify = costs.verify_each(np.array(shapes.nodes))
-        draft = costs.draft_scale * (costs.curve.draft_start_seconds + count * costs.curve.draft_seconds)
-        seconds = draft[:, None] + verify + costs.host("drafted")
-        tokens = 1 + tree_yield.promised[:depth]
-        rates = np.where(count[:, None] < np.array(shapes.nodes), tokens / seconds, 0.0)
-        level, column = divmod(int(rates.argmax()), len(shapes.nodes))
-        pays = rates[level, column] * costs.plain > 1 + MARGIN
-        best = self._best_shapes[depth] = (level + 1, shapes.nodes[column]) if pays else (0, 1)
-        return best
-
     @property
     def calibration(self) -> float:
         """Factor on node values per level, for this batch's requests."""
         factors = [self._calibrations[request.is_sampled].value for request in self.round.batch]
         return sum(factors) / len(factors)
 
-    def _observe_draft(self, requests: Sequence[Request], emitted: Sequence[int], rows: int, drafted: Drafted) -> None:
+    def _observe_draft(self, requests: Sequence[Request], emitted: Sequence[int], drafted: Drafted, rows: int) -> None:
         """Update the means with a round in which SSMs drafted."""
         count, costs = self.round.size, self.costs
         later = max(costs.speculative(rows, drafted) - costs.speculative(2 * count, Drafted(1, 1, count)), 0.0)
@@ -384,35 +380,28 @@ class Planner:
 
     def _least_addition(self) -> float:
         """Return the minimum share of drafted tokens that an SSM must add to pay for its pass."""
-        count = self.round.size
+        count, curve = self.round.size, self.costs.curve
         drafted = LEVEL_COVERAGE * self.calibration * count
-        curve = self.costs.curve
-        level = self.costs.draft_scale * (curve.ssm_seconds + (count - 1) * curve.draft_request_seconds)
+        level = curve.ssm_seconds + (count - 1) * curve.draft_request_seconds
         return self.rate * level / drafted
 
     def level_rule(self) -> LevelRule:
         """Return the rule for drafting this round's levels, at the cost of one SSM's passes.
 
-        The very first rounds draft unless that seems very expensive: a busy machine distorts the measured curve, and
-        only drafting shows the actual cost.
-
         A level also costs a row of the target pass, for at least one of its nodes.
         """
         if self.round.rule is not None:
             return self.round.rule
-        (rate, row), curve, state = self._prices, self.costs.curve, self._state
-        price = rate * self.costs.draft_scale
-        start, level = price * curve.draft_start_seconds, price * curve.draft_seconds + row
-        gain = max(state.gain, 1.0) * self._drafted_gain(start + level + 1e-6)
-        if self._num_drafted < WARMUP and start + level < MOST_TO_LEARN:
-            gain = max(gain, start + level + 1e-6)
+        (rate, row), curve = self._prices, self.costs.curve
+        start, level = rate * curve.draft_start_seconds, rate * curve.draft_seconds + row
+        gain = max(self._state.gain, 1.0) * self._drafted_gain(start + level + 1e-6)
         self.round.rule = LevelRule(
             self.calibration,
             gain,
             self.round.token_weights,
             start,
             level,
-            price * curve.draft_request_seconds + row,
+            rate * curve.draft_request_seconds + row,
             self.least_value,
         )
         return self.round.rule
@@ -447,6 +436,9 @@ class Planner:
         gain = np.cumsum(value[order]) - self.rate * (seconds[1:] - seconds[0])
         best = int(np.argmax(gain))
         count = best + 1 if gain[best] > 0 else 0
+        self._num_cut += 1
+        if self._num_cut % EXPLORE_ROWS == 0:
+            count = 2 * count + 1
         owner = np.repeat(np.arange(len(adaptive)), [sizes[i] - 1 for i in adaptive])
         counts = np.bincount(owner[order[:count]], minlength=len(adaptive)).tolist()
         for i, nodes in zip(adaptive, counts, strict=True):
@@ -474,32 +466,35 @@ class Planner:
         speculates = self.round.asks_sources or drafted.levels > 0
         if seconds is not None:
             self.costs.learn(seconds, rows, drafted, speculates or grows)
-        if self._yield is not None:
-            self._yield.recover()
-        if not drafted.levels:  # lets SSMs that stopped drafting be retried eventually
-            for calibration in self._calibrations.values():
-                calibration.recover(RECOVERY)
-            for means in (self._state.drafted, *(request.drafted for request in requests)):
-                if means is not None:
-                    means.recover(RECOVERY)
+        self._recover(requests, drafted)
         if speculates and any(request.spec.is_adaptive for request in requests):
-            state = self._state
-            rounds = self.costs.speculative(rows, drafted) / self.costs.plain
-            weight_of = dict(zip(self.round.batch, self.round.token_weights, strict=True))
-            weights = [weight_of[request] for request in requests]  # excludes failed requests of the batch
-            gain = sum(w * tokens for w, tokens in zip(weights, emitted, strict=True)) / sum(weights) / rounds
-            state.gain += GAIN_EMA * (gain - state.gain)
+            self._observe_gain(requests, emitted, drafted, rows)
             if drafted.levels:
-                self._num_drafted += 1
-                self._observe_draft(requests, emitted, rows, drafted)
+                self._observe_draft(requests, emitted, drafted, rows)
             if grows:
                 for request, tree, tokens in zip(requests, trees, emitted, strict=True):
                     self._calibrations[request.is_sampled].add(tree, tokens - 1)
-            (state.ssms if drafted.levels else state.model_free).observe(gain, rounds)
-            if drafted.levels and self._yield is not None:
-                tried = [t for t, r in zip(trees, requests, strict=True) if r.spec.is_adaptive and len(t.values) > 1]
-                if tried:
-                    self._yield.observe(drafted.levels, self._yield.shapes.fitting(rows), tried, self.calibration)
-        self._best_shapes.clear()
+            tried = [t for t, r in zip(trees, requests, strict=True) if r.spec.is_adaptive and len(t.values) > 1]
+            if drafted.levels and tried and self._yield is not None:
+                self._yield.observe(drafted.levels, self._yield.shapes.fitting(rows), tried, self.calibration)
         if self._yield is not None and (depth := self.round.adaptive_depth):
-            self._best_shape(self._yield, depth)  # cached now, while the device may be busy
+            self._yield.best_shape(self.costs, depth)  # cached now, while the device may be busy
+
+    def _recover(self, requests: Sequence[Request], drafted: Drafted) -> None:
+        """Move estimates towards their priors, so that shapes and SSMs that are not used are retried eventually."""
+        if self._yield is not None:
+            self._yield.recover()
+        if not drafted.levels:
+            means = self._state.drafted, *(request.drafted for request in requests)
+            for estimate in (*self._calibrations.values(), *means):
+                if estimate is not None:
+                    estimate.recover(RECOVERY)
+
+    def _observe_gain(self, requests: Sequence[Request], emitted: Sequence[int], drafted: Drafted, rows: int) -> None:
+        """Update the gain over plain decoding, and the backoff, with a speculating round."""
+        state, weight_of = self._state, dict(zip(self.round.batch, self.round.token_weights, strict=True))
+        weights = [weight_of[request] for request in requests]  # excludes failed requests of the batch
+        rounds = self.costs.speculative(rows, drafted) / self.costs.plain
+        gain = sum(w * tokens for w, tokens in zip(weights, emitted, strict=True)) / sum(weights) / rounds
+        state.gain += GAIN_EMA * (gain - state.gain)
+        (state.ssms if drafted.levels else state.model_free).observe(gain, rounds)

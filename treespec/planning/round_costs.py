@@ -1,12 +1,10 @@
-"""The cost model of a round: a curve measured in advance, corrected by measured rounds.
+"""The cost model of a round: a curve measured in advance, which measured rounds correct.
 
     seconds(round) = target pass(rows, requests) + draft start + levels * draft level + requests * host work
 
-The target pass is a pass over one row of each request plus the cost of all further rows. Passes and drafting are
-modelled by the `CostCurve`, measured on an idle machine, times learned corrections; host work is only learned.
-
-All modelled seconds are those of the idle machine. Measured rounds contribute ratios: each part of a round is divided
-by the slowdown of its own target pass. Otherwise a busy machine would make drafting look expensive.
+Passes and drafting are modelled by the `CostCurve`, which is measured at the start and then follows the measured rounds
+(`CurveCorrection`); host work is only learned. Decisions depend on nothing but ratios of these seconds. So a slowdown
+of the whole machine is estimated apart and changes none of them.
 
 Percentages in comments are the relative increase of time per token without a mechanism: the largest of 37 cases, which
 replay recorded trees of the embedded models and of SmolLM2 (greedy and sampled, batches of 1 to 7, useless drafts) with
@@ -16,10 +14,10 @@ additional mechanisms, which had smaller effects and were removed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,14 +31,16 @@ if TYPE_CHECKING:
 # model-free sources; "drafted": trees grown by SSMs.
 HostWork = Literal["plain", "search", "tree", "drafted"]
 
-EMA = 0.1  # weight of the newest round in running means
-# Clipping of a measured time, as a share of the running mean (without: +10 %). Interruptions of many times a round's
-# length hit its parts at random. Clipping is symmetric, since noise alone would otherwise move the mean.
-CLIP = 0.3
-WARMUP = 5  # number of first measurements; their median initialises a running mean
-# Minimum size of a row beyond each request's first in the correction of the curve, as a share of a one-row pass. A
-# disturbed curve may assign rows no cost, and scaling would keep it at zero.
-MIN_ROW_SHARE = 0.03
+# The filter's standard deviations, of natural logarithms: of one measured time, of the slowdown's change from one round
+# to the next, and of the errors of a measured curve: in its passes, and in the parts of drafting.
+NOISE, SLOWDOWN_STEP, PASS_ERROR, DRAFT_ERROR = 0.2, 0.05, 0.3, 0.7
+OCTAVES = 2.0  # errors of passes whose rows differ by a factor of 2 ** OCTAVES have a correlation of 1 / e
+FORGET = 1e-4  # share per round by which the costs' uncertainty returns to that of a measured curve
+# Prior variance of a value that drifts as the slowdown does: each round adds FORGET times as much.
+DRIFTING = np.array([[SLOWDOWN_STEP**2 / FORGET]])
+UPDATE_ROUNDS = 8  # number of learned rounds after which the corrections are applied
+STORE_ROUNDS = 256  # number of learned rounds after which the corrected curve is first stored
+LEARN_SECONDS = 2e-3  # learns from rounds that are so far apart; an update takes about 1 % of this time
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,16 @@ class CostCurve:
         slope = (y[-1] - y[middle]) / (x[-1] - x[middle]) if len(x) > 1 else y[-1] / x[-1]
         return np.interp(rows, x, y) + np.maximum(np.asarray(rows) - x[-1], 0) * slope
 
-    def draft(self, levels: int, passes: int, request_passes: int) -> float:
-        """Return the seconds of a round's drafting, without reading prompts; arguments as in `Drafted`."""
-        further = max(request_passes - passes, 0)
-        seconds = levels * self.draft_seconds + (passes - levels) * self.ssm_seconds
-        return seconds + further * self.draft_request_seconds + (self.draft_start_seconds if levels else 0.0)
+    def draft(self, drafted: Drafted) -> float:
+        """Return the seconds of a round's drafting, without reading prompts."""
+        return sum(self.draft_parts(drafted))
+
+    def draft_parts(self, drafted: Drafted) -> tuple[float, float, float, float]:
+        """Return the seconds of its start, of levels with one SSM and request, of further SSMs and further requests."""
+        levels, passes, further = drafted.levels, drafted.passes, max(drafted.request_passes - drafted.passes, 0)
+        start = self.draft_start_seconds if levels else 0.0
+        further_ssms = max(passes - levels, 0) * self.ssm_seconds
+        return start, levels * self.draft_seconds, further_ssms, further * self.draft_request_seconds
 
     @cached_property
     def _points(self) -> tuple[np.ndarray, np.ndarray]:
@@ -90,59 +95,76 @@ class RoundSeconds(NamedTuple):
     host: float  # everything else
 
 
-class RobustMean:
-    """Running mean with clipped steps. It is 0 until `WARMUP` measurements, then starts from their median."""
+class KalmanFilter:
+    """Estimates of slowly drifting values, from noisy sums of some of them.
 
-    def __init__(self) -> None:
-        self.value, self._first = 0.0, list[float]()
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether the first measurements are complete."""
-        return len(self._first) == WARMUP
-
-    def add(self, seen: float) -> None:
-        """Update with the time of a round."""
-        if not self.is_warm:
-            self._first.append(seen)
-            self.value = median(self._first)
-        else:
-            self.value += EMA * _clipped(seen - self.value, CLIP * self.value)
-
-
-class _ExtraRowCost:
-    """Online linear regression of pass times on the size of their extra rows (beyond each request's first row).
-
-    Every pass measures the curve's error together with the machine's current speed. The regression separates them: a
-    slowdown scales all passes alike, whereas an error of the curve makes the residual depend on the size. Thus a slower
-    machine does not make rows look expensive. Without: +9 %.
-
-    The size of extra rows is their modelled time plus `MIN_ROW_SHARE` for each. All times are in modelled passes over
-    one row of each request.
+    Sums that differ from what is expected by more than `NOISE` count less (Huber's weights), because other work may
+    interrupt any part of a round for many times its duration.
     """
 
-    def __init__(self) -> None:
-        self.slowdown = RobustMean()  # measured over expected pass times
-        self.excess = 0.0  # measured minus modelled time of extra rows, as a share of their size; at least -1
-        self._mean = self._variance = 0.0  # running mean and variance of the sizes
+    def __init__(self, prior: np.ndarray) -> None:
+        self.values = np.zeros(len(prior))
+        self._covariance, self._forgotten = prior.copy(), FORGET * prior  # float64 [len(values), len(values)]
 
-    def add(self, seconds: float, expected: float, size: float) -> None:
-        """Update with a target pass: its measured and `expected` time, and the size of its extra rows."""
-        if not self.slowdown.value:
-            self._mean = size
-        deviation = size - self._mean
-        self._mean += EMA * deviation
-        self._variance += EMA * (max(deviation**2, MIN_ROW_SHARE**2) - self._variance)
-        if self.slowdown.value:
-            # Second bound: a size close to the mean cannot explain a large error.
-            limit = min(CLIP * expected, (1 + abs(self.excess)) * abs(deviation))
-            error = _clipped(seconds / self.slowdown.value - expected, limit)
-            self.excess = max(self.excess + EMA * error * deviation / max(deviation**2, self._variance), -1.0)
-        self.slowdown.add(seconds / expected)
+    def add(self, shares: np.ndarray, seen: float) -> None:
+        """Update with a measured sum; `shares` are its derivatives by the values, float64 [len(values)]."""
+        self._covariance *= 1 - FORGET
+        self._covariance += self._forgotten
+        spread, error = self._covariance @ shares, seen - float(shares @ self.values)
+        variance = float(shares @ spread) + NOISE * max(NOISE, abs(error))
+        self.values += spread * (error / variance)
+        self._covariance -= np.multiply.outer(spread, spread / variance)
 
 
-def _clipped(value: float, limit: float) -> float:
-    return min(max(value, -limit), limit)
+class CurveCorrection:
+    """Learned factors of a curve's costs, and the slowdown of the machine, all as natural logarithms.
+
+    The slowdown follows a random walk, whereas the factors hardly change. A pass that takes longer than expected
+    therefore mostly shows a slower machine, and only rounds close in time compare numbers of rows. Row counts that no
+    round has follow their neighbours.
+    """
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        octaves, counts = np.log2(rows), np.arange(rows[-1] + 1)
+        prior = np.zeros((1 + len(rows), 1 + len(rows)))
+        prior[:1, :1] = DRIFTING
+        prior[1:, 1:] = PASS_ERROR**2 * np.exp(-np.abs(octaves[:, None] - octaves) / OCTAVES)
+        self._passes = KalmanFilter(prior)  # slowdown, factors by number of rows
+        self._drafting = KalmanFilter(DRAFT_ERROR**2 * np.eye(4))  # factors of `CostCurve.draft_parts`
+        # Shares of a pass by its number of rows, float64 [most rows + 1, 1 + len(rows)]
+        interpolated = [np.interp(counts, rows, each) for each in np.eye(len(rows))]
+        self._shares = np.stack([np.ones(len(counts)), *interpolated], 1)
+
+    @property
+    def slowdown(self) -> float:
+        """Duration of the latest passes relative to the corrected curve."""
+        return math.exp(self._passes.values[0])
+
+    def add_pass(self, rows: int, seconds: float, expected: float) -> None:
+        """Update with a target pass: its measured time, and that expected by the curve."""
+        self._passes.add(self._shares[min(rows, len(self._shares) - 1)], math.log(seconds / expected))
+
+    def add_drafting(self, seconds: float, expected: Sequence[float]) -> None:
+        """Update with a round's drafting: its measured time, and its parts as expected by the curve."""
+        parts = expected * np.exp(self._drafting.values)
+        total = float(parts.sum())
+        shares = parts / total
+        seen = math.log(seconds / self.slowdown / total) + float(shares @ self._drafting.values)
+        self._drafting.add(shares, seen)
+
+    def apply(self, curve: CostCurve) -> CostCurve:
+        """Return the curve times the factors, which become 1."""
+        verify = curve.verify(np.array(curve.rows)) * np.exp(self._passes.values[1:])
+        start, level, ssm, request = np.exp(self._drafting.values).tolist()
+        self._passes.values[1:] = self._drafting.values[:] = 0.0
+        return replace(
+            curve,
+            verify_seconds=tuple(verify.tolist()),
+            draft_seconds=level * curve.draft_seconds,
+            draft_start_seconds=start * curve.draft_start_seconds,
+            draft_request_seconds=request * curve.draft_request_seconds,
+            ssm_seconds=ssm * curve.ssm_seconds,
+        )
 
 
 class CostedBatch(NamedTuple):
@@ -156,11 +178,15 @@ class RoundCosts:
     """Modelled seconds of the parts of a round, for the batch set by `begin`."""
 
     def __init__(self, curve: CostCurve):
-        self.curve, self.batch = curve, CostedBatch(1, 0.0)
-        self._drafting = RobustMean()  # measured over modelled seconds of drafting (1 throughout: +10 %)
-        self._rows = _ExtraRowCost()
-        self._hosts: dict[HostWork, RobustMean] = {}
-        self._by_rows = curve.verify(np.arange(128))  # the curve's seconds by number of rows
+        self._correction, self._num_learned, self._unlearned = CurveCorrection(curve.rows), 0, LEARN_SECONDS
+        self.store: Callable[[CostCurve], None] | None = None  # stores a corrected curve for the next start
+        self._hosts: dict[HostWork, KalmanFilter] = {}  # logarithms of the host's seconds per request
+        self._follow(self._correction.apply(curve))
+        self.batch = CostedBatch(1, 0.0)
+
+    def _follow(self, curve: CostCurve, rows: int = 128) -> None:
+        """Set the curve, and list its seconds up to a number of rows."""
+        self.curve, self._by_rows = curve, curve.verify(np.arange(rows))
         self._listed: list[float] = self._by_rows.tolist()  # list elements are faster to access than array elements
 
     def begin(self, requests: Sequence[Request], count: int | None = None) -> None:
@@ -175,8 +201,9 @@ class RoundCosts:
         return self.one_row(self.batch.requests) + self.batch.requests * self.host("plain")
 
     def speculative(self, rows: int, drafted: Drafted) -> float:
+        """Return the seconds of a round that asks sources."""
         host = self.batch.requests * self.host(self._work(rows, drafted))
-        return float(self.verify(rows)) + self.draft(drafted) + host
+        return self.verify(rows) + self.curve.draft(drafted) + host
 
     def one_row(self, requests: int) -> float:
         """Return the seconds of a target pass over one row of each of `requests` requests."""
@@ -185,57 +212,54 @@ class RoundCosts:
 
     def verify(self, rows: int) -> float:
         """Return the seconds of a target pass over `rows` rows."""
-        return self._size_and_seconds(rows)[1]
+        self._extend(rows)
+        return float(self._modelled(rows, self._listed, max))
 
     def verify_each(self, rows: np.ndarray) -> np.ndarray:
         """Return the seconds of target passes over these numbers of rows, ascending."""
         self._extend(int(rows[-1]))
-        return self._modelled(rows, self._by_rows, np.maximum)[1]
+        seconds: np.ndarray = self._modelled(rows, self._by_rows, np.maximum)
+        return seconds
+
+    def _modelled(self, rows: Any, by_rows: Any, maximum: Callable[[Any, float], Any]) -> Any:
+        """Compute the seconds for one number of rows or an array."""
+        count, context = self.batch
+        further = by_rows[rows] - by_rows[count] + (rows - count) * (context * self.curve.row_position_seconds)
+        return self.one_row(count) + maximum(further, 0.0)
 
     def host(self, work: HostWork) -> float:
         """Return the host's seconds per request; unmeasured kinds of work are assumed to be as fast as the fastest."""
-        measured = self._hosts.get(work)
-        return measured.value if measured else min((average.value for average in self._hosts.values()), default=0.0)
+        measured = [self._hosts[work]] if work in self._hosts else self._hosts.values()
+        return min((math.exp(seconds.values[0]) for seconds in measured), default=0.0)
 
     @property
-    def draft_scale(self) -> float:
-        """Correction factor of the curve's seconds of drafting, after some rounds."""
-        return self._drafting.value if self._drafting.is_warm else 1.0
-
-    def draft(self, drafted: Drafted) -> float:
-        """Return the seconds of a round's drafting, without reading prompts."""
-        return self.curve.draft(drafted.levels, drafted.passes, drafted.request_passes) * self.draft_scale
+    def slowdown(self) -> float:
+        """Measured over modelled seconds of the latest passes."""
+        return self._correction.slowdown
 
     def learn(self, seconds: RoundSeconds, rows: int, drafted: Drafted, drafting: bool) -> None:
-        """Update the corrections with a round; `drafting`: whether sources were asked."""
-        plain = self.one_row(self.batch.requests)
-        size, expected = self._size_and_seconds(rows)
-        self._rows.add(seconds.forward / plain, expected / plain, size / plain)
-        slowdown = seconds.forward / self.verify(rows)
+        """Update the costs with a round; `drafting`: whether sources were asked."""
+        is_due, whole = self._unlearned >= LEARN_SECONDS, sum(seconds)
+        self._unlearned = whole if is_due else self._unlearned + whole
+        if not is_due or seconds.forward <= 0:
+            return
+        self._correction.add_pass(rows, seconds.forward, self.verify(rows))
+        if any(parts := self.curve.draft_parts(drafted)) and seconds.draft > 0:
+            self._correction.add_drafting(seconds.draft, parts)
         work: HostWork = self._work(rows, drafted) if drafting else "plain"
-        self._hosts.setdefault(work, RobustMean()).add(seconds.host / slowdown / self.batch.requests)
-        if modelled := self.curve.draft(drafted.levels, drafted.passes, drafted.request_passes):
-            self._drafting.add(seconds.draft / slowdown / modelled)
+        host = max(seconds.host, 1e-7) / self.slowdown / self.batch.requests
+        self._hosts.setdefault(work, KalmanFilter(DRIFTING)).add(np.ones(1), math.log(host))
+        self._num_learned += 1
+        if self._num_learned % UPDATE_ROUNDS == 0:
+            self._follow(self._correction.apply(self.curve), len(self._listed))
+            # After 256, 512, 1,024, ... rounds, so that a process that is killed loses at most half of them
+            if self.store is not None and self._num_learned >= STORE_ROUNDS and self._num_learned.bit_count() == 1:
+                self.store(self.curve)
 
     def _work(self, rows: int, drafted: Drafted) -> HostWork:
         """Return the kind of host work in a round that asks sources."""
         return "drafted" if drafted.levels else "tree" if rows > self.batch.requests else "search"
 
-    def _size_and_seconds(self, rows: int) -> tuple[float, float]:
-        """Return the size of a pass's extra rows for `_ExtraRowCost`, and its seconds."""
-        self._extend(rows)
-        return self._modelled(rows, self._listed, max)
-
-    def _modelled(self, rows: Any, by_rows: Any, maximum: Callable[[Any, float], Any]) -> tuple[Any, Any]:
-        """Compute `_size_and_seconds` for one number of rows or an array."""
-        count, context = self.batch
-        one_row, further = self.one_row(count), rows - count
-        difference = by_rows[rows] - by_rows[count] + further * (context * self.curve.row_position_seconds)
-        extra = maximum(difference, 0.0)
-        size = extra + further * (MIN_ROW_SHARE * one_row)
-        return size, one_row + maximum(extra + self._rows.excess * size, 0.0)
-
     def _extend(self, rows: int) -> None:
         if rows >= len(self._listed):
-            self._by_rows = self.curve.verify(np.arange(2 * rows))
-            self._listed = self._by_rows.tolist()
+            self._follow(self.curve, 2 * rows)

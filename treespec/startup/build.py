@@ -40,8 +40,7 @@ from treespec.models.decoder import Decoder
 from treespec.models.group_model import GroupModel
 from treespec.models.low_rank import Updates
 from treespec.models.model_config import ModelConfig
-from treespec.planning.planner import Planner
-from treespec.startup.cost_measurement import load_costs
+from treespec.startup.cost_measurement import load_planner
 from treespec.startup.load import libraries_folder
 from treespec.startup.memory import MemoryPlan, plan_memory
 from treespec.startup.options import Resolved, local_folder, resolve
@@ -238,7 +237,7 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
     runner = Runner(decoder, cache, fixed_rows)
     ssms = _load_ssms(resolved, plan, decoder, cache)
     without_gpu = loader.attention == "triton" and loader.device.type == "cpu"
-    planner = Planner(load_costs(runner, ssms, torch.get_num_threads(), without_gpu))
+    planner = load_planner(runner, ssms, torch.get_num_threads(), without_gpu)
     if loader.configs is not None:
         logger.info("%s", loader.configs.describe())
         if issue := known_issue(loader.device):

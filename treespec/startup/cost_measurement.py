@@ -19,7 +19,8 @@ from treespec.config.configs import AUTO_NODES, SpecConfig
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.engine.runner import Runner
 from treespec.errors import ConfigError
-from treespec.planning.draft_plan import DraftPlan
+from treespec.planning.draft_plan import Drafted, DraftPlan
+from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
@@ -50,10 +51,10 @@ START_SECONDS = 0.5  # intended duration of measuring costs that are not stored
 THREADS_MARGIN = 0.9  # recommend another number of threads below this fraction of the current round time
 _BUSY = 0.05  # share of the time that threads may wait for a CPU on a machine that counts as quiet
 _AGREEMENT = 1.1  # largest ratio of the two lowest times of each run that counts as undisturbed
-# Factor by which stored times may be off. On a shared machine, short measurements differ by a tenth, and a curve of a
+# Factor by which stored ratios may be off. On a shared machine, short measurements differ by a tenth, and a curve of a
 # start beside other work was off by a half.
-_STORED_MARGIN = 1.2
-_MAX_START_SHARE = 0.9  # upper bound of the start of drafting, relative to drafting one level
+_STORED_MARGIN = 1.25
+_START_SHARES = 0.05, 0.9  # bounds of the start of drafting, relative to drafting one level
 _NUMBERS = tuple(field.name for field in fields(CostCurve))[2:]  # all fields but `rows` and `verify_seconds`
 _WRITE_LOCK_TIMEOUT = 10.0  # seconds to wait for another process's write
 STARTS = "starts"  # folder of what starts store: costs, apart from those of `treespec autotune`, and ranks of tokens
@@ -135,16 +136,11 @@ def measure(
     scratch = requests if long is None else [*requests, long]
     try:
         for request in requests:
-            request.pages = cache.reserve(request.request_id, slots)
+            _occupy(runner, request, slots, has_state=request is requests[0])  # the others are for drafts
         if long is not None:
-            long.pages = cache.reserve(long.request_id, len(long.tokens) - 1 + LONG_ROWS)
-        for request in scratch:  # reading zeros as K/V costs the same, and a real prefill would take long
-            request.context_len = len(request.tokens) - 1
-            cache.scrub(request.pages)  # pages of a CPU that were never written share one page of memory
-            if request in (requests[0], long):  # the others are for drafts
-                request.state = cache.reserve_state(request.request_id, request.context_len)
+            _occupy(runner, long, len(long.tokens) - 1 + LONG_ROWS)
         [first] = least_seconds([partial(star_pass, runner, requests[0], 1)], 1)
-        quick = first * len(fitting) * 12 < seconds
+        quick = _is_quick(first, len(fitting), seconds)
         slow = not quick and first * len(FEW_ROWS) * 5 > seconds
         most = ROWS[-1] if first * ROWS[-1] < 2 * seconds else AUTO_NODES  # a pass over n rows takes at most n * first
         measured = fitting if quick else SLOWEST_ROWS if slow else FEW_ROWS
@@ -181,11 +177,7 @@ def measure(
                 again = least_seconds(each, 1, seconds, advance, before=before)
                 least = [min(times) for times in zip(least, again, strict=True)]
     finally:
-        for request in scratch:
-            if len(request.pages):
-                cache.release(request.request_id, scrub=True)
-            if ssms is not None:
-                ssms.release(request)
+        _release(runner, ssms, scratch)
     times = dict(zip(runs, least, strict=True))
     if ssms is not None and len(ssms.models) == 1:
         times["every"] = times["one"]
@@ -196,32 +188,62 @@ def measure(
 
 
 @torch.inference_mode()
-def is_outdated(runner: Runner, curve: CostCurve) -> bool:
-    """Return whether passes over one and 8 rows show, at their minimum of two or four, that a curve is wrong.
+def is_outdated(runner: Runner, ssms: SsmDrafter | None, curve: CostCurve) -> bool:
+    """Return whether costs relative to a pass over one row clearly differ from a curve: of 8 rows, and of drafting.
 
-    It is if a pass is clearly faster, since other work slows passes down and never speeds them up. It also is if one is
-    clearly slower while no other work takes the CPUs; on a busy machine, the curve stays. Four passes are timed if the
-    first two are slow, which may be a disturbance, and short.
+    A curve also is outdated if passes are so fast now that more row counts can be measured. Otherwise the speed of the
+    whole machine changes no decision. On a busy machine the curve stays, and rounds correct it. Each run is timed
+    twice, and four times if they differ and are short.
     """
-    one, rows = float(curve.verify(1)), float(curve.verify(LONG_ROWS))
-    if curve.context + LONG_ROWS > runner.cache.num_free * PAGE_SIZE:
+    slots = curve.context + (LONG_ROWS if ssms is None else SCRATCH)
+    if slots > runner.cache.num_free * PAGE_SIZE:
         return False
     request = Request([1] * (curve.context + 1), SamplingParams(), SpecConfig())
-    request.pages = runner.cache.reserve(request.request_id, curve.context + LONG_ROWS)
-    request.context_len = curve.context
-    request.state = runner.cache.reserve_state(request.request_id, request.context_len)
-    runner.cache.scrub(request.pages)
-    passes = [partial(star_pass, runner, request, n) for n in (1, LONG_ROWS)]
-    waited, start = _waiting_seconds(), time.perf_counter()
+    runs: list[Callable[[], None]] = [partial(star_pass, runner, request, n) for n in (1, LONG_ROWS)]
+    expected, before = [float(curve.verify(n)) for n in (1, LONG_ROWS)], [None, None, runs[0]]
+    if ssms is not None:
+        runs.append(partial(_draft, ssms, [request], 1))
+        expected.append(curve.draft(Drafted(DRAFT_LEVELS, DRAFT_LEVELS, DRAFT_LEVELS)))
     try:
-        now = least_seconds(passes, 1)
-        if (now[0] > _STORED_MARGIN * one or now[1] > _STORED_MARGIN * rows) and 4 * (one + rows) < START_SECONDS / 2:
-            now = [*map(min, now, least_seconds(passes, 1))]
+        _occupy(runner, request, slots)
+        waited, start = _waiting_seconds(), time.perf_counter()
+        now = least_seconds(runs, 1, before=before)
+        if _differ(now, expected) and 4 * sum(expected) < START_SECONDS / 2:
+            now = [*map(min, now, least_seconds(runs, 1, before=before))]
     finally:
-        runner.cache.release(request.request_id, scrub=True)
-    slowdowns = now[0] / one, now[1] / rows
-    faster, slower = min(slowdowns) < 1 / _STORED_MARGIN, max(slowdowns) > _STORED_MARGIN
-    return faster or (slower and not _is_busy(waited, start))
+        _release(runner, ssms, [request])
+    missing = {rows for rows in ROWS if rows <= curve.rows[-1]} - {*curve.rows}
+    is_coarse = bool(missing) and _is_quick(_STORED_MARGIN * now[0], len(ROWS))
+    return (_differ(now, expected) or is_coarse) and not _is_busy(waited, start)
+
+
+def _is_quick(one_row: float, num_rows: int, seconds: float = START_SECONDS) -> bool:
+    """Return whether there is time to measure so many row counts, by the seconds of a pass over one row."""
+    return one_row * num_rows * 12 < seconds
+
+
+def _occupy(runner: Runner, request: Request, slots: int, has_state: bool = True) -> None:
+    """Reserve slots for a request, with zeros as K/V of its context; they cost as much as those of a prefill."""
+    request.pages = runner.cache.reserve(request.request_id, slots)
+    request.context_len = len(request.tokens) - 1
+    runner.cache.scrub(request.pages)  # pages of a CPU that were never written share one page of memory
+    if has_state:
+        request.state = runner.cache.reserve_state(request.request_id, request.context_len)
+
+
+def _release(runner: Runner, ssms: SsmDrafter | None, requests: Sequence[Request]) -> None:
+    """Release the slots of those requests that have any."""
+    for request in requests:
+        if len(request.pages):
+            runner.cache.release(request.request_id, scrub=True)
+        if ssms is not None:
+            ssms.release(request)
+
+
+def _differ(seconds: Sequence[float], expected: Sequence[float]) -> bool:
+    """Return whether the ratios of some times clearly differ from the expected ones."""
+    slowdowns = np.array(seconds) / expected
+    return bool(slowdowns.max() > _STORED_MARGIN * slowdowns.min())
 
 
 def _waiting_seconds() -> float:
@@ -257,9 +279,10 @@ def with_drafting(curve: CostCurve, times: dict[Any, float], ssms: int, requests
     """Return the curve with the costs of drafting: its start, a level, a request, an SSM, and reading a token."""
     further = max(len(requests) - 1, 1)
     further_level = (times["one"] - times["root"]) / (DRAFT_LEVELS - 1)
-    # Bounded so that a disturbed time does not make levels free: the planner would then always draft, and corrections,
-    # which are ratios, would keep the cost at zero.
-    start = min(max(times["root"] - further_level, 0.0), _MAX_START_SHARE * min(times["root"], times["one"]))
+    # Bounded so that a disturbed time makes neither levels nor the start free: corrections are factors, which would
+    # keep the cost at zero.
+    least, most = (share * min(times["root"], times["one"]) for share in _START_SHARES)
+    start = min(max(times["root"] - further_level, least), most)
     level = (times["one"] - start) / DRAFT_LEVELS
     further_request = max(times["batch"] - times["every"], 0.0) / (DRAFT_LEVELS * ssms * further)
     return replace(
@@ -411,7 +434,7 @@ def load(key: dict[str, Any], folder: Path | str = "") -> CostCurve | None:
 
 def round_seconds(curve: CostCurve) -> float:
     """Return the modelled seconds of a round of `ROUND_ROWS` rows and `DRAFT_LEVELS` levels of one SSM."""
-    return float(curve.verify(ROUND_ROWS)) + curve.draft(DRAFT_LEVELS, DRAFT_LEVELS, DRAFT_LEVELS)
+    return float(curve.verify(ROUND_ROWS)) + curve.draft(Drafted(DRAFT_LEVELS, DRAFT_LEVELS, DRAFT_LEVELS))
 
 
 def by_threads(key: dict[str, Any]) -> dict[int, float]:
@@ -424,10 +447,30 @@ def by_threads(key: dict[str, Any]) -> dict[int, float]:
     return dict(sorted(seconds_by_threads.items()))
 
 
+def load_planner(runner: Runner, ssms: SsmDrafter | None, threads: int, interpreted: bool) -> Planner:
+    """Return a planner with the costs of these models, which stores what rounds teach of them.
+
+    It stores nothing if `treespec autotune` has measured the costs.
+    """
+    planner = Planner(load_costs(runner, ssms, threads, interpreted))
+    key = cost_key(runner, ssms, threads)
+    if not interpreted and load(key) is None:
+        planner.costs.store = partial(_try_to_save, key=start_key(runner, key))
+    return planner
+
+
+def _try_to_save(curve: CostCurve, key: dict[str, Any]) -> None:
+    try:
+        save(curve, key, STARTS)
+    except OSError as error:
+        logger.info("pass costs cannot be stored, and the next start measures them again: %s", error)
+
+
 def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interpreted: bool) -> CostCurve:
     """Return the costs of these models: stored by `treespec autotune`, or by an earlier start, or measured and stored.
 
-    Costs of an earlier start are measured again if they are outdated, since the machine may have been busy then.
+    Those of an earlier start contain what its rounds have taught. They are measured again if they are outdated, since
+    the machine may have been busy then.
     """
     if interpreted:
         return CostCurve((1,), (1.0,), 0.1)  # times in Triton's interpreter are slow and meaningless
@@ -439,7 +482,7 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
     key_of_start = start_key(runner, key)
     with one_thread() if runner.target.linear == "compiled" else nullcontext():
         stored = load(key_of_start, STARTS)
-        if stored is not None and not is_outdated(runner, stored):
+        if stored is not None and not is_outdated(runner, ssms, stored):
             return stored
         with measuring_alone(START_SECONDS):
             # Another process may have measured meanwhile.
@@ -451,10 +494,7 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
             if _is_busy(waited, start):
                 logger.info("pass costs were measured beside other work, and the next start measures them again")
                 return curve
-            try:
-                save(curve, key_of_start, STARTS)
-            except OSError as error:
-                logger.info("measured pass costs cannot be stored, and the next start measures them again: %s", error)
+            _try_to_save(curve, key_of_start)
     return curve
 
 

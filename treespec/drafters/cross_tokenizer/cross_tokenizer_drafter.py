@@ -82,13 +82,15 @@ class PassValue:
     def timed(self, counts: bool = True) -> Iterator[None]:
         """Time a pass and, if it `counts`, update the mean pass time, clipping outliers to twice the mean.
 
+        Like the planner's costs, the time is that on a machine which is as fast as when they were measured.
+
         The first pass is skipped, because it also computes RoPE tables and other state once.
         """
         began = time.perf_counter()
         yield
         if not counts:
             return
-        took, self._passes = time.perf_counter() - began, self._passes + 1
+        took, self._passes = (time.perf_counter() - began) / self._prices.costs.slowdown, self._passes + 1
         if self._passes == 2:
             self._seconds = took
         elif self._passes > 2:

@@ -31,7 +31,7 @@ KINDS = ("row_linear", "lm_head", "rms_norm", "qkv_rope", "tree_attention")
 PAIRS = [
     *(("llama", op) for op in OPS if not op.startswith("quantized")),
     *((kind, op) for kind in ("gemma", "opt") for op in KINDS),
-    ("int4", "quantized_row_linear"),
+    *(("int4", op) for op in ("quantized_row_linear", "experts")),
 ]
 
 

@@ -26,9 +26,12 @@ def test_engines(names: str) -> None:
 
 
 @pytest.mark.slow
-def test_other_families() -> None:
+@pytest.mark.parametrize(
+    "names", ["hunyuan;ministral3", "gpt_oss;qwen2_moe;mixtral;qwen3_moe;olmoe;glm4_moe, groups of experts"]
+)
+def test_other_families(names: str) -> None:
     """Passes and captured rounds of families whose tensors, scales or rotations are used in other places."""
-    run_cases("families", TREESPEC_FAMILIES="hunyuan,ministral3")
+    run_cases("families", TREESPEC_FAMILIES=names)
 
 
 @pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -30,7 +30,7 @@ from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.cli.kernels import settings_of
 from treespec.engine.runner import tree_rows
-from treespec.errors import ConfigError, KernelError, VariantError
+from treespec.errors import ConfigError, KernelError
 from treespec.models.decoder import HiddenStates
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -133,15 +133,11 @@ def test_every_family_has_a_case() -> None:
     assert {case.model_type for case in CASES.values()} == set(FAMILIES)
 
 
-def test_models_without_triton_kernels_run_transformers_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = make_model(tmp_path, TYPICAL["gpt_oss"], 3)
-    reason = "there is no Triton kernel for its experts"
-    with pytest.raises(VariantError, match=reason):
+def test_models_without_triton_kernels_are_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, TYPICAL["lfm2_moe"], 3)
+    with pytest.raises(KernelError, match="layers are recurrent, which run on a CPU only"):
         open_llm(folder, attention="triton", backend="native")
-    with caplog.at_level("INFO", "treespec"), pytest.raises(KernelError, match="needs a GPU"):  # for the adapter
-        open_llm(folder, attention="triton")
-    assert f"{reason}): backend=transformers" in caplog.text
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match="there is no Triton kernel for its recurrent layers"):
         settings_of(str(folder), [], None)
 
 

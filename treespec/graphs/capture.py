@@ -46,8 +46,12 @@ _REPEATS = 5
 
 
 def stack_sizes(drafts: Sequence[ModelConfig]) -> list[int]:
-    """Return the sizes of the stacks: adjacent SSMs of equal architecture run as one model with stacked weights."""
-    return [len(list(group)) for _, group in itertools.groupby(drafts, lambda config: config.compute_key)]
+    """Return the sizes of the stacks: adjacent SSMs of equal architecture run as one model with stacked weights.
+
+    Models with experts run alone.
+    """
+    keys = [(config.compute_key, i if config.shape.experts else 0) for i, config in enumerate(drafts)]
+    return [len(list(group)) for _, group in itertools.groupby(keys)]
 
 
 class Rounds(NamedTuple):
@@ -101,8 +105,13 @@ def captured_rounds(
     }
     if not is_interpreted():
         rounds[sizes[-1]][-1].warm_up(limits.nodes[-1:])  # largest first: other graphs fit into its memory
+    of_models = [stack.kernels for stack in (model, *stacks)]
+    for kernels in of_models:
+        kernels.spreads.fill_(1)
     one = _measure_costs(rounds[1][0])
     most = one if len(sizes) == 1 else _measure_costs(rounds[sizes[-1]][0])
+    for kernels in of_models:
+        kernels.spreads.fill_(0)
     planners = {size: Planner(_between(one, most, (size - 1) / max(sizes[-1] - 1, 1)), limits) for size in sizes}
     passes = None
     if graph_memory is not None:
@@ -135,6 +144,8 @@ def planned_bytes(
         rows = captured + (0 if i else prefill_chunk)
         partials = rows * segments * shape.num_heads * (shape.head_dim + 2) * 4
         widths = 4 * shape.hidden_size + 3 * shape.intermediate_size + 8 * shape.num_heads * shape.head_dim
+        if (experts := shape.experts) is not None:
+            widths += experts.top_k * (experts.size + shape.hidden_size)
         split = 8 * max(shape.hidden_size, 3 * shape.num_heads * shape.head_dim) * 4  # fp32 sums of split layers
         activations = rows * (widths * dtype.itemsize + split + shape.vocab_size * (dtype.itemsize + 1))
         tables = len(model.ropes) * (limits.max_context + model.short_context) * 2 * shape.head_dim * 4  # RoPE tables

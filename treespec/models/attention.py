@@ -117,8 +117,7 @@ class TritonAttention:
         sinks: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
-        assert sinks is None, "there is no kernel for sinks"
-        return tree_attention_triton(q, k_cache, v_cache, scale=scale, score_cap=cap, pdl=pdl, **plan)
+        return tree_attention_triton(q, k_cache, v_cache, scale=scale, score_cap=cap, sinks=sinks, pdl=pdl, **plan)
 
 
 def make_attention(

@@ -44,13 +44,6 @@ class ModelConfig:
     head_rows: int | None = None  # of a draft's reduced head; None = the vocabulary
 
     @property
-    def without_kernel(self) -> str | None:
-        """What no Triton kernel computes of this model, or None if kernels compute all of it."""
-        shape = self.shape
-        parts = {"experts": shape.experts, "attention sinks": shape.sinks}
-        return next((name for name, present in parts.items() if present), None)
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(dict.fromkeys(layer.window for layer in self.layers if not layer.recurrent)) or (None,)
 

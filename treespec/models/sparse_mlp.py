@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from treespec_kernels.cpu.compiled_linear import CompiledLinear
-from treespec_kernels.linear.activations import clamped_swiglu
+from treespec_kernels.linear.activations import clamped_swiglu, sigmoid
+from treespec_kernels.linear.experts import Routing, route_ref
 from treespec_kernels.linear.linear import Linear
 from treespec_weights.experts import Experts
 
@@ -69,35 +69,16 @@ class SparseMlp(NamedTuple):
             total = self.latent[1](total.to(x.dtype)).float()
         if self.shared is not None:
             shared = self.shared(x).float()
-            total += shared if self.shared_scale is None else shared * _sigmoid(self.shared_scale(x).float())
+            total += shared if self.shared_scale is None else shared * sigmoid(self.shared_scale(x))
         return total.to(x.dtype)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts of each row, int64 [num_rows, top_k], and their weights, as in transformers."""
-        config = self.config
-        if config.scoring == "softmax_of_chosen":
-            values, chosen = self.router(x).topk(config.top_k)
-            return chosen, torch.softmax(values, -1)
-        logits = self.router(x.float() if config.scoring == "sigmoid" else x)
-        scores = _sigmoid(logits) if config.scoring == "sigmoid" else torch.softmax(logits.float(), -1)
-        choice = scores if self.correction is None else scores + self.correction
-        if config.groups > 1:
-            by_group = choice.unflatten(1, (config.groups, -1))
-            best = by_group.topk(2).values.sum(-1).topk(config.chosen_groups).indices
-            hidden = torch.ones(len(x), config.groups, dtype=torch.bool, device=x.device).scatter_(1, best, False)
-            choice = by_group.masked_fill(hidden[:, :, None], -torch.inf).flatten(1)
-        chosen = choice.topk(config.top_k).indices
-        weights = scores.gather(1, chosen)
-        if config.normalized:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return chosen, weights * config.scale
+        logits = self.router(x.float() if self.config.scoring == "sigmoid" else x)
+        return route_ref(logits, self.correction, Routing.of(self.config))
 
     @property
     def nbytes(self) -> int:
         parts = [self.router, *self.experts, *(self.latent or ())]
         parts += [part for part in (self.shared, self.shared_scale) if part is not None]
         return sum(part.nbytes for part in parts)
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))  # row-invariant, as `activations.silu`

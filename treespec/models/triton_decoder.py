@@ -19,10 +19,11 @@ from torch import Tensor
 from treespec.models.attention import TritonAttention
 from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.model_config import ModelConfig
-from treespec.models.triton_weights import LayerWeights, ModelWeights, Weight, map_tensors
+from treespec.models.triton_weights import ExpertWeights, LayerWeights, ModelWeights, Weight, map_tensors
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.launch.triton_launch import LaunchConfig, is_interpreted, takes_pdl, target_of
+from treespec_kernels.linear.experts import ExpertConfigs, Routing, experts_triton
 from treespec_kernels.linear.lm_head import LmHead, LmHeadConfig, lm_head_triton
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.linear.rms_norm import Norm, rms_norm_triton
@@ -32,7 +33,7 @@ from treespec_kernels.linear.row_linear import (
     row_linear_partials_triton,
     row_linear_triton,
 )
-from treespec_kernels.linear.row_linear_config import quantized_default
+from treespec_kernels.linear.row_linear_config import interpretable, quantized_default
 from treespec_kernels.linear.row_tiles import RowTile, proven
 from treespec_kernels.tuning.tuned import KernelConfigs
 
@@ -78,6 +79,9 @@ class PassKernels:
             }
             for layer in self._layers
         ]
+        self._experts = [self._expert_configs(layer) for layer in self._layers]
+        # Whether padding rows read experts as other rows do, so that times of idle passes are those of others
+        self.spreads = torch.zeros(1, dtype=torch.int32, device=weights.embed.device)
         vocab, hidden = weights.head.shape[1:]
         key = self._key() | {"vocab_size": vocab, "hidden_size": hidden}
         default = LmHeadConfig.default(self.dtype, vocab, hidden, target_of(weights.head.device))
@@ -150,15 +154,21 @@ class PassKernels:
             op, group, bits = "quantized_row_linear", weight.group, weight.bits
             key |= {"bits": bits, "group": group, "zero": int(weight.zero is not None)}
             default = quantized_default(self.dtype, out_features, in_features, group, target)
-            block_k = min(default.block_k, 64)
         else:
-            op, silu_gate, block_k = "row_linear", name == "gate_up" and self.config.shape.gated, 64
+            op, silu_gate = "row_linear", name == "gate_up" and self.config.shape.gated
             key |= {"silu_gate": int(silu_gate)}
             default = RowLinearConfig.default(self.dtype, out_features, in_features, silu_gate, target)
-        if is_interpreted():
-            sizes = {"block_m": 16, "block_n": 64, "block_k": block_k, "split_k": min(default.split_k, 2)}
-            default = replace(default, **sizes, larger=())
-        return configs.get(op, key, default)
+        return configs.get(op, key, interpretable(default))
+
+    def _expert_configs(self, layer: LayerWeights) -> tuple[RowLinearConfig, ExpertConfigs] | None:
+        """Return the configurations of the router and of the experts' products, which are not tuned."""
+        shape, target = self.config.shape.experts, target_of(self.weights.embed.device)
+        if layer.experts is None or shape is None:
+            return None
+        router, products = layer.experts.router, layer.experts.products
+        columns, hidden = router.shape
+        config = interpretable(RowLinearConfig.default(router.dtype, columns, hidden, target=target))
+        return replace(config, larger=()), ExpertConfigs.default(products, shape.top_k, self.dtype, target)
 
     def hidden(
         self,
@@ -178,8 +188,8 @@ class PassKernels:
         norms = [fused(layer.attn_norm, shift=layer.attn_norm_bias) for layer in layers]
         norms.append(fused(weights.final_norm, shift=weights.final_norm_bias))
         h = stream if qkv is not None or norms[0].weight is None else self._norm(stream, norms[0])
-        each_layer = zip(layers, self._linear, kv, self._kinds, norms[1:], strict=False)
-        for i, (layer, linear, cache, (ropes, window), norm) in enumerate(each_layer):
+        each_layer = zip(layers, self._linear, self._experts, kv, self._kinds, norms[1:], strict=False)
+        for i, (layer, linear, experts, cache, (ropes, window), norm) in enumerate(each_layer):
             if i in states:
                 states[i] = stream.clone()
             product = self._partials(h, layer.qkv, linear["qkv"]) if i or qkv is None else qkv
@@ -191,9 +201,13 @@ class PassKernels:
                 self._linear_rows(mixed, layer.o, linear["o"], stream, bias=layer.o_bias)
             else:
                 h = self._norm(self._partials(mixed, layer.o, linear["o"]), inner, stream, layer.o_bias)
-            mixed = self._activated(h, layer, linear["gate_up"])
-            last = norm._replace(post_weight=layer.mlp_post_norm)
-            h = self._norm(self._partials(mixed, layer.down, linear["down"]), last, stream, layer.down_bias)
+            last, update = norm._replace(post_weight=layer.mlp_post_norm), None
+            if layer.down is not None:
+                update = self._partials(self._activated(h, layer, linear["gate_up"]), layer.down, linear["down"])
+            if experts is not None:
+                update = self._mix_experts(h, layer.experts, experts, layout.slots, update)
+            assert update is not None
+            h = self._norm(update, last, stream, layer.down_bias)
         if len(layers) in states:
             states[len(layers)] = stream.clone()
         return h
@@ -203,6 +217,7 @@ class PassKernels:
         subset.weights = replace(self.weights, layers=tuple(self.weights.layers[i] for i in layers))
         subset.windows, subset._kinds = windows, [self._kinds[i] for i in layers]
         subset._layers, subset._linear = [self._layers[i] for i in layers], [self._linear[i] for i in layers]
+        subset._experts = [self._experts[i] for i in layers]
         return subset
 
     def logits(self, hidden: Tensor) -> LmHead:
@@ -250,7 +265,8 @@ class PassKernels:
         table, of_queries = (*rotations[::-1], None, None)[:2]
         options: dict[str, Any] = {"bias": layer.qkv_bias, "norm": norm, "q_rotation": of_queries}
         qkv_rope_triton(qkv, table, *places, q, **options, pdl=self.pdl)
-        out = self.attention(q, cache[0], cache[1], plan, config.query_scale, config.score_cap, pdl=self.pdl)
+        scores = config.query_scale, config.score_cap, layer.sinks
+        out = self.attention(q, cache[0], cache[1], plan, *scores, pdl=self.pdl)
         return out.view(rows, -1)
 
     def _activated(self, h: Tensor, layer: LayerWeights, config: RowLinearConfig) -> Tensor:
@@ -258,6 +274,35 @@ class PassKernels:
         gated, activation = self.config.shape.gated, self.config.activation
         epilogue: dict[str, Any] = {"bias": layer.gate_up_bias, "silu_gate": gated, "activation": activation}
         return self._linear_rows(h, layer.gate_up, config, **epilogue)
+
+    def _mix_experts(
+        self,
+        h: Tensor,
+        experts: ExpertWeights | None,
+        configs: tuple[RowLinearConfig, ExpertConfigs],
+        slots: Tensor,  # of the rows, 0 for padding
+        shared: Tensor | None,  # partial sums of the shared expert, or its product by cuBLAS
+    ) -> Tensor:
+        """Return the output of a sparse layer's MLP, [rows, hidden_size]."""
+        shape = self.config.shape.experts
+        assert experts is not None and shape is not None
+        router, products = configs
+        of_router = h.to(experts.router.dtype)
+        return experts_triton(
+            h,
+            row_linear_partials_triton(of_router, experts.router, config=router, pdl=self.pdl),
+            experts.products,
+            Routing.of(shape),
+            bias=experts.router_bias,
+            correction=experts.correction,
+            slots=slots,
+            shared=shared if shared is None or shared.dim() == 3 else shared.float()[None],
+            spreads=self.spreads,
+            gated=shape.shared_gate,
+            activation=self.config.activation,
+            config=products,
+            pdl=self.pdl,
+        )
 
     def _linear_rows(
         self, x: Tensor, weight: Any, config: RowLinearConfig, stream: Tensor | None = None, **epilogue: Any

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from treespec.models.layer import take_layer, take_projection
+from treespec.models.layer import take_experts, take_layer, take_projection
+from treespec_kernels.linear.experts import ExpertProducts
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, stacked
+from treespec_weights.experts import Experts
 from treespec_weights.rules import ModelShape
 
 Weight = Tensor | QuantizedWeight
@@ -21,10 +23,47 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply `change` to a tensor or to each tensor of a quantised weight; None stays None."""
-    if isinstance(value, QuantizedWeight):
-        return QuantizedWeight(*(map_tensors(change, tensor) for tensor in value))
+    """Apply `change` to a tensor or to each tensor of a quantised weight or of experts; None stays None."""
+    if isinstance(value, tuple):
+        return type(value)(*(map_tensors(change, tensor) for tensor in value))
     return None if value is None else change(value)
+
+
+class ExpertWeights(NamedTuple):
+    """Router and experts of a sparse layer of G = 1 models. The shared expert is the layer's MLP."""
+
+    # [1, num_experts, hidden_size], and a row for the shared expert's gate, if it has one; fp32 for sigmoid scores
+    router: Tensor
+    router_bias: Tensor | None
+    correction: Tensor | None
+    products: ExpertProducts  # [1, num_experts, ...]
+
+    @property
+    def nbytes(self) -> int:
+        parts = (*self[:3], *self.products)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    @classmethod
+    def take(cls, weights: dict[str, Tensor], i: int, experts: Experts) -> Self:
+        """Pop the experts of layer i from decoder parameters by name."""
+        own = take_experts(weights, i, experts.count)
+        router = own.router if own.shared_scale is None else torch.cat((own.router, own.shared_scale))
+        return cls(
+            router.float() if experts.scoring == "sigmoid" else router,
+            own.router_bias,
+            own.correction,
+            ExpertProducts(*(_stacked_parts(own.experts, name) for name in ExpertProducts._fields)),
+        )
+
+
+def _stacked_parts(experts: list[dict[str, Any]], name: str) -> Any:
+    """Pop a part of every expert, and return them stacked; a quantised weight of experts with biases dequantised."""
+    parts = [expert.pop(name) for expert in experts]
+    if not isinstance(parts[0], QuantizedWeight):
+        return None if parts[0] is None else torch.stack(parts)
+    if (bias := experts[0].get(f"{name}_bias")) is not None:  # its kernel adds none
+        return torch.stack([dequantized(part).to(bias.dtype) for part in parts])
+    return stacked([map_tensors(lambda tensor: tensor[None], part) for part in parts], dim=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +85,13 @@ class LayerWeights:
     attn_post_norm: Tensor | None
     mlp_norm: Tensor | None
     mlp_norm_bias: Tensor | None
-    gate_up: Weight  # rows of the gate, if any, then of the up projection
+    gate_up: Weight | None  # rows of the gate, if any, then of the up projection; of the shared expert in sparse layers
     gate_up_bias: Tensor | None
-    down: Weight
+    down: Weight | None
     down_bias: Tensor | None
     mlp_post_norm: Tensor | None
+    sinks: Tensor | None
+    experts: ExpertWeights | None
 
     @property
     def nbytes(self) -> int:
@@ -66,10 +107,13 @@ class LayerWeights:
         return self.map(lambda value: map_tensors(lambda tensor: _aligned(tensor[group : group + 1]), value))
 
     @classmethod
-    def take(cls, weights: dict[str, Tensor], i: int) -> Self:
+    def take(cls, weights: dict[str, Tensor], i: int, experts: Experts | None) -> Self:
         """Pop layer i from decoder parameters by name."""
-        head_norms = {name: weights.pop(f"layers.{i}.{name}", None) for name in ("q_norm", "k_norm")}
-        layer = take_layer(weights, i) | head_norms
+        layer = take_layer(weights, i)
+        layer |= {name: weights.pop(f"layers.{i}.{name}", None) for name in ("q_norm", "k_norm", "sinks")}
+        layer["sinks"] = map_tensors(torch.Tensor.float, layer["sinks"])
+        is_sparse = experts is not None and i in experts.layers
+        layer["experts"] = ExpertWeights.take(weights, i, experts) if experts is not None and is_sparse else None
         return cls(**{name: map_tensors(lambda x: _aligned(x)[None], value) for name, value in layer.items()})
 
     @classmethod
@@ -78,6 +122,7 @@ class LayerWeights:
         weights: list[Any] = []
         for field in fields(cls):
             values = [getattr(layer, field.name) for layer in layers]
+            assert not isinstance(values[0], ExpertWeights), "models with experts are not stacked"
             if isinstance(values[0], QuantizedWeight):
                 weights.append(stacked(values, dim=0))
             else:
@@ -129,7 +174,7 @@ class ModelWeights:
         cls, embed: Tensor, weights: dict[str, Tensor], shape: ModelShape, positions: Tensor | None = None
     ) -> Self:
         """Build one model from decoder parameters by name, emptying the dict, and its learned positions."""
-        layers = tuple(LayerWeights.take(weights, i) for i in range(shape.num_layers))
+        layers = tuple(LayerWeights.take(weights, i, shape.experts) for i in range(shape.num_layers))
         head = take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else embed
         if isinstance(head, QuantizedWeight):  # the LM head's kernel has no quantised form
             head = dequantized(head).to(embed.dtype)

@@ -287,8 +287,7 @@ def resolve(options: EngineOptions) -> Resolved:
     """Resolve the options of an engine. Raises the errors of `LLM`."""
     device, limit = resolve_device(options.device), HeadLimit.resolve(options.draft_vocabulary)
     spec = SpecConfig.resolve(options.spec, SpecConfig())
-    on_triton = device.type == "cuda" or "triton" in (options.attention, options.linear)
-    target, drafts, forms, table, drafters = _read_models(options, spec, on_triton)
+    target, drafts, forms, table, drafters = _read_models(options, spec)
     heads, length = list[tuple[str, HeadConfig]](), options.max_model_len
     if isinstance(target, ModelConfig):
         heads = [(name, HeadConfig.of(form, target, length)) for name, form in forms if not isinstance(form, MtpForm)]
@@ -365,7 +364,7 @@ def _quantises_activations(asked: str, compiles: bool, target: ModelConfig | Sou
 
 
 def _read_models(
-    options: EngineOptions, spec: SpecConfig, on_triton: bool
+    options: EngineOptions, spec: SpecConfig
 ) -> tuple[
     ModelConfig | Source,
     list[tuple[str, ModelConfig | Source]],
@@ -375,16 +374,14 @@ def _read_models(
 ]:
     """Read the configs of the target and of the draft models, and the forms of the heads, allowed by `spec`.
 
-    `on_triton` says whether native models run on Triton kernels.
-
     Returns also the table of `Resolved`, and the drafters.
     """
     model, length, backend = options.model, options.max_model_len, options.backend
     source = model if isinstance(model, nn.Module) else resolve_model(model)
-    target = _read_model(source, length, backend, on_triton, options.tokenizer)
+    target = _read_model(source, length, backend, options.tokenizer)
     if MTP in (options.drafts or ()) and isinstance(target, ModelConfig) and target.rules.further_layers:
         logger.info("%s: backend=transformers, whose code runs the MTP layer", target.folder)
-        target = _read_model(source, length, "transformers" if backend == "auto" else backend, on_triton)
+        target = _read_model(source, length, "transformers" if backend == "auto" else backend)
     if isinstance(model, nn.Module):
         check_inputs(model)
     models, drafters = resolve_drafts(model, options.drafts)
@@ -412,12 +409,12 @@ def _read_models(
             heads.append((name, form))
         else:
             module, tokenizer = draft if isinstance(draft, tuple) else (draft, None)
-            drafts.append((name, _read_model(module, length, backend, on_triton, tokenizer)))
+            drafts.append((name, _read_model(module, length, backend, tokenizer)))
     return target, drafts, heads, table, drafters
 
 
 def _read_model(
-    model: Path | nn.Module, max_model_len: int | None, backend: str, on_triton: bool, tokenizer: Any = None
+    model: Path | nn.Module, max_model_len: int | None, backend: str, tokenizer: Any = None
 ) -> ModelConfig | Source:
     """Read a model's config for the native decoder, or its source for transformers."""
     if isinstance(model, nn.Module):
@@ -427,10 +424,7 @@ def _read_model(
     if backend == "transformers":
         return Source.from_folder(model)
     try:
-        config = ModelConfig.from_hf(model, max_model_len)
-        if on_triton and (part := config.without_kernel):
-            raise VariantError(f"{config.folder}: there is no Triton kernel for its {part}")
-        return config
+        return ModelConfig.from_hf(model, max_model_len)
     except (UnsupportedModelError, VariantError) as error:
         if backend == "native":
             raise

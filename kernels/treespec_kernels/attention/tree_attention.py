@@ -38,6 +38,8 @@ def tree_attention_ref(
     score_cap: float | None = None,  # soft cap c: scaled scores x become c tanh(x / c) (Gemma 2); None for no cap
     # Sliding window: number of positions that a row reads, including its own; None for all
     window: int | None = None,
+    # fp32 [num_heads], scores that add to the sum of a row's weights, and weigh no value (arXiv 2309.17453)
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute softmax(scale * q k^T) v over each row's positions, in fp32 and one row at a time (reference).
 
@@ -56,7 +58,10 @@ def tree_attention_ref(
         values = v_cache[pages, :, slots % page_size].float().repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,nhd->hn", q[row].float(), keys) * scale
         scores = scores if score_cap is None else soft_cap(scores, score_cap)
-        out[row] = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), values).to(q.dtype)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None]), 1)
+        weights = scores.softmax(dim=-1)[:, : len(slots)]
+        out[row] = torch.einsum("hn,nhd->hd", weights, values).to(q.dtype)
     return out
 
 
@@ -73,6 +78,7 @@ def tree_attention_triton(
     scale: float,
     score_cap: float | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     plan: TreeAttentionPlan,
     out: torch.Tensor | None = None,
     pdl: bool = False,
@@ -99,6 +105,7 @@ def tree_attention_triton(
         page_table=(page_table, "num_requests max_pages", torch.int32),
         depths=(depths, "num_rows", torch.int32),
         ancestors=(ancestors, "num_rows width+", torch.int32),
+        sinks=(sinks, "num_heads", torch.float32),
         out=(out, rows, q.dtype),
     )
     num_rows, num_heads, head_dim = q.shape
@@ -130,7 +137,7 @@ def tree_attention_triton(
             **launch_options(pdl),
         )
     kernels.combine_segments[(num_rows, num_heads)](
-        *(*plan.partials, plan.first_partial, plan.num_segments, out, *out.stride()[:2]),
+        *(*plan.partials, plan.first_partial, plan.num_segments, sinks, out, *out.stride()[:2]),
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,

@@ -206,6 +206,7 @@ def combine_segments(
     partial_sum,
     first_partial,  # [num_rows] int32
     num_segments,
+    sinks,  # [NUM_HEADS] fp32 scores that weigh no value, or None
     out,  # [num_rows, NUM_HEADS, HEAD_DIM]
     stride_out_row,
     stride_out_head,
@@ -250,6 +251,9 @@ def combine_segments(
                 partial_acc, partial_max, partial_sum, first, next_lo, count, head, NUM_HEADS, HEAD_DIM, BLOCK_D, CHUNK
             )
     total = tl.sum(b_sum, axis=0)
+    if sinks is not None:
+        # A sink that is far above all scores makes the total infinite, and the row 0.
+        total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - b_max)
     # A padding row of a captured graph has no partial and becomes 0 / 1. A NaN from the row's own keys stays NaN.
     b_out = b_acc / tl.where(total == 0.0, 1.0, total)
     o_d = tl.arange(0, BLOCK_D)

@@ -27,6 +27,18 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def activate_gate(gate, up, ACTIVATION: tl.constexpr):
+    """Return act(gate) * up in fp32, or `clamped_swiglu` (`activations.py`) of both."""
+    if ACTIVATION == "clamped_swiglu":
+        g = tl.where(gate > 7.0, 7.0, gate)  # keeps NaN
+        u = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        y = g / (1.0 + tl.exp(-1.702 * g)) * (u + 1.0)
+    else:
+        y = activate(gate, ACTIVATION) * up
+    return y
+
+
+@triton.jit
 def soft_cap(x, cap):
     """Return cap * tanh(x / cap), in fp32."""
     return cap * (2.0 / (1.0 + tl.exp(-2.0 * (x / cap))) - 1.0)

@@ -9,8 +9,9 @@ import triton.language as tl
 
 from treespec_kernels.launch.predecessors import PREFETCH, prefetch_rows, wait_for_predecessors
 from treespec_kernels.linear.dot import dot
+from treespec_kernels.linear.row_linear_kernels import tile_of_group
 
-_RUNTIME = "x values scale zero out num_rows stride_x_group stride_x_row".split()
+_RUNTIME = "x values scale zero out tiles members num_rows stride_x_group stride_x_row".split()
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -20,6 +21,8 @@ def multiply_quantized(
     scale,  # [groups, OUT_FEATURES, IN_FEATURES / GROUP]
     zero,  # shape of scale, int8 or fp32; or None
     out,  # [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32
+    tiles,  # as in `multiply_rows`
+    members,
     num_rows,
     stride_x_group,
     stride_x_row,
@@ -34,6 +37,7 @@ def multiply_quantized(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PER_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program handles BLOCK_M rows, BLOCK_N outputs and one split of K.
@@ -52,6 +56,16 @@ def multiply_quantized(
 
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < num_rows
+    o_source = o_m
+    i_rows = i_group
+    if tiles is not None:
+        wait_for_predecessors(PDL)
+        i_group, o_m = tile_of_group(tiles, members, i_m, BLOCK_M)
+        if i_group < 0:
+            return
+        m_m = o_m >= 0
+        o_source = o_m // PER_ROW
+        i_rows = i_group * 0
     # Outputs past the last one read its weights (avoiding a mask in the loop) and are not stored.
     o_n = tl.minimum(i_n * BLOCK_N + tl.arange(0, BLOCK_N), OUT_FEATURES - 1)
     BLOCKS: tl.constexpr = (IN_FEATURES + BLOCK_K - 1) // BLOCK_K
@@ -61,13 +75,14 @@ def multiply_quantized(
     o_row = i_group * OUT_FEATURES + o_n.to(tl.int64)
     o_k = first * BLOCK_K + tl.arange(0, BLOCK_K)
     o_byte = first * BYTES + tl.arange(0, BYTES)
-    o_x = i_group * stride_x_group + o_m.to(tl.int64) * stride_x_row
+    o_x = i_rows * stride_x_group + o_source.to(tl.int64) * stride_x_row
     p_x = tl.multiple_of(x + o_x[:, None] + o_k[None, :], [BYTES_X, BYTES_X])
     o_first = o_row * (IN_FEATURES // PER_BYTE)
-    if PDL == PREFETCH and BYTES_VALUES == 16 and IN_FEATURES % BLOCK_K == 0:
-        if (i_m == 0) & (first < end):
-            prefetch_rows(values + o_first + first * BYTES, (end - first) * BYTES)
-    wait_for_predecessors(PDL)
+    if tiles is None:
+        if PDL == PREFETCH and BYTES_VALUES == 16 and IN_FEATURES % BLOCK_K == 0:
+            if (i_m == 0) & (first < end):
+                prefetch_rows(values + o_first + first * BYTES, (end - first) * BYTES)
+        wait_for_predecessors(PDL)
     o_values = o_first[:, None] + o_byte[None, :]
     p_values = tl.multiple_of(values + o_values, [BYTES_VALUES, BYTES_VALUES])
     b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -107,7 +122,7 @@ def multiply_quantized(
     m_out = m_m[:, None]
     if OUT_FEATURES % BLOCK_N != 0:
         m_out = m_out & (o_f < OUT_FEATURES)[None, :]
-    i_plane = i_split * (tl.num_programs(2) // SPLIT_K) + i_group
+    i_plane = i_split * (tl.num_programs(2) // SPLIT_K) + i_rows
     o_out = (i_plane * num_rows + o_m) * OUT_FEATURES
     p_out = tl.multiple_of(out + o_out[:, None] + o_f[None, :], [BYTES_OUT, BYTES_OUT])
     tl.store(p_out, b_acc, mask=m_out)

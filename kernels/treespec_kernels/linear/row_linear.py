@@ -15,13 +15,25 @@ from torch import Tensor
 from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import FLOAT_TYPES, alignment, group_stride, is_aligned, row_strides
 from treespec_kernels.launch.triton_launch import launch_options, load_kernels, target_of
-from treespec_kernels.linear.activations import ACTIVATIONS
+from treespec_kernels.linear.activations import ACTIVATIONS, clamped_swiglu
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
 from treespec_kernels.linear.row_linear_config import RowLinearConfig as RowLinearConfig
 from treespec_kernels.linear.row_linear_config import quantized_default
 
 REDUCE_BLOCK = 256  # features per program of `add_splits`: 16 programs for one row of 4,096
 REDUCE_WARPS = 2  # 16 bytes of each split per thread
+
+
+class ChosenRows(NamedTuple):
+    """Rows of x by the group of weights that they chose; `group_rows` makes it without waiting for the device.
+
+    Each row of x may choose several groups; a row and a group are a pair, and results have one row per pair.
+    """
+
+    chosen: Tensor  # [num_pairs] int32, the group of each pair; the number of groups or more for none
+    tiles: Tensor  # [num_tiles] int32, the group of each tile of pairs; -1 for tiles without any
+    members: Tensor  # [num_tiles, block_m] int32, the pairs of each tile; -1 for padding
+    per_row: int  # number of consecutive pairs with the same row of x
 
 
 def row_linear_ref(
@@ -56,6 +68,8 @@ def _activate(y: Tensor, bias: Tensor | None, silu_gate: bool, activation: str |
         y = y + bias.float().unsqueeze(-2)
     if silu_gate:
         gate, up = y.chunk(2, dim=-1)
+        if activation == "clamped_swiglu":
+            return clamped_swiglu(gate, up)
         return ACTIVATIONS[activation or "silu"](gate) * up
     return y if activation is None else ACTIVATIONS[activation](y)
 
@@ -101,6 +115,66 @@ def _default_config(x: Tensor, weight: Tensor | QuantizedWeight, silu_gate: bool
     if isinstance(weight, QuantizedWeight):
         return quantized_default(x.dtype, out_features, in_features, weight.group, target)
     return RowLinearConfig.default(x.dtype, out_features, in_features, silu_gate, target)
+
+
+def chosen_linear_ref(
+    x: Tensor,  # [rows, in_features]; float32, bfloat16 or float16
+    weight: Tensor | QuantizedWeight,  # [groups, out_features, in_features], as in `row_linear_ref`
+    chosen: Tensor,  # [pairs] integers, as in `ChosenRows`; pairs / rows consecutive ones are of one row
+    *,
+    bias: Tensor | None = None,  # [groups, out_features]
+    residual: Tensor | None = None,  # as the result
+    silu_gate: bool = False,
+    activation: str | None = None,
+) -> Tensor:
+    """Apply to each row the layers of the groups that it chose (reference: eager torch); as in `row_linear_ref`.
+
+    Returns:
+        [pairs, features]; the residual, or 0, where no group was chosen.
+    """
+    num_groups, features = weight.shape[0], weight.shape[-2] // (1 + silu_gate)
+    out = x.new_zeros(len(chosen), features) if residual is None else residual.clone()
+    x = x.repeat_interleave(len(chosen) // max(len(x), 1), 0)
+    dense = dequantized(weight) if isinstance(weight, QuantizedWeight) else weight
+    for group in range(num_groups):
+        rows = (chosen == group).nonzero()[:, 0]
+        own = None if bias is None else bias[group]
+        y = _activate(x[rows].float() @ dense[group].float().mT, own, silu_gate, activation)
+        out[rows] = (y if residual is None else y + residual[rows].float()).to(out.dtype)
+    return out
+
+
+def chosen_linear_triton(
+    x: Tensor,
+    weight: Tensor | QuantizedWeight,
+    rows: ChosenRows,
+    *,
+    config: RowLinearConfig,  # of the block_m of `rows`, with split_k = 1
+    bias: Tensor | None = None,  # not with a quantised weight
+    residual: Tensor | None = None,
+    silu_gate: bool = False,
+    activation: str | None = None,
+    out: Tensor | None = None,  # memory for the result, in x's dtype or float32; may be `residual`
+    pdl: bool = False,
+) -> Tensor:
+    """Compute `chosen_linear_ref` on a GPU: the weight of a group is read once per tile of its rows.
+
+    The bits of a result depend only on the row, the group's weight and `config`. Results of pairs without a group are
+    not written.
+    """
+    num_pairs, features = len(rows.chosen), weight.shape[-2] // (1 + silu_gate)
+    if out is None:
+        out = x.new_empty(num_pairs, features)
+    assert config.split_k == 1 and rows.members.shape[1] == config.block_m and num_pairs == len(x) * rows.per_row
+    assert not isinstance(weight, QuantizedWeight) or bias is None, "quantised weights of groups have no biases"
+    epilogue = _Epilogue.of(out, bias, residual, silu_gate, activation)
+    if not isinstance(weight, QuantizedWeight):
+        _multiply(x, weight, config, epilogue, False, pdl, rows)
+        return out
+    partials = torch.empty(1, num_pairs, weight.shape[-2], dtype=torch.float32, device=x.device)
+    _multiply(x, weight, config, _Epilogue.of(partials, None, None, False, None), True, pdl, rows)
+    _add_splits(partials, epilogue, pdl)
+    return out
 
 
 def activated_ref(
@@ -174,7 +248,7 @@ class _Epilogue(NamedTuple):
     ) -> Self:
         bytes_out = alignment(out.element_size(), out.shape[-1])
         assert is_aligned(bytes_out, out) and (residual is None or is_aligned(bytes_out, residual)), "misaligned rows"
-        assert activation is None or activation in ACTIVATIONS, activation
+        assert activation is None or activation in (*ACTIVATIONS, *("clamped_swiglu",) * silu_gate), activation
         constants = {
             "BYTES_OUT": bytes_out,
             "SILU_GATE": silu_gate,
@@ -185,16 +259,26 @@ class _Epilogue(NamedTuple):
 
 
 def _multiply(
-    x: Tensor, weight: Tensor | QuantizedWeight, config: RowLinearConfig, to: _Epilogue, partials: bool, pdl: bool
+    x: Tensor,
+    weight: Tensor | QuantizedWeight,
+    config: RowLinearConfig,
+    to: _Epilogue,
+    partials: bool,
+    pdl: bool,
+    rows: ChosenRows | None = None,
 ) -> None:
     """Multiply, then apply the epilogue or write the partial sums (always with a quantised weight)."""
     num_rows, num_groups = x.shape[-2], weight.shape[0] if len(weight.shape) == 3 else 1
     out_features, in_features = weight.shape[-2:]
     tiles = -(-out_features // config.block_n)
-    config = config.for_rows(num_rows, tiles * num_groups * config.split_k)
-    grid = (-(-num_rows // config.block_m), tiles, num_groups * config.split_k)
+    if rows is None:
+        config = config.for_rows(num_rows, tiles * num_groups * config.split_k)
+        grid = (-(-num_rows // config.block_m), tiles, num_groups * config.split_k)
+    else:
+        num_rows, grid = len(rows.chosen), (len(rows.tiles), tiles, 1)
+    places = (None, None) if rows is None else (rows.tiles, rows.members)
     constants = {"OUT_FEATURES": out_features, "IN_FEATURES": in_features, **config.constants, **config.options}
-    constants |= launch_options(pdl)
+    constants |= {"PER_ROW": 1 if rows is None else rows.per_row, **launch_options(pdl)}
     if isinstance(weight, QuantizedWeight):
         assert weight.group == in_features or weight.group % config.block_k == 0, "blocks of K must divide groups"
         bytes_in = alignment(x.element_size(), in_features)
@@ -205,6 +289,7 @@ def _multiply(
             x,
             *weight,
             to.tensors[2],
+            *places,
             num_rows,
             *row_strides(x),
             BITS=weight.bits,
@@ -222,6 +307,7 @@ def _multiply(
         x,
         weight,
         *to.tensors,
+        *places,
         num_rows,
         *row_strides(x),
         stride_group,

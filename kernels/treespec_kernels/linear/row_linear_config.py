@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from treespec_kernels.launch.triton_launch import has_tensor_memory, shared_bytes
+from treespec_kernels.launch.triton_launch import has_tensor_memory, is_interpreted, shared_bytes
 from treespec_kernels.linear.row_tiles import MULTIPROCESSORS, RowTile, RowTiledConfig, fewer_stages, larger_tiles
 
 AMD_STAGES = 3  # fits in the 64 KB of gfx942; the number of stages does not affect bits
@@ -142,6 +142,14 @@ def _resident(
         num_stages = min(8, (shared_bytes(target or "sm_90") // residents - spare_bytes) // stage_bytes)
         if num_stages >= 3:
             yield RowLinearConfig(block_m, block_n, block_k, split_k, num_warps, num_stages)
+
+
+def interpretable(config: RowLinearConfig) -> RowLinearConfig:
+    """Return a configuration unchanged, or with small blocks in the interpreter, whose time grows with their size."""
+    if not is_interpreted():
+        return config
+    sizes = {"block_m": 16, "block_n": 64, "block_k": min(config.block_k, 64), "split_k": min(config.split_k, 2)}
+    return replace(config, **sizes, larger=())
 
 
 def quantized_default(

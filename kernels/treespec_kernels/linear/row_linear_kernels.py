@@ -9,14 +9,21 @@ same order with the same instruction for every place in a tile, and the rows of 
 import triton
 import triton.language as tl
 
-from treespec_kernels.launch.pointwise import activate
+from treespec_kernels.launch.pointwise import activate, activate_gate
 from treespec_kernels.launch.predecessors import PREFETCH, prefetch_rows, wait_for_predecessors
 from treespec_kernels.linear.dot import dot
 
 _RUNTIME = (
-    "x weight bias residual out partials num_rows stride_x_group stride_x_row stride_weight_group stride_bias_group "
-    "stride_residual_group stride_residual_row stride_out_group stride_out_row"
+    "x weight bias residual out tiles members partials num_rows stride_x_group stride_x_row stride_weight_group "
+    "stride_bias_group stride_residual_group stride_residual_row stride_out_group stride_out_row"
 ).split()
+
+
+@triton.jit
+def tile_of_group(tiles, members, i_tile, BLOCK_M: tl.constexpr):
+    """Return the group and the rows of a tile; -1 for none."""
+    i_group = tl.load(tiles + i_tile).to(tl.int64)
+    return i_group, tl.load(members + i_tile * BLOCK_M + tl.arange(0, BLOCK_M))
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -26,6 +33,10 @@ def multiply_rows(
     bias,  # [groups, OUT_FEATURES], or None
     residual,  # [groups, num_rows, FEATURES]: OUT_FEATURES, or half of them with SILU_GATE; or None
     out,  # like residual; with PARTIALS [SPLIT_K, groups, num_rows, OUT_FEATURES] fp32
+    # [num tiles] int32, [num tiles, BLOCK_M] int32: the group of each tile of rows, and its rows in residual and out,
+    # of which PER_ROW have one row of x; -1 for none. None if every group has the same number of rows
+    tiles,
+    members,
     num_rows,
     stride_x_group,
     stride_x_row,
@@ -47,6 +58,7 @@ def multiply_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PER_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program handles BLOCK_M rows, BLOCK_N rows of the weight and one split of K.
@@ -63,6 +75,16 @@ def multiply_rows(
     # mask in the loop) and are not stored.
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < num_rows
+    o_row = o_m
+    i_rows = i_group  # group of the rows
+    if tiles is not None:
+        wait_for_predecessors(PDL)
+        i_group, o_m = tile_of_group(tiles, members, i_m, BLOCK_M)
+        if i_group < 0:
+            return
+        m_m = o_m >= 0
+        o_row = o_m // PER_ROW
+        i_rows = i_group * 0
     o_column = tl.arange(0, BLOCK_N)
     if SILU_GATE:
         # Gate and up columns alternate in the tile, so that one thread has both members of a pair.
@@ -80,13 +102,14 @@ def multiply_rows(
     first = i_split * BLOCKS_PER_SPLIT
     end = tl.minimum(first + BLOCKS_PER_SPLIT, FULL_BLOCKS)
     o_k = first * BLOCK_K + tl.arange(0, BLOCK_K)
-    o_x = i_group * stride_x_group + o_m.to(tl.int64) * stride_x_row
+    o_x = i_rows * stride_x_group + o_row.to(tl.int64) * stride_x_row
     o_weight = i_group * stride_weight_group + o_n.to(tl.int64) * STRIDE_WEIGHT
     BYTES_WEIGHT: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-    if PDL == PREFETCH and BYTES_IN == 16:
-        if (i_m == 0) & (first < end):
-            prefetch_rows(weight + o_weight + first * BLOCK_K, (end - first) * BLOCK_K * BYTES_WEIGHT)
-    wait_for_predecessors(PDL)
+    if tiles is None:
+        if PDL == PREFETCH and BYTES_IN == 16:
+            if (i_m == 0) & (first < end):
+                prefetch_rows(weight + o_weight + first * BLOCK_K, (end - first) * BLOCK_K * BYTES_WEIGHT)
+        wait_for_predecessors(PDL)
     p_x = tl.multiple_of(x + o_x[:, None] + o_k[None, :], [BYTES_IN, BYTES_IN])
     p_weight = tl.multiple_of(weight + o_weight[:, None] + o_k[None, :], [BYTES_IN, BYTES_IN])
     b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -119,16 +142,16 @@ def multiply_rows(
             b_acc += tl.load(bias + i_group * stride_bias_group + o_n).to(tl.float32)[None, :]
         if SILU_GATE:
             b_gate, b_up = tl.split(tl.reshape(b_acc, [BLOCK_M, BLOCK_F, 2]))
-            b_y = activate(b_gate, ACTIVATION) * b_up
+            b_y = activate_gate(b_gate, b_up, ACTIVATION)
         else:
             b_y = activate(b_acc, ACTIVATION)
         if residual is not None:
-            o_residual = i_group * stride_residual_group + o_m.to(tl.int64) * stride_residual_row
+            o_residual = i_rows * stride_residual_group + o_m.to(tl.int64) * stride_residual_row
             p_residual = tl.multiple_of(residual + o_residual[:, None] + o_f[None, :], [BYTES_OUT, BYTES_OUT])
             b_y += tl.load(p_residual, mask=m_out, other=0.0).to(tl.float32)
             # out may be residual, and the thread that stores an element may differ from the one that loaded it.
             tl.debug_barrier()
-        o_out = i_group * stride_out_group + o_m.to(tl.int64) * stride_out_row
+        o_out = i_rows * stride_out_group + o_m.to(tl.int64) * stride_out_row
         p_out = tl.multiple_of(out + o_out[:, None] + o_f[None, :], [BYTES_OUT, BYTES_OUT])
         tl.store(p_out, b_y.to(out.dtype.element_ty), mask=m_out)
 
@@ -180,7 +203,7 @@ def add_splits(
         b_up = sum_of_splits(p_row + FEATURES, m_f, stride_split, SPLIT_K)
         if bias is not None:
             b_up += tl.load(bias + o_bias + FEATURES, mask=m_f, other=0.0).to(tl.float32)
-        b_y = activate(b_y, ACTIVATION) * b_up
+        b_y = activate_gate(b_y, b_up, ACTIVATION)
     else:
         b_y = activate(b_y, ACTIVATION)
     if residual is not None:

@@ -9,7 +9,7 @@ from tests.helpers.child import run_cases, uninterpreted_document
 
 @pytest.mark.parametrize(
     ("names", "fewest"),
-    [("simulated_rounds simulated_gpu", 31), pytest.param("simulated_experts", 8, marks=pytest.mark.slow)],
+    [("simulated_rounds simulated_gpu", 31), pytest.param("simulated_models", 8, marks=pytest.mark.slow)],
 )
 def test_rounds_and_the_launches_that_they_made(names: str, fewest: int, tmp_path: Path) -> None:
     """Every kind of launch compiles as Triton specialises it: sizes of 1, types and alignment as the engine has."""

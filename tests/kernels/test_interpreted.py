@@ -34,6 +34,11 @@ def test_other_families(names: str) -> None:
     run_cases("families", TREESPEC_FAMILIES=names)
 
 
+@pytest.mark.slow
+def test_adapters() -> None:
+    run_cases("lora")
+
+
 @pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("names", KERNELS)
 def test_kernels(names: str, implementation: str) -> None:

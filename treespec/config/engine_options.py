@@ -87,10 +87,11 @@ class EngineOptions(VllmEngineOptions):
             requests with the same first tokens (in pages of 64) compute only the rest. Changes no token. Off, unlike
             in vLLM and `treespec serve`, because kept pages fill the whole cache, of which a CPU otherwise occupies
             only what running requests need.
-        enable_lora: let requests use LoRA adapters (`lora_request`), in passes on a CPU of native families.
+        enable_lora: let requests use LoRA adapters (`lora_request`), in native families without recurrent layers.
         max_loras: different adapters of requests decoded at once; requests with another one wait.
         max_cpu_loras: loaded adapters to keep while no request uses them; None is `max_loras`.
-        max_lora_rank: refuse adapters of a higher rank; None is any.
+        max_lora_rank: refuse adapters of a higher rank; None is any on a CPU, and 64 on a GPU, which reserves memory
+            for `max_loras` adapters of this rank.
         suffix_tokens: number of recent tokens to remember, rounded up to a power of two, for the source "suffix", which
             proposes what followed the same tokens in earlier outputs and prompts, and for a table, which counts them.
             Takes 64 bytes per token (several hundred without a C++ compiler), and 136 to 272 more with a table. It

@@ -33,12 +33,13 @@ from treespec.graphs.round_inputs import RoundInput, RoundInputs, RoundLimits
 from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.stack_passes import FeaturePool, ModelStack
 from treespec.graphs.verify_stage import GREEDY, RoundKind, RoundResult, VerifyStage
+from treespec.models.adapter_slots import NO_ADAPTER
 from treespec.tree import TokenTree
 from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
 
 logger = logging.getLogger("treespec")
 
-_LASTING = "temperature", "draft_temperature", "rng_seed", "sample", "max_len"  # constant for a request
+_LASTING = "temperature", "draft_temperature", "rng_seed", "sample", "max_len", "adapter"  # constant for a request
 
 
 class _Round(NamedTuple):
@@ -117,6 +118,7 @@ class BatchRound:
             transforms=bool(transforms),
             truncates=any(row.truncates for row in transforms),
             logprobs=logprobs,
+            adapted=any(request.adapter != NO_ADAPTER for request in requests),
         )
         following, self._following = self._following, None
         if following is not None and self._continues(following, requests, levels, kind):

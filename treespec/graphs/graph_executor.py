@@ -16,6 +16,8 @@ from treespec.graphs.capture import Rounds
 from treespec.graphs.round_inputs import MAX_ENDS, RoundInput
 from treespec.graphs.sampling_state import RequestTransforms
 from treespec.graphs.verify_stage import MAX_LOGPROBS, RoundResult
+from treespec.models.adapter_slots import NO_ADAPTER
+from treespec.models.triton_decoder import TritonDecoder
 from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.planning.planner import PLAIN
 from treespec.planning.round_costs import RoundSeconds
@@ -102,7 +104,9 @@ class GraphExecutor(Executor[GraphExecution]):
         levels, nodes = (max(getattr(plan, limit) for plan in execution.plans) for limit in ("levels", "nodes"))
         execution.rows = self.rounds.limits.fitting(nodes)
         execution.drafted = Drafted(levels, levels, levels, read_seconds=read)
-        rows = zip(requests, execution.plans, self.rounds.sampling.rows_of(requests), strict=True)
+        rows = zip(
+            requests, execution.plans, self._slots(requests), self.rounds.sampling.rows_of(requests), strict=True
+        )
         inputs = [self._input(*row) for row in rows]
         size, context = self.rounds.size_for(len(requests)), max(request.context_len for request in requests)
         execution.batch = self.rounds.round_for(size, context)
@@ -208,7 +212,16 @@ class GraphExecutor(Executor[GraphExecution]):
         by_request = [[tree for tree in execution.trees_of(request) if len(tree) > 1] for request in requests]
         return [merge(trees).best(1 + SEEDS) if trees else None for trees in by_request]
 
-    def _input(self, request: Request, plan: DraftPlan, transforms: RequestTransforms | None) -> RoundInput:
+    def _slots(self, requests: Sequence[Request]) -> list[int]:
+        """Return the slots of the requests' adapters."""
+        if all(request.adapter is None for request in requests):
+            return [NO_ADAPTER] * len(requests)
+        assert isinstance(self.runner.target, TritonDecoder)
+        return self.runner.target.kernels.slots_of([request.adapter for request in requests])
+
+    def _input(
+        self, request: Request, plan: DraftPlan, adapter: int, transforms: RequestTransforms | None
+    ) -> RoundInput:
         sampler, spec, captured = request.sampler, request.spec, self.ssms
         temperature = sampler.temperature if sampler is not None else 0.0
         weights, new = np.zeros(0), request.tokens[-1:]
@@ -228,5 +241,6 @@ class GraphExecutor(Executor[GraphExecution]):
             plan.nodes if plan.levels else 1,
             LEAST_VALUE,
             request.max_len,
+            adapter,
             transforms,
         )

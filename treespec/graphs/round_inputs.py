@@ -10,6 +10,7 @@ from torch import Tensor
 
 from treespec.drafters.evidence import SeedEvidence
 from treespec.graphs.sampling_state import RequestTransforms
+from treespec.models.adapter_slots import NO_ADAPTER
 from treespec.planning.learning import RoundShapes
 from treespec.tree import TokenTree
 from treespec_kernels.sampling.coupled_choice import RowNoise
@@ -49,6 +50,7 @@ class RoundInput(NamedTuple):
     max_nodes: int  # maximum nodes of the tree; 1 for plain decoding
     least_value: float  # minimum value of a node
     max_len: int  # maximum number of positions of the request
+    adapter: int = NO_ADAPTER  # slot of the request's adapter
     transforms: RequestTransforms | None = None  # logit transforms of the target; None for temperature alone
 
 
@@ -110,7 +112,9 @@ class RoundInputs(DeviceInputs):
 
     def __init__(self, num_requests: int, num_ssms: int, limits: RoundLimits, device: torch.device):
         b = num_requests
-        ints = dict.fromkeys(("context_lens", "new_lens", "roots", "max_depths", "max_nodes", "max_lens"), (b,))
+        ints = dict.fromkeys(
+            ("context_lens", "new_lens", "roots", "max_depths", "max_nodes", "max_lens", "adapters"), (b,)
+        )
         floats = dict.fromkeys(("temperatures", "draft_temperatures", "least_values"), (b,))
         seeds = b, SEEDS
         fields: dict[torch.dtype, dict[str, tuple[int, ...]]] = {
@@ -137,6 +141,7 @@ class RoundInputs(DeviceInputs):
         idle: dict[str, Any] = dict.fromkeys(without, -1) | {
             "transform_options": [-1, 0, 0],
             "transform_numbers": _NO_TRANSFORMS,
+            "adapters": NO_ADAPTER,
             "weights": np.nan,  # disables the SSM
         }
         super().__init__(b, limits, fields, device, idle)
@@ -168,6 +173,7 @@ class RoundInputs(DeviceInputs):
             host["max_depths"][i] = request.max_depth
             host["max_nodes"][i] = request.max_nodes
             host["max_lens"][i] = request.max_len
+            host["adapters"][i] = request.adapter
             host["temperatures"][i] = request.temperature
             host["draft_temperatures"][i] = request.draft_temperature
             host["least_values"][i] = request.least_value

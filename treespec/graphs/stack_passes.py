@@ -113,12 +113,17 @@ class StackPasses:
         return self._layouts[0].slots
 
     def place(
-        self, context_lens: Tensor, depths: Tensor, row_slots: Tensor | None = None, ancestors: Tensor | None = None
+        self,
+        context_lens: Tensor,
+        depths: Tensor,
+        row_slots: Tensor | None = None,
+        ancestors: Tensor | None = None,
+        adapted: bool = False,
     ) -> TritonPass:
         """Plan a pass over the same rows in every model.
 
         Arguments are int32 [B], [B, R], [B, R] and [B, R, D + 1], as in `pass_layout_ref`; consecutive tokens need only
-        the first two.
+        the first two. `adapted`: requests may have adapters.
         """
         groups = self.stack.groups
 
@@ -134,7 +139,11 @@ class StackPasses:
         if short := self.stack.kernels.config.short_context:  # see `ModelConfig.first_rotation`
             first = (self.inputs["max_lens"] > short).int() * short
             positions = positions + first[None, :, None].expand(groups, -1, layout.rows_per_request).flatten()
-        return TritonPass(layout.num_rows, self.stack.table, layout.slots, attention, positions)
+        adapters, slots = None, self.stack.kernels.adapters
+        if adapted and slots is not None:
+            of_requests = self.inputs["adapters"][:, None]
+            adapters = slots.rows(of_requests.expand(-1, layout.rows_per_request).flatten())
+        return TritonPass(layout.num_rows, self.stack.table, layout.slots, attention, positions, adapters=adapters)
 
     def hidden(
         self,
@@ -144,9 +153,10 @@ class StackPasses:
         row_slots: Tensor | None = None,
         ancestors: Tensor | None = None,
         states: dict[int, Tensor | None] | None = None,  # filled with residual streams, as in `PassKernels.hidden`
+        adapted: bool = False,
     ) -> Tensor:
         """Return the hidden states after the final norm, [G * B * R, hidden_size]."""
-        rows = self.place(context_lens, depths, row_slots, ancestors)
+        rows = self.place(context_lens, depths, row_slots, ancestors, adapted)
         ids = (tokens.clamp(min=0).long() + self._first_tokens).flatten()
         return self.stack.kernels.hidden(ids, rows, self.stack.pool, states=states)
 
@@ -167,14 +177,15 @@ class TreePass:
         """Row positions of the last pass, int32 [B * N]."""
         return self._passes.positions
 
-    def logits(self, tokens: Tensor, depths: Tensor, ancestors: Tensor) -> LmHead:
+    def logits(self, tokens: Tensor, depths: Tensor, ancestors: Tensor, adapted: bool = False) -> LmHead:
         """Write the nodes' K/V to the slots behind the contexts and return their logits.
 
         Tokens and depths, -1 for padding, are int32 [B, N]; `ancestors`, int32 [B, N, D + 1], are the indices of a
-        node's ancestors by depth, ending with its own index, which is repeated.
+        node's ancestors by depth, ending with its own index, which is repeated. `adapted`: requests may have adapters.
         """
         of_trees = (self._slots, None if self._slots is None else ancestors)
-        run = partial(self._passes.hidden, tokens, self._inputs["context_lens"], depths, *of_trees)
+        placed = tokens, self._inputs["context_lens"], depths, *of_trees
+        run = partial(self._passes.hidden, *placed, adapted=adapted)
         kernels = self._target.kernels
         if self._features is None:
             return kernels.logits(run())

@@ -13,6 +13,7 @@ from torch import Tensor
 from treespec.engine.runner import tree_rows
 from treespec.graphs.round_inputs import DeviceInputs, RoundLimits
 from treespec.graphs.stack_passes import FeaturePool, ModelStack, TreePass
+from treespec.models.adapter_slots import NO_ADAPTER
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.launch.graph_capture import GraphMemory, run_then_capture
@@ -29,6 +30,7 @@ class _PassShape(NamedTuple):
     requests: int
     nodes: int
     context: int
+    adapted: bool  # whether requests may have adapters
 
 
 class TargetPass:
@@ -81,7 +83,8 @@ class TargetPass:
         longest = next((limit for limit in self._contexts if limit >= context), None)
         if size is None or longest is None:
             return None
-        shape = _PassShape(size, self._limits.fitting(nodes), longest)
+        adapted = any(request.adapter is not None for request in requests)
+        shape = _PassShape(size, self._limits.fitting(nodes), longest, adapted)
         return shape if size * shape.nodes <= MAX_ROWS else None
 
     @cached_property
@@ -127,14 +130,24 @@ class _Graph:
         features: FeaturePool | None,
         out: Tensor,
     ):
-        b, n, context = shape
-        fields = {"context_lens": (b,), "max_lens": (b,), "pages": (b, limits.max_pages), "tokens": (b, n)}
+        b, n, context, adapted = shape
+        fields = {
+            "context_lens": (b,),
+            "max_lens": (b,),
+            "adapters": (b,),
+            "pages": (b, limits.max_pages),
+            "tokens": (b, n),
+        }
         fields |= {"depths": (b, n), "ancestors": (b, n, limits.width)}
         limits = replace(limits, max_context=context)
-        inputs = DeviceInputs(b, limits, {torch.int32: fields}, target.pool.device, idle={"depths": -1})
+        inputs = DeviceInputs(
+            b, limits, {torch.int32: fields}, target.pool.device, idle={"depths": -1, "adapters": NO_ADAPTER}
+        )
         tree_pass = TreePass(target, inputs, n, features)
         self._inputs, self._memory, self._shape, self._out = inputs, memory, shape, out[: b * n]
-        self._launches = lambda: tree_pass.logits(inputs["tokens"], inputs["depths"], inputs["ancestors"]).logits
+        self._slots_of = target.kernels.slots_of
+        rows = inputs["tokens"], inputs["depths"], inputs["ancestors"], adapted
+        self._launches = lambda: tree_pass.logits(*rows).logits
         self._replay: Callable[[], None] | None = None
 
     def replay(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
@@ -154,6 +167,7 @@ class _Graph:
         """Upload a batch; unused rows are idle."""
         self._inputs.clear()
         host = self._inputs.host
+        host["adapters"][: len(requests)] = self._slots_of([request.adapter for request in requests])
         for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
             count, ancestors = len(tree), tree_rows(request, tree).ancestors
             host["context_lens"][i], host["max_lens"][i] = request.context_len, request.max_len

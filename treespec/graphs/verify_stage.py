@@ -68,6 +68,7 @@ class RoundKind(NamedTuple):
     transforms: bool = False  # whether a request transforms its logits beyond the temperature
     truncates: bool = False  # whether a request has top-k, top-p or min-p
     logprobs: bool = False  # whether a request asks for log-probabilities
+    adapted: bool = False  # whether a request has an adapter
 
 
 GREEDY = RoundKind()
@@ -143,7 +144,7 @@ class VerifyStage:
             inputs["max_depths"],
             out=trees,
         )
-        head = target.logits(trees.tokens, trees.depths, trees.ancestors)
+        head = target.logits(trees.tokens, trees.depths, trees.ancestors, kind.adapted)
 
         def by_row(values: Tensor) -> Tensor:
             return values[:, None].expand(b, nodes).reshape(-1).contiguous()  # a copy, except for one request

@@ -6,7 +6,7 @@ weights and embeddings depend on the model of a row.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treespec.models.adapter_slots import NO_ADAPTER, AdapterSlots, FusedUpdates, SlotLimits
 from treespec.models.attention import TritonAttention
 from treespec.models.decoder import Decoder, Pass, StreamInput
+from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
 from treespec.models.triton_weights import ExpertWeights, LayerWeights, ModelWeights, Weight, map_tensors
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_triton
@@ -28,8 +30,10 @@ from treespec_kernels.linear.lm_head import LmHead, LmHeadConfig, lm_head_triton
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.linear.rms_norm import Norm, rms_norm_triton
 from treespec_kernels.linear.row_linear import (
+    ChosenRows,
     RowLinearConfig,
     activated_triton,
+    add_splits_triton,
     row_linear_partials_triton,
     row_linear_triton,
 )
@@ -46,6 +50,7 @@ class TritonPass(Pass):
     """
 
     positions: Tensor  # int32 [num_rows]
+    adapters: ChosenRows | None = None  # rows of each slot of `AdapterSlots`; None if no row has an adapter
 
 
 class PassKernels:
@@ -64,6 +69,7 @@ class PassKernels:
         self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.dtype = weights.embed.dtype
         self.windows = config.windows
+        self._numbers: Sequence[int] = range(len(config.layers))  # of the layers
         self._kinds = [(kind.ropes, config.windows.index(kind.window)) for kind in config.layers]
         self._first_scale = config.embed_scale_in(self.dtype) / config.stream_scale
         learned = shape.learned_positions - config.rules.extra_positions  # per model; below 1 = none
@@ -80,6 +86,7 @@ class PassKernels:
             for layer in self._layers
         ]
         self._experts = [self._expert_configs(layer) for layer in self._layers]
+        self.adapters: AdapterSlots | None = None
         # Whether padding rows read experts as other rows do, so that times of idle passes are those of others
         self.spreads = torch.zeros(1, dtype=torch.int32, device=weights.embed.device)
         vocab, hidden = weights.head.shape[1:]
@@ -130,7 +137,7 @@ class PassKernels:
         weight = getattr(layer, name)
         x = self._random_rows(all_tiles.tiles[-1], weight.shape[-1])
         if name == "gate_up":
-            return (self._activated(x, layer, config),)
+            return (self._linear_rows(x, layer.gate_up, config, **self._mlp_epilogue(layer)),)
         if name == "o" and self.config.parallel:
             stream = self._random_rows(all_tiles.tiles[-1], weight.shape[-2])
             return (self._linear_rows(x, weight, config, stream, bias=layer.o_bias),)
@@ -192,18 +199,22 @@ class PassKernels:
         for i, (layer, linear, experts, cache, (ropes, window), norm) in enumerate(each_layer):
             if i in states:
                 states[i] = stream.clone()
-            product = self._partials(h, layer.qkv, linear["qkv"]) if i or qkv is None else qkv
+            product = self._updated(i, "qkv", h, layout) if i or qkv is None else qkv
             rotations = [tables[rope] for rope in dict.fromkeys(ropes)] if tables else []
             mixed = self._attend(layer, product, layout, cache, rotations, layout.attention[window])
             inner = fused(layer.mlp_norm, shift=layer.mlp_norm_bias, post_weight=layer.attn_post_norm)
             if self.config.parallel:  # parallel block: the MLP does not see the attention output
                 h = self._norm(stream, inner)
-                self._linear_rows(mixed, layer.o, linear["o"], stream, bias=layer.o_bias)
+                if self.adapters is None:
+                    self._linear_rows(mixed, layer.o, linear["o"], stream, bias=layer.o_bias)
+                else:
+                    product, pdl = self._updated(i, "o", mixed, layout), self.pdl
+                    add_splits_triton(product, stream, residual=stream, bias=layer.o_bias, pdl=pdl)
             else:
-                h = self._norm(self._partials(mixed, layer.o, linear["o"]), inner, stream, layer.o_bias)
+                h = self._norm(self._updated(i, "o", mixed, layout), inner, stream, layer.o_bias)
             last, update = norm._replace(post_weight=layer.mlp_post_norm), None
             if layer.down is not None:
-                update = self._partials(self._activated(h, layer, linear["gate_up"]), layer.down, linear["down"])
+                update = self._updated(i, "down", self._activated(h, i, layout), layout)
             if experts is not None:
                 update = self._mix_experts(h, layer.experts, experts, layout.slots, update)
             assert update is not None
@@ -212,11 +223,16 @@ class PassKernels:
             states[len(layers)] = stream.clone()
         return h
 
+    def slots_of(self, adapters: Sequence[FusedUpdates | None]) -> list[int]:
+        """Return the slots of the adapters of a batch, as `AdapterSlots.of`."""
+        return [NO_ADAPTER] * len(adapters) if self.adapters is None else self.adapters.of(adapters)
+
     def select_layers(self, layers: Sequence[int], windows: tuple[int | None, ...]) -> "PassKernels":
         subset = copy.copy(self)
         subset.weights = replace(self.weights, layers=tuple(self.weights.layers[i] for i in layers))
         subset.windows, subset._kinds = windows, [self._kinds[i] for i in layers]
         subset._layers, subset._linear = [self._layers[i] for i in layers], [self._linear[i] for i in layers]
+        subset._numbers = layers
         subset._experts = [self._experts[i] for i in layers]
         return subset
 
@@ -269,11 +285,26 @@ class PassKernels:
         out = self.attention(q, cache[0], cache[1], plan, *scores, pdl=self.pdl)
         return out.view(rows, -1)
 
-    def _activated(self, h: Tensor, layer: LayerWeights, config: RowLinearConfig) -> Tensor:
+    def _activated(self, h: Tensor, i: int, layout: TritonPass) -> Tensor:
         """Compute the MLP's intermediate activations, the input of the down projection."""
+        layer, epilogue = self._layers[i], self._mlp_epilogue(self._layers[i])
+        if self.adapters is None:
+            return self._linear_rows(h, layer.gate_up, self._linear[i]["gate_up"], **epilogue)
+        product = self._updated(i, "gate_up", h, layout)
+        out = h.new_empty(len(h), product.shape[-1] // (1 + self.config.shape.gated))
+        return add_splits_triton(product, out, **epilogue, pdl=self.pdl)
+
+    def _mlp_epilogue(self, layer: LayerWeights) -> dict[str, Any]:
         gated, activation = self.config.shape.gated, self.config.activation
-        epilogue: dict[str, Any] = {"bias": layer.gate_up_bias, "silu_gate": gated, "activation": activation}
-        return self._linear_rows(h, layer.gate_up, config, **epilogue)
+        return {"bias": layer.gate_up_bias, "silu_gate": gated, "activation": activation}
+
+    def _updated(self, i: int, name: str, x: Tensor, layout: TritonPass) -> Tensor:
+        """Return `_partials` of a layer's product, with the updates of the rows with adapters in the first of them."""
+        product = self._partials(x, getattr(self._layers[i], name), self._linear[i][name])
+        if self.adapters is not None and layout.adapters is not None:
+            out = product if product.dim() == 2 else product[0]
+            self.adapters.add(self._numbers[i], name, x, layout.adapters, out, self.pdl)
+        return product
 
     def _mix_experts(
         self,
@@ -345,6 +376,7 @@ class TritonDecoder(Decoder):
         configs: KernelConfigs,  # tuned for this device
         exact: bool,  # False uses cuBLAS
         num_positions: int,  # maximum number of positions
+        adapters: SlotLimits | None = None,  # of the adapters of requests; None if requests have none
     ):
         self._configs, self._exact, self.triton_attention = configs, exact, attention
         super().__init__(config, weights, attention, "triton", min_rows=1)
@@ -356,6 +388,8 @@ class TritonDecoder(Decoder):
             none = torch.empty(0, 0, 2, self.head_dim, device=self.device, dtype=torch.float32)
             self.table = torch.stack(tables) if tables else none
         self.rotations = ()  # drop the duplicate tables
+        if adapters is not None:
+            self.kernels.adapters = AdapterSlots(config, adapters, self.dtype, self.device)
 
     def _take(self, weights: dict[str, Tensor]) -> None:
         self.set_weights(ModelWeights.take(self.embed, weights, self.config.shape, self.positions))
@@ -368,7 +402,11 @@ class TritonDecoder(Decoder):
 
     @property
     def nbytes(self) -> int:
-        return self.weights.nbytes + self.table.nbytes
+        adapters = 0 if self.kernels.adapters is None else self.kernels.adapters.nbytes
+        return self.weights.nbytes + self.table.nbytes + adapters
+
+    def updates(self, matrices: Mapping[str, LowRank]) -> FusedUpdates:
+        return FusedUpdates(fused_updates(self.config, matrices))
 
     def _select_layers(self, layers: Sequence[int]) -> None:
         self.kernels = self.kernels.select_layers(layers, self.windows)
@@ -380,12 +418,17 @@ class TritonDecoder(Decoder):
         def uploaded(values: np.ndarray, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(values).to(self.device, dtype)
 
+        chosen, adapters = self.kernels.slots_of([rows.adapter for rows in requests]), None
+        if self.kernels.adapters is not None and min(chosen) < NO_ADAPTER:
+            of_rows = np.repeat(chosen, [rows.num_rows for rows in requests])
+            adapters = self.kernels.adapters.rows(uploaded(of_rows, torch.int32))
         return TritonPass(
             len(positions),
             self.table,
             uploaded(pages * PAGE_SIZE + offsets, torch.int64),
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             uploaded(positions, torch.int32),
+            adapters=adapters,
         )
 
     def _forward(

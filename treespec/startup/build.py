@@ -35,6 +35,7 @@ from treespec.errors import ConfigError, ExactnessError, KernelError
 from treespec.graphs.capture import Rounds, captured_rounds, runs_on_device
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.lora import Lora, LoraCache
+from treespec.models.adapter_slots import SlotLimits
 from treespec.models.attention import make_attention
 from treespec.models.decoder import Decoder
 from treespec.models.group_model import GroupModel
@@ -303,15 +304,17 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
         kernels=loader.configs,
         connections={draft.name: str(draft) for draft in resolved.drafts}
         | {name: str(head) for name, head in resolved.heads},
-        loras=_lora_cache(options, resolved.target, decoder),
+        loras=_lora_cache(options, resolved.target, decoder, loader.adapters),
     )
 
 
-def _lora_cache(options: EngineOptions, config: ModelConfig | AdapterConfig, target: Decoder) -> LoraCache | None:
+def _lora_cache(
+    options: EngineOptions, config: ModelConfig | AdapterConfig, target: Decoder, limits: SlotLimits | None
+) -> LoraCache | None:
     """Return what loads adapters of the target; None without `enable_lora`."""
     if not options.enable_lora or isinstance(config, AdapterConfig):
         return None
-    most, exact = options.max_lora_rank, options.exact
+    most, exact = options.max_lora_rank if limits is None else limits.rank, options.exact
 
     def load(path: str) -> Lora:
         # Threads of OpenMP would wait for one another in small operations, beside those of the passes.

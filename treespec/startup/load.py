@@ -16,6 +16,7 @@ from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache.kv_cache import FeatureShape
 from treespec.errors import ModelError
+from treespec.models.adapter_slots import SlotLimits
 from treespec.models.attention import TritonAttention, make_attention
 from treespec.models.block_draft import (
     BlockDraft,
@@ -130,6 +131,7 @@ class Loader:
     int8_drafts: bool = False  # quantise drafts while loading, and their activations; compiled passes only
     # Quantise the target's activations to int8 before products with quantised weights; compiled passes only
     integer: bool = False
+    adapters: SlotLimits | None = None  # of the target on Triton kernels, if requests may have adapters
     _modules: dict[Source, nn.Module] = field(default_factory=dict)
     _layers: dict[MtpForm, nn.Module] = field(default_factory=dict)
 
@@ -297,7 +299,8 @@ class Loader:
                 decoder = Decoder(config, weights, op, self._impl, min_rows, library)
             else:
                 assert isinstance(op, TritonAttention)
-                decoder = TritonDecoder(config, weights, op, self.configs, self.exact, positions)
+                adapters = None if is_draft else self.adapters
+                decoder = TritonDecoder(config, weights, op, self.configs, self.exact, positions, adapters)
         if tokens is not None:
             decoder.head_vocabulary = HeadVocabulary(tokens, config.shape.vocab_size, self.device)
         return decoder

@@ -77,6 +77,8 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         if options.max_num_batched_tokens is None:
             chunk = _prefill_chunk(resolved, scratch)
         reserved = _weight_bytes(resolved) + _round_bytes(resolved, scratch, chunk)
+        if loader.adapters is not None and isinstance(target, ModelConfig):
+            reserved += loader.adapters.nbytes(target, loader.dtype)
     max_num_seqs, cache_bytes = options.max_num_seqs, options.kv_cache_memory_bytes
     state = None if isinstance(target, AdapterConfig) else state_shape(target, scratch, loader.dtype)
     num_kept = max_num_seqs * (2 if options.enable_prefix_caching else 1)  # for prompts of samples, and for prefixes

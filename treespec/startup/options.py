@@ -20,6 +20,7 @@ from treespec.drafters.base import Drafter, check_drafter, check_names
 from treespec.drafters.table.stored_table import is_table
 from treespec.drafters.table.table_drafter import NAME as TABLE
 from treespec.errors import ConfigError, KernelError, ModelError, VariantError
+from treespec.models.adapter_slots import MAX_RANK, SlotLimits
 from treespec.models.compiled import check_compiled
 from treespec.models.model_config import ModelConfig
 from treespec.startup import smollm2
@@ -307,14 +308,13 @@ def resolve(options: EngineOptions) -> Resolved:
         asked = "torch" if is_adapted and device.type == "cuda" else options.linear
         needs_padding = options.exact and not is_adapted  # `load_target` finds the padding of an adapter
         linear, fixed_rows = resolve_linear(asked, attention, dtype, device, needs_padding, spec)
-    if options.enable_lora and (isinstance(target, Source) or device.type != "cpu" or linear == "triton"):
+    if options.enable_lora and (isinstance(target, Source) or (device.type != "cpu" and linear != "triton")):
         raise KernelError(
-            "enable_lora=True is for native families in passes on a CPU, compiled or eager; "
+            "enable_lora=True is for native families in passes on a CPU, or on a GPU with linear='triton'; "
             + (
                 f"transformers' code runs {target.name}: give it with the adapter in it (a model of peft) as the model"
                 if isinstance(target, Source)
-                else "kernels on a GPU have no low-rank products yet: use device='cpu', or merge the adapter into the "
-                "model (merge_and_unload of peft)"
+                else f"linear={linear!r} has no low-rank products on a GPU: leave it at 'auto'"
             )
         )
     configs = KernelConfigs.load(device) if linear == "triton" else None
@@ -323,7 +323,10 @@ def resolve(options: EngineOptions) -> Resolved:
     # Compiled passes of few rows are bound by reading weights.
     int8_drafts = options.draft_quantization is not None and compiles
     int8_target = _quantises_activations(options.activations, compiles, target, quantization)
-    loader = Loader(device, dtype, attention, linear, options.exact, configs, int8_drafts, int8_target)
+    adapters = None
+    if options.enable_lora and configs is not None:
+        adapters = SlotLimits(options.max_loras, options.max_lora_rank or MAX_RANK)
+    loader = Loader(device, dtype, attention, linear, options.exact, configs, int8_drafts, int8_target, adapters)
     config = loader.open(target)
     connected = connect_drafts(config, [(name, loader.open(model)) for name, model in drafts], limit)
     if isinstance(config, AdapterConfig):

@@ -149,8 +149,8 @@ def chosen_linear_triton(
     weight: Tensor | QuantizedWeight,
     rows: ChosenRows,
     *,
-    config: RowLinearConfig,  # of the block_m of `rows`, with split_k = 1
-    bias: Tensor | None = None,  # not with a quantised weight
+    config: RowLinearConfig,  # of the block_m of `rows`
+    bias: Tensor | None = None,  # only with dense weights and split_k = 1
     residual: Tensor | None = None,
     silu_gate: bool = False,
     activation: str | None = None,
@@ -165,13 +165,13 @@ def chosen_linear_triton(
     num_pairs, features = len(rows.chosen), weight.shape[-2] // (1 + silu_gate)
     if out is None:
         out = x.new_empty(num_pairs, features)
-    assert config.split_k == 1 and rows.members.shape[1] == config.block_m and num_pairs == len(x) * rows.per_row
-    assert not isinstance(weight, QuantizedWeight) or bias is None, "quantised weights of groups have no biases"
+    assert rows.members.shape[1] == config.block_m and num_pairs == len(x) * rows.per_row
     epilogue = _Epilogue.of(out, bias, residual, silu_gate, activation)
-    if not isinstance(weight, QuantizedWeight):
+    if config.split_k == 1 and not isinstance(weight, QuantizedWeight):
         _multiply(x, weight, config, epilogue, False, pdl, rows)
         return out
-    partials = torch.empty(1, num_pairs, weight.shape[-2], dtype=torch.float32, device=x.device)
+    assert bias is None, "the kernel that adds splits adds no biases of groups"
+    partials = torch.empty(config.split_k, num_pairs, weight.shape[-2], dtype=torch.float32, device=x.device)
     _multiply(x, weight, config, _Epilogue.of(partials, None, None, False, None), True, pdl, rows)
     _add_splits(partials, epilogue, pdl)
     return out
@@ -235,6 +235,22 @@ def row_linear_partials_triton(
     return partials
 
 
+def add_splits_triton(
+    partials: Tensor,  # fp32 [split_k, num_rows, out_features], or a product [num_rows, out_features] in out's dtype
+    out: Tensor,  # [num_rows, features]; may be `residual`
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    silu_gate: bool = False,
+    activation: str | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """Add partial sums, and apply what follows a product, as `row_linear_triton` does; returns `out`."""
+    partials = partials if partials.dim() == 3 else partials[None]
+    _add_splits(partials, _Epilogue.of(out, bias, residual, silu_gate, activation), pdl)
+    return out
+
+
 class _Epilogue(NamedTuple):
     """Arguments of both kernels: bias, residual and out, their strides, and constants."""
 
@@ -275,7 +291,7 @@ def _multiply(
         config = config.for_rows(num_rows, tiles * num_groups * config.split_k)
         grid = (-(-num_rows // config.block_m), tiles, num_groups * config.split_k)
     else:
-        num_rows, grid = len(rows.chosen), (len(rows.tiles), tiles, 1)
+        num_rows, grid = len(rows.chosen), (len(rows.tiles), tiles, config.split_k)
     places = (None, None) if rows is None else (rows.tiles, rows.members)
     constants = {"OUT_FEATURES": out_features, "IN_FEATURES": in_features, **config.constants, **config.options}
     constants |= {"PER_ROW": 1 if rows is None else rows.per_row, **launch_options(pdl)}

@@ -132,10 +132,14 @@ def multiply_rows(
     if FEATURES % BLOCK_F != 0:
         m_out = m_out & (o_f < FEATURES)[None, :]
     if PARTIALS:
-        i_plane = i_split * (tl.num_programs(2) // SPLIT_K) + i_group
+        i_plane = i_split * (tl.num_programs(2) // SPLIT_K) + i_rows
         # 32-bit offsets within the tile: with 64 bits, a tile of 64 x 64 spilled on sm_100.
-        p_tile = out + (i_plane * num_rows + i_m * BLOCK_M) * OUT_FEATURES + i_n * BLOCK_N
-        o_tile = (tl.arange(0, BLOCK_M) * OUT_FEATURES)[:, None] + o_column[None, :]
+        if tiles is None:
+            p_tile = out + (i_plane * num_rows + i_m * BLOCK_M) * OUT_FEATURES + i_n * BLOCK_N
+            o_tile = (tl.arange(0, BLOCK_M) * OUT_FEATURES)[:, None] + o_column[None, :]
+        else:
+            p_tile = out + i_plane * num_rows * OUT_FEATURES + i_n * BLOCK_N
+            o_tile = (o_m.to(tl.int64) * OUT_FEATURES)[:, None] + o_column[None, :]
         tl.store(tl.multiple_of(p_tile + o_tile, [BYTES_OUT, BYTES_OUT]), b_acc, mask=m_out)
     else:
         if bias is not None:

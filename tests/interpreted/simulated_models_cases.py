@@ -1,0 +1,49 @@
+"""Mixtures of experts, and adapters of requests, on a simulated GPU."""
+
+import torch
+
+from tests.helpers.families import TYPICAL, WINDOW, make_model, small
+from tests.helpers.loras import lora_request, make_lora
+from tests.helpers.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
+from tests.interpreted.engines import ON_GPU, SHORT, SMALL, TREES, leave, rounds_wait_for_nothing
+from tests.simulated_gpu import Gpu
+from treespec import SpecConfig
+
+
+def test_rounds_of_experts(gpu: Gpu) -> None:
+    """No program of a launch leans on one before it."""
+    root, heads = new_folder("experts"), {"num_attention_heads": 2, "num_key_value_heads": 1}
+    target, draft = (
+        make_model(root / name, TYPICAL[name], 3, **small(name), **heads) for name in ("gpt_oss", "qwen2_moe")
+    )
+    prompts, spec = random_prompts([WINDOW + 2], vocab=61), SpecConfig(nodes=4, max_depth=1, sources=("ssm",))
+    llm = open_llm(target, [draft], spec=spec, max_num_seqs=1, **ON_GPU | {"dtype": "float32"})
+    with rounds_wait_for_nothing(gpu):
+        plain = tokens_of(llm.generate(prompts, greedy(3), spec="off"))
+        gpu.launches.backwards = True
+        [trees] = llm.generate(prompts, greedy(3), spec=spec)
+    assert tokens_of([trees]) == plain and trees.metrics.nodes_verified > trees.metrics.target_passes
+    assert not llm.engine.runner.target.kernels.spreads.any()
+    llm.engine.check_integrity()
+    leave(gpu)
+
+
+def test_rounds_of_adapters(gpu: Gpu) -> None:
+    """Also target passes of the host's rounds, and more adapters than slots."""
+    root = new_folder("loras")
+    target = make_llama(root / "target", 0, torch.float16, **SMALL)
+    drafts = [make_draft(root / "ssm", target, 1, 0.04)]
+    loras = [lora_request(make_lora(root / str(i), target, i, dtype=torch.float16)) for i in (1, 2, 3)]
+    llm = open_llm(target, drafts, enable_lora=True, max_loras=2, spec=TREES, max_num_seqs=2, **ON_GPU)
+    asked, prompts = [loras[0], None, loras[1], loras[2]], [SHORT[0]] * 4
+    with rounds_wait_for_nothing(gpu):
+        plain = tokens_of(llm.generate(prompts, greedy(3), spec="off", lora_request=asked))
+        trees = llm.generate(prompts, greedy(3), spec=TREES, lora_request=asked)
+    assert tokens_of(trees) == plain and len({tuple(tokens) for tokens in plain}) > 2
+    replays = gpu.replays
+    for _ in range(2):
+        host = llm.generate(prompts, greedy(3), spec=SpecConfig(branching=(2, 1)), lora_request=asked)
+        assert tokens_of(host) == plain
+    assert gpu.replays > replays
+    llm.engine.check_integrity()
+    leave(gpu)

@@ -1,0 +1,125 @@
+"""Low-rank updates of a few adapters in fixed memory of a GPU, which captured graphs contain."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from treespec.models.layer import fused_matrices
+from treespec.models.low_rank import RANK_STEP, LowRank
+from treespec.models.model_config import ModelConfig
+from treespec_kernels.launch.triton_launch import target_of
+from treespec_kernels.linear.experts import group_rows
+from treespec_kernels.linear.row_linear import ChosenRows, RowLinearConfig, chosen_linear_triton
+from treespec_kernels.linear.row_linear_config import interpretable
+
+NO_ADAPTER = 1 << 30  # slot of rows without an adapter
+MAX_RANK = 64  # of adapters on a GPU, unless `max_lora_rank` says more
+
+
+@dataclass(frozen=True, eq=False)
+class FusedUpdates:
+    """Updates of one adapter, in the form of `RequestRows.adapter`."""
+
+    layers: Sequence[dict[str, LowRank]]  # by layer and product, as of `fused_updates`
+
+    @property
+    def nbytes(self) -> int:
+        return sum(matrix.nbytes for layer in self.layers for pair in layer.values() for matrix in pair)
+
+
+class SlotLimits(NamedTuple):
+    """Most adapters of a pass, and their largest rank."""
+
+    adapters: int
+    rank: int
+
+    def shapes(self, config: ModelConfig, i: int) -> dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]]:
+        """Return the shapes of A and B of the slots of layer i, by product."""
+        own = config.shape.parameters()
+        shapes = {}
+        for product, names in fused_matrices(config.shape.gated, fuses_gate=True).items():
+            sizes = [own[f"layers.{i}.{name}"] for name in names if f"layers.{i}.{name}" in own]
+            if sizes:  # the experts of a sparse layer have no updates
+                rank = -(-len(sizes) * self.rank // RANK_STEP) * RANK_STEP
+                shapes[product] = (
+                    (self.adapters, rank, sizes[0][1]),
+                    (self.adapters, sum(size[0] for size in sizes), rank),
+                )
+        return shapes
+
+    def nbytes(self, config: ModelConfig, dtype: torch.dtype) -> int:
+        """Return the memory of all slots."""
+        layers = [self.shapes(config, i) for i in range(config.shape.num_layers)]
+        sizes = [torch.Size(size).numel() for layer in layers for pair in layer.values() for size in pair]
+        return sum(sizes) * dtype.itemsize
+
+
+class AdapterSlots:
+    """Slots of adapters, and their products with the rows of a pass."""
+
+    def __init__(self, config: ModelConfig, limits: SlotLimits, dtype: torch.dtype, device: torch.device):
+        self.layers: list[dict[str, LowRank]] = []
+        for i in range(config.shape.num_layers):
+            shapes = limits.shapes(config, i)
+            self.layers.append(
+                {
+                    name: (torch.zeros(down, dtype=dtype, device=device), torch.zeros(up, dtype=dtype, device=device))
+                    for name, (down, up) in shapes.items()
+                }
+            )
+        self._held: dict[int, FusedUpdates] = {}  # by slot, the one used longest ago first
+        self._count, self._target, self._dtype = limits.adapters, target_of(device), dtype
+
+    @property
+    def nbytes(self) -> int:
+        return FusedUpdates(self.layers).nbytes
+
+    def of(self, adapters: Sequence[FusedUpdates | None]) -> list[int]:
+        """Return the slots of adapters, at most as many as there are; `NO_ADAPTER` for None.
+
+        Adapters that have none are copied to the slots used longest ago, after the passes launched so far.
+        """
+        asked = list(dict.fromkeys(adapter for adapter in adapters if adapter is not None))
+        assert len(asked) <= self._count, f"{len(asked)} adapters in {self._count} slots"
+        slots = {adapter: slot for slot, adapter in self._held.items() if adapter in asked}
+        free = [*(slot for slot in range(self._count) if slot not in self._held)]
+        free += [slot for slot, adapter in self._held.items() if adapter not in asked]
+        for adapter in asked:
+            if adapter not in slots:
+                slots[adapter] = free.pop(0)
+                self._copy(adapter, slots[adapter])
+            self._held.pop(slots[adapter], None)
+            self._held[slots[adapter]] = adapter
+        return [NO_ADAPTER if adapter is None else slots[adapter] for adapter in adapters]
+
+    def _copy(self, adapter: FusedUpdates, slot: int) -> None:
+        for own, updates in zip(self.layers, adapter.layers, strict=True):
+            for name, (down, up) in own.items():
+                up[slot].zero_()
+                if name in updates:
+                    new_down, new_up = updates[name]
+                    down[slot, : len(new_down)] = new_down.to(down.device)
+                    up[slot, :, : len(new_down)] = new_up.to(up.device)
+
+    def rows(self, slots: Tensor) -> ChosenRows:
+        """List the rows of each slot, from the slots of the rows, int32 [num_rows]."""
+        block_m = self._config(self.layers[0]["o"][0], 1).block_m  # the same for all matrices
+        return group_rows(slots[:, None].contiguous(), self._count, block_m)
+
+    def add(self, layer: int, product: str, x: Tensor, rows: ChosenRows, out: Tensor, pdl: bool) -> None:
+        """Add the updates of a product of rows x [num_rows, inputs] to `out`, [num_rows, outputs], in place."""
+        if (pair := self.layers[layer].get(product)) is None:
+            return
+        down, up = pair
+        most = max(1, min(8, down.shape[2] // 512))  # splits of K: A has few outputs
+        inner = chosen_linear_triton(x, down, rows, config=self._config(down, most), pdl=pdl)
+        config = self._config(up, 1)
+        chosen_linear_triton(inner, up, rows, config=config, residual=out, out=out, pdl=pdl)
+
+    def _config(self, weight: Tensor, split_k: int) -> RowLinearConfig:
+        _, outputs, inputs = weight.shape
+        config = RowLinearConfig.default(self._dtype, outputs, inputs, True, self._target)
+        return interpretable(replace(config, split_k=split_k, larger=()))

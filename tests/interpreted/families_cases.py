@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.families import CASES, SLOW, TYPICAL, make_model, small
+from tests.helpers.families import CASES, HYBRIDS, SLOW, TYPICAL, make_model, small
 from tests.helpers.models import greedy, make_draft, new_folder, open_llm, random_prompts, tokens_of
 from tests.interpreted.engines import TRITON, captured_rounds
 from treespec import SpecConfig
@@ -22,6 +22,7 @@ from treespec.models.model_config import ModelConfig
 from treespec.models.triton_decoder import TritonDecoder
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.comparison import assert_close
+from treespec_kernels.recurrent.request_state import StateRows
 from treespec_kernels.tuning.testing import path_to
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
@@ -31,9 +32,8 @@ CPU, VOCAB, PREFIX = torch.device("cpu"), 61, 23  # a window of 21 positions end
 PARENTS = [-1, 0, 0, 1, 2, 4]
 NAMED = os.environ.get("TREESPEC_FAMILIES", "").split(";")
 RULES = {name: FAMILIES[case.model_type] for name, case in TYPICAL.items() if name not in SLOW or name == "olmo2"}
-WITH_KERNELS = [name for name, rules in RULES.items() if rules.recurrent is None]
-IN_SLOW_TESTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-CHOSEN = [name for name in WITH_KERNELS if name not in IN_SLOW_TESTS] if NAMED == [""] else NAMED
+IN_SLOW_TESTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", *HYBRIDS)
+CHOSEN = [name for name in RULES if name not in IN_SLOW_TESTS] if NAMED == [""] else NAMED
 IN_ROUNDS = ["gemma3", "gpt2"] if NAMED == [""] else NAMED[:2]
 
 
@@ -55,21 +55,27 @@ def test_passes(name: str, folders: dict[str, Path]) -> None:
     ids = torch.randint(VOCAB, (PREFIX,), generator=torch.Generator().manual_seed(0))
     tokens = torch.arange(7, 7 + len(PARENTS))
 
+    shape = decoder.state_shape(len(PARENTS))
+    (state,) = [None] if shape is None else shape.allocate(1)
+
+    def own(commits: bool = False) -> StateRows | None:
+        return None if state is None else StateRows(state, commits)
+
     def logits(tokens: torch.Tensor, rows: RequestRows) -> torch.Tensor:
         return decoder.logits(decoder.forward(tokens, decoder.plan([rows], pool), pool))
 
     with torch.inference_mode():
         model = AutoModelForCausalLM.from_pretrained(folders[name], attn_implementation="eager").eval()
         expected = model(ids[None], output_hidden_states=True)
-        layout = decoder.plan([RequestRows.chain(0, PREFIX, pages)], pool)
+        layout = decoder.plan([RequestRows.chain(0, PREFIX, pages, state=own(commits=True))], pool)
         found = decoder.forward_with_states(ids, layout, pool, (1, 0))
         assert_close(decoder.logits(found.final), expected.logits[0], max_error=1e-4, rms_error=1e-4)
         for i, layer in enumerate((1, 0)):
             states = expected.hidden_states[layer][0]
             assert_close(found.streams[:, i], states, max_error=1e-4, rms_error=1e-4)
-        tree = logits(tokens, RequestRows.tree(PREFIX, np.array(PARENTS), pages))
+        tree = logits(tokens, RequestRows.tree(PREFIX, np.array(PARENTS), pages, state=own()))
         for depth, node in enumerate(path_to(PARENTS, 5)):
-            alone = logits(tokens[node : node + 1], RequestRows.chain(PREFIX + depth, 1, pages))
+            alone = logits(tokens[node : node + 1], RequestRows.chain(PREFIX + depth, 1, pages, state=own()))
             assert torch.equal(alone[0], tree[node])
 
 

@@ -1,10 +1,19 @@
-"""Mixtures of experts, and adapters of requests, on a simulated GPU."""
+"""Mixtures of experts, adapters of requests, and hybrid models, on a simulated GPU."""
 
 import torch
 
 from tests.helpers.families import TYPICAL, WINDOW, make_model, small
 from tests.helpers.loras import lora_request, make_lora
-from tests.helpers.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
+from tests.helpers.models import (
+    OracleDrafter,
+    greedy,
+    make_draft,
+    make_llama,
+    new_folder,
+    open_llm,
+    random_prompts,
+    tokens_of,
+)
 from tests.interpreted.engines import ON_GPU, SHORT, SMALL, TREES, leave, rounds_wait_for_nothing
 from tests.simulated_gpu import Gpu
 from treespec import SpecConfig
@@ -45,5 +54,18 @@ def test_rounds_of_adapters(gpu: Gpu) -> None:
         host = llm.generate(prompts, greedy(3), spec=SpecConfig(branching=(2, 1)), lora_request=asked)
         assert tokens_of(host) == plain
     assert gpu.replays > replays
+    llm.engine.check_integrity()
+    leave(gpu)
+
+
+def test_hybrids(gpu: Gpu) -> None:
+    """Their states lie on the GPU, and their rounds run step by step."""
+    target = make_model(new_folder("hybrid"), TYPICAL["qwen3_5"], 3, torch.float16, **small("qwen3_5"))
+    [prompt], options = random_prompts([5], vocab=61), {"spec": TREES, "max_num_seqs": 1, "enable_prefix_caching": True}
+    [plain] = tokens_of(open_llm(target, **options, **ON_GPU).generate([prompt], greedy(4), spec="off"))
+    llm = open_llm(target, [OracleDrafter([prompt + plain], 3, vocab=61)], **options, **ON_GPU)
+    assert llm.stats()["frozen"]["rounds"] == "step by step"
+    [trees] = llm.generate([prompt], greedy(4), spec=TREES)
+    assert tokens_of([trees]) == [plain] and trees.metrics.acceptance_length > 1.5
     llm.engine.check_integrity()
     leave(gpu)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.interpreted.common import assert_near, attention_inputs, each_dtype, poisoned_plan
+from tests.interpreted.common import assert_near, attention_inputs, each_dtype, normal, poisoned_plan
 from treespec_kernels.attention.tree_attention import (
     SegmentPartition,
     TreeAttentionConfig,
@@ -48,6 +48,7 @@ class Case(NamedTuple):
     trees: str  # kind:nodes@context
     window: int | None = None
     cap: float | None = None
+    sinks: bool = False
     config: TreeAttentionConfig | None = SMALL
 
     def inputs(self, dtype: torch.dtype) -> tuple[TreeAttentionInputs, list[list[int]]]:
@@ -56,7 +57,8 @@ class Case(NamedTuple):
         parents = trees(" ".join(kind for kind, _, _ in parts), [int(nodes) for _, nodes, _ in parts])
         lengths, shape = [int(length) for _, _, length in parts], (self.num_heads, self.num_kv_heads, self.head_dim)
         inputs = attention_inputs(lengths, parents, *shape, dtype, page_size=16)
-        inputs.rows.update(window=self.window, score_cap=self.cap)
+        sinks = normal(3)(self.num_heads) if self.sinks else None
+        inputs.rows.update(window=self.window, score_cap=self.cap, sinks=sinks)
         return inputs, parents
 
 
@@ -70,6 +72,7 @@ CASES = [
     Case(16, 4, 2, "random:5@64 chain:5@30 star:3@79 random:3@3", window=17),
     Case(16, 2, 1, "random:4@37", window=2),
     Case(16, 2, 1, "random:4@37", cap=1.5),
+    Case(16, 4, 2, "random:4@37", sinks=True),
     Case(16, 2, 1, "random:3@530 star:2@15", config=MANY),
     Case(256, 1, 1, "chain:2@200", config=MANY),
 ]
@@ -123,7 +126,7 @@ def decoded_alone(
     from_pages = inputs.rows["page_table"][request, source // page_size].long()
     for own, cache in ((alone.k_cache, inputs.k_cache), (alone.v_cache, inputs.v_cache)):
         own[pages, :, target % page_size] = cache[from_pages, :, source % page_size]
-    alone.rows.update(window=inputs.rows["window"], score_cap=inputs.rows["score_cap"])
+    alone.rows.update({name: inputs.rows[name] for name in ("window", "score_cap", "sinks")})
     return attend(replace(alone, q=inputs.q[row : row + 1]), config)[0]
 
 

@@ -35,8 +35,8 @@ def test_other_families(names: str) -> None:
 
 
 @pytest.mark.slow
-def test_adapters() -> None:
-    run_cases("lora")
+def test_adapters_and_hybrids() -> None:
+    run_cases("lora hybrid")
 
 
 @pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])

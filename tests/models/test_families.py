@@ -28,9 +28,7 @@ from tests.helpers.models import (
 )
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.cli.kernels import settings_of
 from treespec.engine.runner import tree_rows
-from treespec.errors import ConfigError, KernelError
 from treespec.models.decoder import HiddenStates
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -131,14 +129,6 @@ def test_logits_and_states_are_those_of_transformers(name: str, compiled: bool, 
 
 def test_every_family_has_a_case() -> None:
     assert {case.model_type for case in CASES.values()} == set(FAMILIES)
-
-
-def test_models_without_triton_kernels_are_refused(tmp_path: Path) -> None:
-    folder = make_model(tmp_path, TYPICAL["lfm2_moe"], 3)
-    with pytest.raises(KernelError, match="layers are recurrent, which run on a CPU only"):
-        open_llm(folder, attention="triton", backend="native")
-    with pytest.raises(ConfigError, match="there is no Triton kernel for its recurrent layers"):
-        settings_of(str(folder), [], None)
 
 
 # --- trees against plain decoding

@@ -1,5 +1,7 @@
 """States of recurrent layers: those of running requests, and copies after prompts and cached prefixes."""
 
+import torch
+
 from treespec_kernels.recurrent.request_state import RecurrentState, StateShape
 
 
@@ -10,11 +12,11 @@ class StatePool:
     (`page_keys`), until later ones need its place.
     """
 
-    def __init__(self, shape: StateShape, num_requests: int, num_kept: int):
+    def __init__(self, shape: StateShape, num_requests: int, num_kept: int, device: torch.device | str = "cpu"):
         without_tree = shape._replace(num_nodes=0)
         self.nbytes = num_requests * shape.nbytes + num_kept * without_tree.nbytes
-        self._free, self._held = shape.allocate(num_requests), dict[str, RecurrentState]()
-        self._free_copies, self._kept = without_tree.allocate(num_kept), dict[str | bytes, RecurrentState]()
+        self._free, self._held = shape.allocate(num_requests, device), dict[str, RecurrentState]()
+        self._free_copies, self._kept = without_tree.allocate(num_kept, device), dict[str | bytes, RecurrentState]()
 
     @property
     def num_held(self) -> int:

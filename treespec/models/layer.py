@@ -2,7 +2,7 @@
 
 import itertools
 from ctypes import CDLL
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from treespec.models.sparse_mlp import Expert, SparseMlp
 from treespec_kernels.cpu.compiled_linear import CompiledLinear, quantized_linear
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import BlockWeight, QuantizedWeight, stacked
+from treespec_kernels.linear.row_linear import RowLinear
 from treespec_weights.blocks import Blocks, Weights
 
 
@@ -51,9 +52,15 @@ def _permuted(value: Any, order: Tensor) -> Any:
 
 
 def make_linear(
-    weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, impl: LinearImpl, library: CDLL | None
-) -> Linear | CompiledLinear:
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    impl: LinearImpl | Literal["triton"],
+    library: CDLL | None,
+) -> Any:
     """Return the linear layer of a weight; `library` computes a quantised one, as in `Decoder`."""
+    if impl == "triton":
+        return RowLinear(weight, bias)
     if isinstance(weight, QuantizedWeight):
         return quantized_linear(weight, bias, dtype, impl, library)
     return Linear(weight, bias, impl)

@@ -44,6 +44,12 @@ class ModelConfig:
     head_rows: int | None = None  # of a draft's reduced head; None = the vocabulary
 
     @property
+    def without_kernel(self) -> str | None:
+        """What no Triton kernel computes of this model, or None if kernels compute all of it."""
+        parts = {"layers of one part": self.shape.without_mlp or self.shape.mlp_only}
+        return next((name for name, present in parts.items() if present), None)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(dict.fromkeys(layer.window for layer in self.layers if not layer.recurrent)) or (None,)
 

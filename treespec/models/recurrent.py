@@ -4,10 +4,10 @@ A pass computes the rows that its requests have committed since their states wer
 from its parent. It stores the states after the committed rows only (see `RecurrentState`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import CDLL
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,7 +20,14 @@ from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.activations import sigmoid, silu, softplus
 from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.recurrent.request_state import RecurrentState, StateShape
-from treespec_kernels.recurrent.state_update import Level, causal_conv_ref, state_update_ref
+from treespec_kernels.recurrent.state_update import (
+    Level,
+    StatePaths,
+    causal_conv_ref,
+    causal_conv_triton,
+    state_update_ref,
+    state_update_triton,
+)
 from treespec_weights.blocks import Weights
 from treespec_weights.rules import RecurrentShape
 
@@ -99,7 +106,7 @@ class StatePass:
     """Rows of a pass of recurrent layers: those that the requests have committed since their states were stored
     (replayed rows), then the pass's own."""
 
-    def __init__(self, requests: Sequence[RequestRows], num_rows: int):
+    def __init__(self, requests: Sequence[RequestRows], num_rows: int, on_triton: bool = False):
         self._states: list[RecurrentState] = []
         self._replayed: list[int] = []  # by request
         self._commits: list[bool] = []
@@ -114,8 +121,11 @@ class StatePass:
         self._history = self._states[0].history
         stored = [self._history + count for count in self._replayed]  # inputs of each request
         self._num_stored, self.num_replayed = sum(stored), sum(self._replayed)
-        self.taps = torch.from_numpy(self._taps(requests, stored, num_rows))
-        self.levels = self._levels(requests)
+        self._device = self._states[0].matrices.device
+        self.taps = torch.from_numpy(self._taps(requests, stored, num_rows)).to(self._device)
+        parents, depths, last = self._parents(requests)
+        self._paths = self._state_paths(parents, last) if on_triton else None
+        self._levels = [] if on_triton else _levels(parents, depths, last)
 
     def _taps(self, requests: Sequence[RequestRows], stored: Sequence[int], num_rows: int) -> np.ndarray:
         """Return the inputs that each row's convolution reads, int64 [num_replayed + num_rows, history + 1].
@@ -134,8 +144,12 @@ class StatePass:
             start, row = start + count, row + rows.num_rows
         return np.concatenate((*replayed, taps))
 
-    def _levels(self, requests: Sequence[RequestRows]) -> list[Level]:
-        depths, parents = list[int](), list[int]()  # by row, replayed ones first; a first row's parent is ~request
+    def _parents(self, requests: Sequence[RequestRows]) -> tuple[list[int], list[int], dict[int, int]]:
+        """Return the parent of each row, replayed ones first, and its depth; a first row's parent is ~request.
+
+        Returns also the request of each row after which a state is stored.
+        """
+        depths, parents = list[int](), list[int]()
         for request, count in enumerate(self._replayed):
             parents += [~request, *range(len(depths), len(depths) + count - 1)][:count]
             depths += range(count)
@@ -147,19 +161,45 @@ class StatePass:
             depths += (count + rows.depths).tolist()
             if self._commits[request]:
                 last[len(depths) - 1] = request
-        by_level = [list[int]() for _ in range(max(depths, default=-1) + 1)]
-        place = dict[int, int]()
-        for row, depth in enumerate(depths):
-            place[row] = len(by_level[depth])
-            by_level[depth].append(row)
-        levels = []
-        for rows_of in by_level:
-            above = [place[parents[row]] if parents[row] >= 0 else ~parents[row] for row in rows_of]
-            ending = [(i, last[row]) for i, row in enumerate(rows_of) if row in last]
-            ended = torch.from_numpy(np.array(ending, dtype=np.int64).reshape(-1, 2))
-            own, parent = (torch.from_numpy(np.array(column, dtype=np.int64)) for column in (rows_of, above))
-            levels.append(Level(own, parent, ended[:, 0], ended[:, 1]))
-        return levels
+        return parents, depths, last
+
+    def _state_paths(self, parents: Sequence[int], last: Mapping[int, int]) -> StatePaths:
+        order, starts = list[int](), [0]
+        replayed = own = 0
+        for count, num_rows in zip(self._replayed, self._counts, strict=True):
+            order += range(replayed, replayed + count)
+            order += range(self.num_replayed + own, self.num_replayed + own + num_rows)
+            replayed, own = replayed + count, own + num_rows
+            starts.append(len(order))
+        before = dict(zip(order[1:], order, strict=False))
+        kept = dict.fromkeys(parent for row, parent in enumerate(parents) if parent >= 0 and before.get(row) != parent)
+        places = {row: place for place, row in enumerate(kept)}
+        ends = dict(zip(last.values(), last, strict=True))
+
+        def uploaded(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device="cpu").to(self._device)
+
+        return StatePaths(
+            uploaded(starts),
+            uploaded(order),
+            uploaded([max(parent, -1) for parent in parents]),
+            uploaded([places.get(row, -1) for row in range(len(parents))]),
+            uploaded([ends.get(request, -1) for request in range(len(self._counts))]),
+            len(places),
+        )
+
+    def convolve(self, inputs: Tensor, taps: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return `causal_conv_ref`."""
+        return (causal_conv_ref if self._paths is None else causal_conv_triton)(inputs, taps, weight, bias)
+
+    def update(
+        self, matrices: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, reads: bool
+    ) -> Tensor:
+        """Return `state_update_ref` of all rows."""
+        if self._paths is None:
+            return state_update_ref(matrices, q, k, v, beta, decay, self._levels, reads)
+        q, k, v, beta, decay = (rows.contiguous() for rows in (q, k, v, beta, decay))
+        return state_update_triton(matrices, q, k, v, beta, decay, self._paths, reads)
 
     def exchange(self, layer: int, own: Tensor) -> Tensor:
         """Store the inputs of the pass's rows, and return all that its rows read, as `taps` indexes them.
@@ -200,6 +240,22 @@ class StatePass:
             state.length += replayed + (count if commits else 0)
 
 
+def _levels(parents: Sequence[int], depths: Sequence[int], last: Mapping[int, int]) -> list[Level]:
+    by_level = [list[int]() for _ in range(max(depths, default=-1) + 1)]
+    place = dict[int, int]()
+    for row, depth in enumerate(depths):
+        place[row] = len(by_level[depth])
+        by_level[depth].append(row)
+    levels = []
+    for rows_of in by_level:
+        above = [place[parents[row]] if parents[row] >= 0 else ~parents[row] for row in rows_of]
+        ending = [(i, last[row]) for i, row in enumerate(rows_of) if row in last]
+        ended = torch.from_numpy(np.array(ending, dtype=np.int64).reshape(-1, 2))
+        own, parent = (torch.from_numpy(np.array(column, dtype=np.int64)) for column in (rows_of, above))
+        levels.append(Level(own, parent, ended[:, 0], ended[:, 1]))
+    return levels
+
+
 class StateMixer:
     """A layer with a short convolution and a state per head, up to its output projection."""
 
@@ -210,7 +266,7 @@ class StateMixer:
         weights: Weights,
         prefix: str,
         config: ModelConfig,
-        impl: LinearImpl,
+        impl: LinearImpl | Literal["triton"],
         dtype: torch.dtype,
         library: CDLL | None,
     ):
@@ -232,7 +288,7 @@ class StateMixer:
         mixed = self.mix(h)
         inputs = rows.exchange(layer, torch.cat((mixed[:, :channels], self.rates(h)), 1))
         vectors = self.vectors
-        made = silu(causal_conv_ref(inputs[:, :channels], rows.taps, vectors["conv"], vectors.get("conv_bias")))
+        made = silu(rows.convolve(inputs[:, :channels], rows.taps, vectors["conv"], vectors.get("conv_bias")))
         qk, v = made.split([2 * shape.key_heads * shape.key_dim, shape.heads * shape.value_dim], 1)
         qk = qk.reshape(len(qk), 2 * shape.key_heads, shape.key_dim)
         self.normalize(qk)
@@ -243,7 +299,7 @@ class StateMixer:
         beta = self.factor(rates, step)
         matrices = rows.matrices(layer)
         v = v.reshape(len(v), shape.heads, shape.value_dim)
-        out = state_update_ref(matrices, q, k, v, beta, torch.exp(vectors["rate"] * step), rows.levels, self.reads)
+        out = rows.update(matrices, q, k, v, beta, torch.exp(vectors["rate"] * step), self.reads)
         rows.store(layer, matrices)
         out, v = out[rows.num_replayed :], v[rows.num_replayed :]
         return self.gated(out, v, silu(mixed[:, channels:].float())).to(self._dtype)
@@ -276,7 +332,7 @@ class DeltaMixer(StateMixer):
     def _scale(self) -> Tensor:
         # `norm_heads` divides by the root of the mean square; a query is also divided by sqrt(key_dim).
         key_heads, key_dim = self._shape.key_heads, self._shape.key_dim
-        scale = torch.full((2 * key_heads, 1), key_dim**-0.5, dtype=torch.float32, device="cpu")
+        scale = torch.full((2 * key_heads, 1), key_dim**-0.5, dtype=torch.float32, device=self.vectors["conv"].device)
         scale[:key_heads] = 1 / key_dim
         return scale
 
@@ -314,7 +370,7 @@ class ConvMixer:
         weights: Weights,
         prefix: str,
         config: ModelConfig,
-        impl: LinearImpl,
+        impl: LinearImpl | Literal["triton"],
         dtype: torch.dtype,
         library: CDLL | None,
     ):
@@ -326,12 +382,27 @@ class ConvMixer:
         """Return the mixed rows before the output projection, [num_rows, hidden_size]."""
         before, after, x = self.mix(h).chunk(3, 1)
         inputs = rows.exchange(layer, before * x)
-        mixed = causal_conv_ref(inputs, rows.taps[rows.num_replayed :], self.conv)
+        mixed = rows.convolve(inputs, rows.taps[rows.num_replayed :], self.conv)
         return (mixed * after.float()).to(self._dtype)
 
     @property
     def nbytes(self) -> int:
         return self.mix.nbytes + self.conv.nbytes
+
+
+def make_mixer(
+    weights: Weights,
+    i: int,
+    config: ModelConfig,
+    impl: LinearImpl | Literal["triton"],
+    dtype: torch.dtype,
+    library: CDLL | None = None,
+) -> StateMixer | ConvMixer:
+    """Pop the parameters of the mixer of layer i, and return it."""
+    assert config.shape.recurrent is not None
+    kinds: dict[str, type[StateMixer] | type[ConvMixer]]
+    kinds = {"delta": DeltaMixer, "mamba2": Mamba2Mixer, "conv": ConvMixer}
+    return kinds[config.shape.recurrent.kind](weights, f"layers.{i}.", config, impl, dtype, library)
 
 
 class RecurrentLayer(Layer):
@@ -348,6 +419,4 @@ class RecurrentLayer(Layer):
         min_rows: int,
     ):
         super().__init__(weights, i, config, impl, dtype, library, min_rows)
-        assert config.shape.recurrent is not None
-        kinds = {"delta": DeltaMixer, "mamba2": Mamba2Mixer, "conv": ConvMixer}
-        self.mixer = kinds[config.shape.recurrent.kind](weights, f"layers.{i}.", config, impl, dtype, library)
+        self.mixer = make_mixer(weights, i, config, impl, dtype, library)

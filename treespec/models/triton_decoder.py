@@ -6,6 +6,7 @@ weights and embeddings depend on the model of a row.
 """
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,10 +22,12 @@ from treespec.models.attention import TritonAttention
 from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
+from treespec.models.recurrent import ConvMixer, StateMixer, StatePass, make_mixer
 from treespec.models.triton_weights import ExpertWeights, LayerWeights, ModelWeights, Weight, map_tensors
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.launch.triton_launch import LaunchConfig, is_interpreted, takes_pdl, target_of
+from treespec_kernels.linear.activations import sigmoid
 from treespec_kernels.linear.experts import ExpertConfigs, Routing, experts_triton
 from treespec_kernels.linear.lm_head import LmHead, LmHeadConfig, lm_head_triton
 from treespec_kernels.linear.quantized import QuantizedWeight
@@ -70,7 +73,9 @@ class PassKernels:
         self.dtype = weights.embed.dtype
         self.windows = config.windows
         self._numbers: Sequence[int] = range(len(config.layers))  # of the layers
-        self._kinds = [(kind.ropes, config.windows.index(kind.window)) for kind in config.layers]
+        self.mixers: list[StateMixer | ConvMixer | None] = [None] * len(config.layers)  # of recurrent layers
+        windows = [0 if kind.recurrent else config.windows.index(kind.window) for kind in config.layers]
+        self._kinds = [(kind.ropes, window) for kind, window in zip(config.layers, windows, strict=True)]
         self._first_scale = config.embed_scale_in(self.dtype) / config.stream_scale
         learned = shape.learned_positions - config.rules.extra_positions  # per model; below 1 = none
         self._last_position = learned - 1
@@ -80,7 +85,7 @@ class PassKernels:
         self._linear = [
             {
                 name: self._linear_config(name, getattr(layer, name), configs)
-                for name in ("qkv", "o", "gate_up", "down")
+                for name in ("qkv", "attn_gate", "o", "gate_up", "down")
                 if getattr(layer, name) is not None
             }
             for layer in self._layers
@@ -195,13 +200,20 @@ class PassKernels:
         norms = [fused(layer.attn_norm, shift=layer.attn_norm_bias) for layer in layers]
         norms.append(fused(weights.final_norm, shift=weights.final_norm_bias))
         h = stream if qkv is not None or norms[0].weight is None else self._norm(stream, norms[0])
-        each_layer = zip(layers, self._linear, self._experts, kv, self._kinds, norms[1:], strict=False)
-        for i, (layer, linear, experts, cache, (ropes, window), norm) in enumerate(each_layer):
+        each_layer = zip(layers, self._linear, self._experts, self.mixers, self._kinds, norms[1:], strict=False)
+        caches, recurrent = iter(kv), itertools.count()
+        for i, (layer, linear, experts, mixer, (ropes, window), norm) in enumerate(each_layer):
             if i in states:
                 states[i] = stream.clone()
-            product = self._updated(i, "qkv", h, layout) if i or qkv is None else qkv
-            rotations = [tables[rope] for rope in dict.fromkeys(ropes)] if tables else []
-            mixed = self._attend(layer, product, layout, cache, rotations, layout.attention[window])
+            if mixer is not None:
+                mixed = mixer(h, layout.states, next(recurrent))
+            else:
+                product = self._updated(i, "qkv", h, layout) if i or qkv is None else qkv
+                rotations = [tables[rope] for rope in dict.fromkeys(ropes)] if tables else []
+                mixed = self._attend(layer, product, layout, next(caches), rotations, layout.attention[window])
+                if layer.attn_gate is not None:
+                    gate = self._linear_rows(h, layer.attn_gate, linear["attn_gate"])
+                    mixed = (mixed.float() * sigmoid(gate)).to(self.dtype)
             inner = fused(layer.mlp_norm, shift=layer.mlp_norm_bias, post_weight=layer.attn_post_norm)
             if self.config.parallel:  # parallel block: the MLP does not see the attention output
                 h = self._norm(stream, inner)
@@ -219,6 +231,8 @@ class PassKernels:
                 update = self._mix_experts(h, layer.experts, experts, layout.slots, update)
             assert update is not None
             h = self._norm(update, last, stream, layer.down_bias)
+        if layout.states is not None:
+            layout.states.finish()
         if len(layers) in states:
             states[len(layers)] = stream.clone()
         return h
@@ -232,7 +246,7 @@ class PassKernels:
         subset.weights = replace(self.weights, layers=tuple(self.weights.layers[i] for i in layers))
         subset.windows, subset._kinds = windows, [self._kinds[i] for i in layers]
         subset._layers, subset._linear = [self._layers[i] for i in layers], [self._linear[i] for i in layers]
-        subset._numbers = layers
+        subset._numbers, subset.mixers = layers, [self.mixers[i] for i in layers]
         subset._experts = [self._experts[i] for i in layers]
         return subset
 
@@ -392,7 +406,10 @@ class TritonDecoder(Decoder):
             self.kernels.adapters = AdapterSlots(config, adapters, self.dtype, self.device)
 
     def _take(self, weights: dict[str, Tensor]) -> None:
+        kinds = enumerate(self.config.layers)
+        mixers = [make_mixer(weights, i, self.config, "triton", self.dtype) if k.recurrent else None for i, k in kinds]
         self.set_weights(ModelWeights.take(self.embed, weights, self.config.shape, self.positions))
+        self.kernels.mixers = mixers
 
     def set_weights(self, weights: ModelWeights) -> None:
         """Replace the weights by equal ones, such as views of a stack."""
@@ -403,7 +420,8 @@ class TritonDecoder(Decoder):
     @property
     def nbytes(self) -> int:
         adapters = 0 if self.kernels.adapters is None else self.kernels.adapters.nbytes
-        return self.weights.nbytes + self.table.nbytes + adapters
+        mixers = sum(mixer.nbytes for mixer in self.kernels.mixers if mixer is not None)
+        return self.weights.nbytes + self.table.nbytes + adapters + mixers
 
     def updates(self, matrices: Mapping[str, LowRank]) -> FusedUpdates:
         return FusedUpdates(fused_updates(self.config, matrices))
@@ -429,6 +447,7 @@ class TritonDecoder(Decoder):
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             uploaded(positions, torch.int32),
             adapters=adapters,
+            states=None if self.config.shape.recurrent is None else StatePass(requests, len(positions), True),
         )
 
     def _forward(

@@ -8,18 +8,13 @@ import torch
 from torch import Tensor
 
 from treespec.models.layer import take_experts, take_layer, take_projection
+from treespec_kernels.launch.rows import aligned
 from treespec_kernels.linear.experts import ExpertProducts
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, stacked
 from treespec_weights.experts import Experts
 from treespec_weights.rules import ModelShape
 
 Weight = Tensor | QuantizedWeight
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor contiguous and 16-byte aligned, as the kernels require. Mapped files may have any offset."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -91,6 +86,7 @@ class LayerWeights:
     down_bias: Tensor | None
     mlp_post_norm: Tensor | None
     sinks: Tensor | None
+    attn_gate: Weight | None  # the sigmoid of its product scales the attention output
     experts: ExpertWeights | None
 
     @property
@@ -104,17 +100,23 @@ class LayerWeights:
 
     def select(self, group: int) -> "LayerWeights":
         """Return views of one of the models, with G = 1."""
-        return self.map(lambda value: map_tensors(lambda tensor: _aligned(tensor[group : group + 1]), value))
+        return self.map(lambda value: map_tensors(lambda tensor: aligned(tensor[group : group + 1]), value))
 
     @classmethod
-    def take(cls, weights: dict[str, Tensor], i: int, experts: Experts | None) -> Self:
+    def take(cls, weights: dict[str, Tensor], i: int, shape: ModelShape) -> Self:
         """Pop layer i from decoder parameters by name."""
         layer = take_layer(weights, i)
         layer |= {name: weights.pop(f"layers.{i}.{name}", None) for name in ("q_norm", "k_norm", "sinks")}
         layer["sinks"] = map_tensors(torch.Tensor.float, layer["sinks"])
+        layer["attn_gate"], width = None, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        if layer["qkv"] is not None and layer["qkv"].shape[0] > width:
+            assert layer["qkv_bias"] is None, "products with an output gate have no bias"
+            layer["attn_gate"] = map_tensors(lambda rows: rows[width:], layer["qkv"])
+            layer["qkv"] = map_tensors(lambda rows: rows[:width], layer["qkv"])
+        experts = shape.experts
         is_sparse = experts is not None and i in experts.layers
         layer["experts"] = ExpertWeights.take(weights, i, experts) if experts is not None and is_sparse else None
-        return cls(**{name: map_tensors(lambda x: _aligned(x)[None], value) for name, value in layer.items()})
+        return cls(**{name: map_tensors(lambda x: aligned(x)[None], value) for name, value in layer.items()})
 
     @classmethod
     def stack(cls, layers: Sequence["LayerWeights"]) -> Self:
@@ -163,9 +165,9 @@ class ModelWeights:
         return ModelWeights(
             embed,
             tuple(layer.select(group) for layer in self.layers),
-            _aligned(self.final_norm[group : group + 1]),
-            None if bias is None else _aligned(bias[group : group + 1]),
-            _aligned(self.head[group : group + 1]),
+            aligned(self.final_norm[group : group + 1]),
+            None if bias is None else aligned(bias[group : group + 1]),
+            aligned(self.head[group : group + 1]),
             group_rows(self.positions),
         )
 
@@ -174,13 +176,13 @@ class ModelWeights:
         cls, embed: Tensor, weights: dict[str, Tensor], shape: ModelShape, positions: Tensor | None = None
     ) -> Self:
         """Build one model from decoder parameters by name, emptying the dict, and its learned positions."""
-        layers = tuple(LayerWeights.take(weights, i, shape.experts) for i in range(shape.num_layers))
+        layers = tuple(LayerWeights.take(weights, i, shape) for i in range(shape.num_layers))
         head = take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else embed
         if isinstance(head, QuantizedWeight):  # the LM head's kernel has no quantised form
             head = dequantized(head).to(embed.dtype)
-        head = _aligned(head)
-        bias = map_tensors(lambda x: _aligned(x)[None], weights.pop("final_norm_bias", None))
-        return cls(embed, layers, _aligned(weights.pop("final_norm"))[None], bias, head[None], positions)
+        head = aligned(head)
+        bias = map_tensors(lambda x: aligned(x)[None], weights.pop("final_norm_bias", None))
+        return cls(embed, layers, aligned(weights.pop("final_norm"))[None], bias, head[None], positions)
 
     @classmethod
     def stack(cls, models: Sequence["ModelWeights"]) -> Self:

@@ -124,7 +124,8 @@ def load_target(resolved: Resolved, plan: MemoryPlan) -> tuple[Decoder, KVCache,
         decoder.check_states(plan.features.layers)
     cache = KVCache(plan.shapes, plan.num_pages, plan.cache_dtype, loader.device, plan.stacks, plan.features)
     if plan.state is not None:
-        cache.states = StatePool(plan.state, max(resolved.options.max_num_seqs, 2), plan.num_kept_states)
+        num_states = max(resolved.options.max_num_seqs, 2), plan.num_kept_states
+        cache.states = StatePool(plan.state, *num_states, loader.device)
     if resolved.options.exact and isinstance(config, AdapterConfig):
         decoder, fixed_rows = _exact_adapter(resolved, plan, config, cache)
     elif resolved.options.exact:
@@ -354,6 +355,9 @@ def _capture_rounds(resolved: Resolved, plan: MemoryPlan, host: HostExecutor, sc
     """Capture an engine's rounds; None without Triton, or if they do not run or are not exact."""
     configs, options, ssms = resolved.loader.configs, resolved.options, host.sources.ssms
     if configs is None:
+        return None
+    if plan.state is not None:
+        logger.info("rounds are not captured: the states of recurrent layers are updated step by step")
         return None
     drafts = {} if ssms is None else dict(zip(ssms.names, ssms.models, strict=True))
     if others := [name for name, model in drafts.items() if not runs_on_device(model)]:

@@ -288,7 +288,8 @@ def resolve(options: EngineOptions) -> Resolved:
     """Resolve the options of an engine. Raises the errors of `LLM`."""
     device, limit = resolve_device(options.device), HeadLimit.resolve(options.draft_vocabulary)
     spec = SpecConfig.resolve(options.spec, SpecConfig())
-    target, drafts, forms, table, drafters = _read_models(options, spec)
+    on_triton = device.type == "cuda" or "triton" in (options.attention, options.linear)
+    target, drafts, forms, table, drafters = _read_models(options, spec, on_triton)
     heads, length = list[tuple[str, HeadConfig]](), options.max_model_len
     if isinstance(target, ModelConfig):
         heads = [(name, HeadConfig.of(form, target, length)) for name, form in forms if not isinstance(form, MtpForm)]
@@ -298,7 +299,7 @@ def resolve(options: EngineOptions) -> Resolved:
     if attention == "auto":
         attention = "cpu-packed" if device.type == "cpu" else "triton"
     _check_adapters(models, options.linear, device)
-    _check_recurrent(models, device, attention, options.enable_lora)
+    _check_recurrent(models, device, options.linear, options.enable_lora)
     dtype, compiles = _resolve_passes(options, models, target.dtype, device)
     quantization = resolve_quantization(options.quantization, target, dtype)
     linear: LinearImpl | Literal["compiled", "triton"] = "compiled"
@@ -367,7 +368,7 @@ def _quantises_activations(asked: str, compiles: bool, target: ModelConfig | Sou
 
 
 def _read_models(
-    options: EngineOptions, spec: SpecConfig
+    options: EngineOptions, spec: SpecConfig, on_triton: bool
 ) -> tuple[
     ModelConfig | Source,
     list[tuple[str, ModelConfig | Source]],
@@ -377,14 +378,16 @@ def _read_models(
 ]:
     """Read the configs of the target and of the draft models, and the forms of the heads, allowed by `spec`.
 
+    `on_triton` says whether native models run on Triton kernels.
+
     Returns also the table of `Resolved`, and the drafters.
     """
     model, length, backend = options.model, options.max_model_len, options.backend
     source = model if isinstance(model, nn.Module) else resolve_model(model)
-    target = _read_model(source, length, backend, options.tokenizer)
+    target = _read_model(source, length, backend, on_triton, options.tokenizer)
     if MTP in (options.drafts or ()) and isinstance(target, ModelConfig) and target.rules.further_layers:
         logger.info("%s: backend=transformers, whose code runs the MTP layer", target.folder)
-        target = _read_model(source, length, "transformers" if backend == "auto" else backend)
+        target = _read_model(source, length, "transformers" if backend == "auto" else backend, on_triton)
     if isinstance(model, nn.Module):
         check_inputs(model)
     models, drafters = resolve_drafts(model, options.drafts)
@@ -412,12 +415,12 @@ def _read_models(
             heads.append((name, form))
         else:
             module, tokenizer = draft if isinstance(draft, tuple) else (draft, None)
-            drafts.append((name, _read_model(module, length, backend, tokenizer)))
+            drafts.append((name, _read_model(module, length, backend, on_triton, tokenizer)))
     return target, drafts, heads, table, drafters
 
 
 def _read_model(
-    model: Path | nn.Module, max_model_len: int | None, backend: str, tokenizer: Any = None
+    model: Path | nn.Module, max_model_len: int | None, backend: str, on_triton: bool, tokenizer: Any = None
 ) -> ModelConfig | Source:
     """Read a model's config for the native decoder, or its source for transformers."""
     if isinstance(model, nn.Module):
@@ -427,7 +430,10 @@ def _read_model(
     if backend == "transformers":
         return Source.from_folder(model)
     try:
-        return ModelConfig.from_hf(model, max_model_len)
+        config = ModelConfig.from_hf(model, max_model_len)
+        if on_triton and (part := config.without_kernel):
+            raise VariantError(f"{config.folder}: there is no Triton kernel for its {part}")
+        return config
     except (UnsupportedModelError, VariantError) as error:
         if backend == "native":
             raise
@@ -443,16 +449,16 @@ def _read_model(
 
 
 def _check_recurrent(
-    models: Sequence[ModelConfig | Source], device: torch.device, attention: str, enable_lora: bool
+    models: Sequence[ModelConfig | Source], device: torch.device, linear: str, enable_lora: bool
 ) -> None:
-    """Raise an error for models with recurrent layers as drafts, on a GPU, or with adapters."""
+    """Raise an error for models with recurrent layers as drafts, with adapters, or on a GPU without its kernels."""
     for model in models:
         if isinstance(model, ModelConfig) and (recurrent := model.shape.recurrent) is not None:
             layers = f"{model.folder}: {len(recurrent.layers)} of {model.shape.num_layers} layers are recurrent"
             if model is not models[0]:
                 raise ModelError(f"{layers}; such a model can be the target, but no draft")
-            if device.type != "cpu" or attention == "triton":
-                raise KernelError(f"{layers}, which run on a CPU only; use device='cpu'")
+            if device.type != "cpu" and linear not in ("auto", "triton"):
+                raise KernelError(f"{layers}, for which linear={linear!r} has no kernels on a GPU; leave it at 'auto'")
             if enable_lora:
                 raise KernelError(
                     f"{layers}, whose products take no low-rank updates yet: merge the adapter into the model "

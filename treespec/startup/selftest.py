@@ -65,7 +65,7 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512) -> lis
     available = pool.shape[2] - 1
     count = min(_PAGES, available)
     room, shape = count * PAGE_SIZE, model.state_shape(len(_WIDE))
-    states: list[RecurrentState] | list[None] = [None, None] if shape is None else shape.allocate(2)
+    states: list[RecurrentState] | list[None] = [None, None] if shape is None else shape.allocate(2, model.device)
     place = _Place(1 + np.arange(count), states[0])
     twin = _Place(place.pages + count, states[1]) if available >= 2 * count else None
     differences = []

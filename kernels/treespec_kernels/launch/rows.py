@@ -65,3 +65,9 @@ def is_aligned(multiple: int, *tensors: torch.Tensor) -> bool:
     """Return whether all rows and groups start at multiples of `multiple` bytes."""
     starts = ((t.data_ptr(), *(stride * t.element_size() for stride in row_strides(t))) for t in tensors)
     return all(start % multiple == 0 for tensor_starts in starts for start in tensor_starts)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor contiguous and 16-byte aligned, as the kernels require. Mapped files may have any offset."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -7,18 +7,19 @@ K into parts that are summed separately and then added in order. A group is one 
 stacked weights.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
-from treespec_kernels.launch.rows import FLOAT_TYPES, alignment, group_stride, is_aligned, row_strides
+from treespec_kernels.launch.rows import FLOAT_TYPES, aligned, alignment, group_stride, is_aligned, row_strides
 from treespec_kernels.launch.triton_launch import launch_options, load_kernels, target_of
 from treespec_kernels.linear.activations import ACTIVATIONS, clamped_swiglu
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
 from treespec_kernels.linear.row_linear_config import RowLinearConfig as RowLinearConfig
-from treespec_kernels.linear.row_linear_config import quantized_default
+from treespec_kernels.linear.row_linear_config import interpretable, quantized_default
 
 REDUCE_BLOCK = 256  # features per program of `add_splits`: 16 programs for one row of 4,096
 REDUCE_WARPS = 2  # 16 bytes of each split per thread
@@ -175,6 +176,27 @@ def chosen_linear_triton(
     _multiply(x, weight, config, _Epilogue.of(partials, None, None, False, None), True, pdl, rows)
     _add_splits(partials, epilogue, pdl)
     return out
+
+
+class RowLinear:
+    """A linear layer by `row_linear_triton` in the weight's default configuration, with tiles for few rows alone."""
+
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None):
+        self.weight: Tensor | QuantizedWeight
+        if isinstance(weight, QuantizedWeight):
+            zero = None if weight.zero is None else aligned(weight.zero)
+            self.weight = QuantizedWeight(aligned(weight.values), aligned(weight.scale), zero)
+        else:
+            self.weight = aligned(weight)
+        self.bias = bias
+        self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        self._config: RowLinearConfig | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply the layer to x [num_rows, in_features]; returns [num_rows, out_features]."""
+        if self._config is None:
+            self._config = replace(interpretable(_default_config(x, self.weight, False)), larger=())
+        return row_linear_triton(x, self.weight, bias=self.bias, config=self._config)
 
 
 def activated_ref(

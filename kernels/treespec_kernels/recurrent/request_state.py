@@ -23,11 +23,11 @@ class StateShape(NamedTuple):
         inputs = (self.history + self.num_nodes) * self.width * self.dtype.itemsize
         return self.num_layers * (4 * heads * key_dim * value_dim + inputs)
 
-    def allocate(self, count: int) -> list["RecurrentState"]:
+    def allocate(self, count: int, device: torch.device | str = "cpu") -> list["RecurrentState"]:
         """Return the states of `count` requests. On a CPU, memory is committed on first write."""
         shape = (count, self.num_layers)
-        matrices = torch.zeros(*shape, *self.matrix, dtype=torch.float32, device="cpu")
-        inputs = torch.zeros(*shape, self.history + self.num_nodes, self.width, dtype=self.dtype, device="cpu")
+        matrices = torch.zeros(*shape, *self.matrix, dtype=torch.float32, device=device)
+        inputs = torch.zeros(*shape, self.history + self.num_nodes, self.width, dtype=self.dtype, device=device)
         return [RecurrentState(*parts, self.history) for parts in zip(matrices, inputs, strict=True)]
 
 
@@ -74,7 +74,7 @@ class RecurrentState:
     def commit(self, path: np.ndarray) -> None:
         """Keep the inputs of the accepted nodes of the tree after `length` tokens; `path` is as in `KVCache.commit`."""
         if path[-1] != len(path) - 1:
-            slots = torch.from_numpy(self.history + path)
+            slots = torch.from_numpy(self.history + path).to(self.inputs.device)
             self.inputs[:, self.history : self.history + len(path)] = self.inputs[:, slots]
 
 

@@ -10,6 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from treespec_kernels.launch.arguments import check_arguments
+from treespec_kernels.launch.rows import FLOAT_TYPES
+from treespec_kernels.launch.triton_launch import block_of, load_kernels
+
+_COLUMNS = 32  # of a state per program: with keys of 128, 32 values per thread
+_CHANNELS = 256  # per program of a convolution
+
 
 class Level(NamedTuple):
     """Rows whose parents' states are those of the level before; in the first level, those of the requests."""
@@ -19,6 +26,20 @@ class Level(NamedTuple):
     # Indices in this level of the last committed rows, int64 [m], and of their requests
     last: Tensor
     requests: Tensor
+
+
+class StatePaths(NamedTuple):
+    """The rows of each request in an order in which parents precede their children, for `state_update_triton`; int32.
+
+    Row numbers are indices of q, k and v.
+    """
+
+    starts: Tensor  # [num_requests + 1], first index of each request's rows in `order`
+    order: Tensor  # [num_rows], row numbers
+    parents: Tensor  # [num_rows], number of each row's parent; -1 for a request's first row
+    kept: Tensor  # [num_rows], place of a row's state in scratch memory; -1 if only the next row in order needs it
+    last: Tensor  # [num_requests], the row after which a request's state is stored; -1 for none
+    num_kept: int
 
 
 def causal_conv_ref(inputs: Tensor, taps: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -70,6 +91,69 @@ def state_update_ref(
         out[rows] = _sum_keys(current * q[rows][..., None])
         if len(last):
             states[requests] = current[last]
+    return out
+
+
+def causal_conv_triton(inputs: Tensor, taps: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `causal_conv_ref` on a GPU, in one launch."""
+    check_arguments(
+        inputs=(inputs, "num_inputs channels+", FLOAT_TYPES),
+        taps=(taps, "[num_rows kernel]", torch.int64),
+        weight=(weight, "[kernel channels]", torch.float32),
+        bias=(bias, "[channels]", torch.float32),
+    )
+    (num_rows, kernel), channels = taps.shape, inputs.shape[1]
+    out = torch.empty(num_rows, channels, dtype=torch.float32, device=inputs.device)
+    if num_rows:
+        load_kernels("recurrent.state_update", inputs).convolve_rows[(num_rows, -(-channels // _CHANNELS))](
+            *(inputs, taps, weight, bias, out, inputs.stride(0)),
+            CHANNELS=channels,
+            KERNEL=kernel,
+            BLOCK_C=_CHANNELS,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def state_update_triton(
+    states: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    paths: StatePaths,
+    reads: bool = True,
+) -> Tensor:
+    """Compute `state_update_ref` on a GPU, in one launch; arguments as there, with `paths` of the same rows."""
+    check_arguments(
+        states=(states, "[requests heads key value]", torch.float32),
+        q=(q, "[rows heads key]", torch.float32),
+        k=(k, "[rows heads key]", torch.float32),
+        v=(v, "[rows heads value]", torch.float32),
+        beta=(beta, "[rows heads]", torch.float32),
+        decay=(decay, "[rows heads]", torch.float32),
+        starts=(paths.starts, "[starts]", torch.int32),
+        order=(paths.order, "[rows]", torch.int32),
+        parents=(paths.parents, "[rows]", torch.int32),
+        kept=(paths.kept, "[rows]", torch.int32),
+        last=(paths.last, "[requests]", torch.int32),
+    )
+    requests, heads, key_dim, value_dim = states.shape
+    out, block_v = torch.empty_like(v), min(_COLUMNS, block_of(value_dim))
+    scratch = states.new_empty(max(paths.num_kept, 1), heads, key_dim, value_dim)
+    load_kernels("recurrent.state_update", states).update_states[(requests, heads, -(-value_dim // block_v))](
+        *(states, q, k, v, beta, decay, out, scratch, *paths[:5]),
+        HEADS=heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        READS=reads,
+        BLOCK_K=block_of(key_dim),
+        BLOCK_V=block_v,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return out
 
 

@@ -32,7 +32,7 @@ CPU, VOCAB, PREFIX = torch.device("cpu"), 61, 23  # a window of 21 positions end
 PARENTS = [-1, 0, 0, 1, 2, 4]
 NAMED = os.environ.get("TREESPEC_FAMILIES", "").split(";")
 RULES = {name: FAMILIES[case.model_type] for name, case in TYPICAL.items() if name not in SLOW or name == "olmo2"}
-IN_SLOW_TESTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", *HYBRIDS)
+IN_SLOW_TESTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", *HYBRIDS)
 CHOSEN = [name for name in RULES if name not in IN_SLOW_TESTS] if NAMED == [""] else NAMED
 IN_ROUNDS = ["gemma3", "gpt2"] if NAMED == [""] else NAMED[:2]
 

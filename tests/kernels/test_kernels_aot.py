@@ -26,6 +26,8 @@ REGISTER_BOUND = {
     "route_rows": 48,
     "group_rows": 64,
     "combine_rows": 64,
+    "update_states": 160,
+    "convolve_rows": 64,
     "norm_rows": 96,
     "rotate_and_write": 96,
     "lay_out_pass": 80,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from treespec.errors import ModelError
 from treespec.models.layer import take_experts, take_layer, take_projection
 from treespec_kernels.launch.rows import aligned
 from treespec_kernels.linear.experts import ExpertProducts
@@ -47,17 +48,17 @@ class ExpertWeights(NamedTuple):
             router.float() if experts.scoring == "sigmoid" else router,
             own.router_bias,
             own.correction,
-            ExpertProducts(*(_stacked_parts(own.experts, name) for name in ExpertProducts._fields)),
+            ExpertProducts(*(_stacked_parts(own.experts, name, i) for name in ExpertProducts._fields)),
         )
 
 
-def _stacked_parts(experts: list[dict[str, Any]], name: str) -> Any:
-    """Pop a part of every expert, and return them stacked; a quantised weight of experts with biases dequantised."""
+def _stacked_parts(experts: list[dict[str, Any]], name: str, layer: int) -> Any:
+    """Pop a part of every expert, and return them stacked."""
     parts = [expert.pop(name) for expert in experts]
+    if len({(part.bits, part.group) if isinstance(part, QuantizedWeight) else None for part in parts}) > 1:
+        raise ModelError(f"the experts of layer {layer} are not all quantised alike; use device='cpu'")
     if not isinstance(parts[0], QuantizedWeight):
         return None if parts[0] is None else torch.stack(parts)
-    if (bias := experts[0].get(f"{name}_bias")) is not None:  # its kernel adds none
-        return torch.stack([dequantized(part).to(bias.dtype) for part in parts])
     return stacked([map_tensors(lambda tensor: tensor[None], part) for part in parts], dim=0)
 
 

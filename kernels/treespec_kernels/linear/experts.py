@@ -49,7 +49,7 @@ class Routing:
 
 
 class ExpertProducts(NamedTuple):
-    """Weights of the experts of a layer, stacked; optionally quantised, if there are no biases."""
+    """Weights of the experts of a layer, stacked; optionally quantised."""
 
     gate_up: (
         Tensor | QuantizedWeight

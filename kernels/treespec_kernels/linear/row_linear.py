@@ -151,7 +151,7 @@ def chosen_linear_triton(
     rows: ChosenRows,
     *,
     config: RowLinearConfig,  # of the block_m of `rows`
-    bias: Tensor | None = None,  # only with dense weights and split_k = 1
+    bias: Tensor | None = None,
     residual: Tensor | None = None,
     silu_gate: bool = False,
     activation: str | None = None,
@@ -171,10 +171,9 @@ def chosen_linear_triton(
     if config.split_k == 1 and not isinstance(weight, QuantizedWeight):
         _multiply(x, weight, config, epilogue, False, pdl, rows)
         return out
-    assert bias is None, "the kernel that adds splits adds no biases of groups"
     partials = torch.empty(config.split_k, num_pairs, weight.shape[-2], dtype=torch.float32, device=x.device)
     _multiply(x, weight, config, _Epilogue.of(partials, None, None, False, None), True, pdl, rows)
-    _add_splits(partials, epilogue, pdl)
+    _add_splits(partials, epilogue, pdl, rows.chosen)
     return out
 
 
@@ -358,14 +357,17 @@ def _multiply(
     )
 
 
-def _add_splits(partials: Tensor, to: _Epilogue, pdl: bool) -> None:
+def _add_splits(partials: Tensor, to: _Epilogue, pdl: bool, chosen: Tensor | None = None) -> None:
     """Add partial sums [splits, rows of all groups, out_features], and apply the epilogue."""
     out, (num_splits, num_rows, out_features) = to.tensors[2], partials.shape
     kernels = load_kernels("linear.row_linear", out)
+    bias = to.tensors[0]
     kernels.add_splits[(num_rows, -(-out.shape[-1] // REDUCE_BLOCK))](
         partials,
         *to.tensors,
+        chosen,
         out.shape[-2],
+        1 if bias is None or bias.dim() == 1 else len(bias),
         *to.strides,
         **to.constants,
         OUT_FEATURES=out_features,

@@ -14,8 +14,8 @@ from treespec_kernels.launch.predecessors import PREFETCH, prefetch_rows, wait_f
 from treespec_kernels.linear.dot import dot
 
 _RUNTIME = (
-    "x weight bias residual out tiles members partials num_rows stride_x_group stride_x_row stride_weight_group "
-    "stride_bias_group stride_residual_group stride_residual_row stride_out_group stride_out_row"
+    "x weight bias residual out tiles members chosen partials num_rows num_groups stride_x_group stride_x_row "
+    "stride_weight_group stride_bias_group stride_residual_group stride_residual_row stride_out_group stride_out_row"
 ).split()
 
 
@@ -175,7 +175,9 @@ def add_splits(
     bias,  # [groups, OUT_FEATURES], or None
     residual,  # [groups, num_rows, FEATURES]: OUT_FEATURES, or half of them with SILU_GATE; or None
     out,  # like residual
+    chosen,  # [num_rows] int32, the group of the bias of each row, with one group of rows; or None
     num_rows,
+    num_groups,
     stride_bias_group,
     stride_residual_group,
     stride_residual_row,
@@ -194,6 +196,8 @@ def add_splits(
     wait_for_predecessors(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     group, row = i_row // num_rows, i_row % num_rows
+    if chosen is not None:  # rows without a group, of which nothing is read, have any bias
+        group = tl.minimum(tl.load(chosen + i_row), num_groups - 1).to(tl.int64)
     FEATURES: tl.constexpr = OUT_FEATURES // 2 if SILU_GATE else OUT_FEATURES
     o_f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     m_f = o_f < FEATURES

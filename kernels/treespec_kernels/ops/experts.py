@@ -65,7 +65,7 @@ def _inputs(setting: Setting, rows: int, kind: str, generator: torch.Generator) 
 def _cases(op: Op, setting: Setting) -> Iterator[Case]:
     key = key_of(setting, hidden_size=setting.shape.hidden_size, size=setting.shape.intermediate_size)
     setting = replace(setting, groups=1)  # models with experts are not stacked
-    for kind in KINDS if setting.shape.quantized is None else ("mixtral", "glm"):
+    for kind in KINDS:
         make = partial(_inputs, setting, setting.nodes, kind)
         yield Case(op, setting, key, kind, make, weight=0.0, num_rows=setting.nodes)
 

@@ -51,9 +51,8 @@ class Routing:
 class ExpertProducts(NamedTuple):
     """Weights of the experts of a layer, stacked; optionally quantised."""
 
-    gate_up: (
-        Tensor | QuantizedWeight
-    )  # [num_experts, 2 * size, hidden_size], rows of the gate, then of the up projection
+    # [num_experts, 2 * size, hidden_size], rows of the gate, then of the up projection
+    gate_up: Tensor | QuantizedWeight
     gate_up_bias: Tensor | None
     down: Tensor | QuantizedWeight  # [num_experts, hidden_size, size]
     down_bias: Tensor | None

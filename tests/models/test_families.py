@@ -28,7 +28,9 @@ from tests.helpers.models import (
 )
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM, SamplingParams, SpecConfig
+from treespec.cli.kernels import settings_of
 from treespec.engine.runner import tree_rows
+from treespec.errors import ConfigError, VariantError
 from treespec.models.decoder import HiddenStates
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -129,6 +131,16 @@ def test_logits_and_states_are_those_of_transformers(name: str, compiled: bool, 
 
 def test_every_family_has_a_case() -> None:
     assert {case.model_type for case in CASES.values()} == set(FAMILIES)
+
+
+def test_models_without_triton_kernels_are_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, TYPICAL["nemotron_h"], 3)
+    reason = "there is no Triton kernel for its layers of one part"
+    for backend in ("native", "auto"):
+        with pytest.raises(VariantError, match=reason):
+            open_llm(folder, attention="triton", backend=backend)
+    with pytest.raises(ConfigError, match=reason):
+        settings_of(str(folder), [], None)
 
 
 # --- trees against plain decoding

@@ -25,7 +25,14 @@ KERNEL = 4  # tokens of the convolution
 
 
 def state_update_by_row(
-    states: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, paths: StatePaths
+    states: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    paths: StatePaths,
+    reads: bool,
 ) -> Tensor:
     """Compute `state_update_ref` row by row, in the order of `paths`."""
     starts, order, parents, last = (part.tolist() for part in (paths.starts, paths.order, paths.parents, paths.last))
@@ -34,7 +41,7 @@ def state_update_by_row(
     for request in range(len(states)):
         for row in order[starts[request] : starts[request + 1]]:
             state = (states[request] if parents[row] < 0 else of_rows[parents[row]])[None].clone()
-            out += state_update_ref(state, q, k, v, beta, decay, [Level(zero + row, zero, zero, zero)])
+            out += state_update_ref(state, q, k, v, beta, decay, [Level(zero + row, zero, zero, zero)], reads)
             of_rows[row] = state[0]
         if last[request] >= 0:
             states[request] = of_rows[last[request]]
@@ -60,7 +67,7 @@ def _paths(setting: Setting, rows: int) -> StatePaths:
     )
 
 
-def _inputs(setting: Setting, rows: int, generator: torch.Generator) -> Inputs:
+def _inputs(setting: Setting, rows: int, reads: bool, generator: torch.Generator) -> Inputs:
     heads, key_dim, value_dim = setting.shape.num_heads, setting.shape.head_dim, setting.shape.head_dim + 8
     draw, count = partial(setting.random_fp32, generator), REQUESTS * rows
     arguments: dict[str, Any] = {
@@ -71,20 +78,22 @@ def _inputs(setting: Setting, rows: int, generator: torch.Generator) -> Inputs:
         "beta": draw(count, heads).sigmoid(),
         "decay": draw(count, heads).sigmoid(),
     }
-    return Inputs(arguments | {"paths": _paths(setting, rows)})
+    return Inputs(arguments | {"paths": _paths(setting, rows), "reads": reads})
 
 
 def _conv_inputs(setting: Setting, rows: int, generator: torch.Generator) -> Inputs:
     channels = setting.shape.hidden_size
     taps = torch.arange(rows, device=setting.device)[:, None] + torch.arange(KERNEL, device=setting.device)
     inputs = setting.random(generator, rows + KERNEL, channels)
-    return Inputs({"inputs": inputs, "taps": taps, "weight": setting.random_fp32(generator, KERNEL, channels)})
+    weight, bias = (setting.random_fp32(generator, *size, channels) for size in ((KERNEL,), ()))
+    return Inputs({"inputs": inputs, "taps": taps, "weight": weight, "bias": bias})
 
 
 def _cases(op: Op, setting: Setting) -> Iterator[Case]:
     key = key_of(setting, heads=setting.shape.num_heads, key_dim=setting.shape.head_dim)
     rows = setting.nodes + 5  # so that nodes have several children
-    yield Case(op, setting, key, "states", partial(_inputs, setting, rows), weight=0.0)
+    for rule, reads in (("Gated DeltaNet", True), ("Mamba 2", False)):
+        yield Case(op, setting, key, f"states of a {rule}", partial(_inputs, setting, rows, reads), weight=0.0)
     changes: dict[str, Any] = {"ref": causal_conv_ref, "run": causal_conv_triton, "writes": (), "rows": {"taps": 0}}
     make = partial(_conv_inputs, setting, rows)
     yield Case(replace(op, **changes), setting, key, "convolution", make, weight=0.0, num_rows=rows)

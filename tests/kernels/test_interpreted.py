@@ -34,7 +34,7 @@ def test_engines(names: str) -> None:
     ],
 )
 def test_other_families(names: str) -> None:
-    """Passes, and captured rounds of the first two, of families whose tensors, scales or rotations are used in other places."""
+    """Passes, and captured rounds of the first two: their tensors, scales or rotations are used in other places."""
     run_cases("families", TREESPEC_FAMILIES=names)
 
 

@@ -47,7 +47,7 @@ class ModelConfig:
     def without_kernel(self) -> str | None:
         """What no Triton kernel computes of this model, or None if kernels compute all of it."""
         shape = self.shape
-        parts = {"experts": shape.experts, "attention sinks": shape.sinks}
+        parts = {"layers of unequal sizes": shape.sizes, "experts": shape.experts, "attention sinks": shape.sinks}
         return next((name for name, present in parts.items() if present), None)
 
     @property
@@ -114,6 +114,9 @@ class ModelConfig:
             )
             for i, kind in enumerate(layers)
         )
+        if shape.sizes:
+            sizes = [(*own[:3], own.kv_of == i) for i, own in enumerate(shape.sizes)]
+            layers = tuple(kind._replace(sizes=own) for kind, own in zip(layers, sizes, strict=True))
         if shape.experts is not None:
             sparse = {*shape.experts.layers}
             layers = tuple(kind._replace(sparse=i in sparse) for i, kind in enumerate(layers))

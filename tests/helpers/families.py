@@ -64,6 +64,12 @@ def _longrope(pairs: int) -> dict[str, Any]:
 
 _GEMMA3 = {"query_pre_attn_scalar": 24, "rope_parameters": _GEMMA3_ROPES}
 _GEMMA3 |= {"layer_types": _layers("sliding", "full", "sliding")}
+_GEMMA4 = {"global_head_dim": 24, "sliding_window": WINDOW, "vocab_size_per_layer_input": VOCAB}
+_GEMMA4 |= {"tie_word_embeddings": True, "final_logit_softcapping": 30.0}
+_SHARED_KV = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+_SHARED_KV |= {"layer_types": _layers("sliding", "full", "sliding", "full")}
+_KEYS_ARE_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+_GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 24}
 _SPARSE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _GLM4 = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 _GLM4 |= {"n_shared_experts": 2, "routed_scaling_factor": 1.8, "attention_bias": True, "use_qk_norm": True}
@@ -113,6 +119,14 @@ TYPICAL = {
     ),
     "gemma2": _case("gemma2", **_CAPS, sliding_window=WINDOW, query_pre_attn_scalar=40, tie_word_embeddings=True),
     "gemma3": _case("gemma3_text", **_GEMMA3, sliding_window=WINDOW, tie_word_embeddings=True),
+    "gemma4": _case("gemma4_text", **_GEMMA4, **_SHARED_KV, hidden_size_per_layer_input=12),
+    "gemma4, experts": _case(
+        "gemma4_text",
+        **_GEMMA4,
+        **_GEMMA4_EXPERTS,
+        **_KEYS_ARE_VALUES,
+        layer_types=_layers("sliding", "sliding", "full"),
+    ),
     "phi3": _case("phi3", **_PHI3, sliding_window=WINDOW, num_key_value_heads=4, rope_parameters=_partial(0.75)),
     "gpt_neox": _case("gpt_neox", hidden_size=64, rope_parameters=_partial(0.25)),
     "mixtral": _case("mixtral", num_local_experts=5),
@@ -143,9 +157,20 @@ HYBRIDS = ("qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granite_
 HYBRIDS += ("olmo_hybrid",)
 """Those of `TYPICAL` with recurrent layers, which are no drafts."""
 
+WITHOUT_ADAPTERS = (*HYBRIDS, "gemma4", "gemma4, experts")
+
 CASES = TYPICAL | {
     "gemma": _case("gemma", tie_word_embeddings=True, hidden_act="gelu"),  # read as its tanh approximation
     "vaultgemma": _case("vaultgemma", **_CAPS, sliding_window=WINDOW, query_pre_attn_scalar=40),
+    "gemma4_unified": _case(
+        "gemma4_unified_text",
+        **{
+            key: value
+            for key, value in (_GEMMA4 | _KEYS_ARE_VALUES | {"global_head_dim": 16}).items()
+            if "per_layer_input" not in key
+        },
+        layer_types=_layers("full", "sliding", "full"),
+    ),
     "internlm3": _case("internlm3", attention_bias=True, mlp_bias=True),
     "iquestcoder": _case("iquestcoder"),
     "seed_oss": _case("seed_oss", attention_out_bias=True),
@@ -284,6 +309,10 @@ def fitting(case: Case) -> dict[str, Any]:
     experts = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
     for name in (*experts, "moe_shared_expert_intermediate_size"):
         sizes |= {name: 48} if name in case.config else {}
+    if "global_head_dim" in case.config:
+        sizes |= {"global_head_dim": 48}
+    if case.config.get("hidden_size_per_layer_input"):
+        sizes |= {"hidden_size_per_layer_input": 16}
     derived = case.model_type in ("phi3", "gpt_neox", "olmoe", "olmo_hybrid")  # heads as wide as the hidden size says
     return sizes if derived else sizes | {"head_dim": 32 if case.config.get("head_dim") else 16}
 
@@ -299,6 +328,7 @@ def make_model(folder: Path, case: Case, seed: int, dtype: torch.dtype = torch.f
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 added = case.model_type.startswith(("gemma", "qwen3_5", "qwen3_next")) and "linear_attn" not in name
+                added &= not case.model_type.startswith("gemma4")
                 centre = 0.0 if name.endswith("bias") or added else 1.0
                 parameter.normal_(centre, 0.2)
             elif any(part in name for part in ("embed", "wte", "wpe")):
@@ -310,6 +340,8 @@ def make_model(folder: Path, case: Case, seed: int, dtype: torch.dtype = torch.f
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1)
+            if name.endswith("layer_scalar"):
+                buffer.normal_(1.0, 0.2)
     save_model(model.to(dtype), folder)
     return folder
 

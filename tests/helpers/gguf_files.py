@@ -25,6 +25,7 @@ from treespec_weights.rules import RecurrentShape
 
 ARCHITECTURES = {  # where they differ from model_type
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
@@ -213,6 +214,18 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
         found |= {"nextn_predict_layers": 1, "block_count": shape.num_layers + 1}
     if rules.windows and config.get("use_sliding_window", True):
         found["attention.sliding_window"] = config.get("sliding_window")
+    if shape.sizes:
+        full = next(i for i, kind in enumerate(config["layer_types"]) if kind == "full_attention")
+        local, wide = shape.layer(0), shape.layer(full)
+        found |= {"attention.key_length": wide.head_dim, "attention.value_length": wide.head_dim}
+        found |= {"attention.key_length_swa": local.head_dim, "attention.value_length_swa": local.head_dim}
+        found |= {"attention.head_count_kv": [sizes.num_kv_heads for sizes in shape.sizes]}
+        found |= {"feed_forward_length": [sizes.intermediate_size for sizes in shape.sizes]}
+        found |= {"attention.shared_kv_layers": config["num_kv_shared_layers"]}
+        found |= {"embedding_length_per_layer_input": shape.per_layer_size, "rope.scaling.type": None}
+        found |= {"attention.sliding_window_pattern": [kind != "full_attention" for kind in config["layer_types"]]}
+        found |= {"rope.dimension_count": wide.head_dim, "rope.dimension_count_swa": local.head_dim}
+        found |= {"rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"])}
     if rules.model_type == "phi3" and kind == "longrope":
         ratio = config["max_position_embeddings"] / original
         found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(ratio) / math.log(original))
@@ -268,7 +281,10 @@ def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
     for own, stored in tensors.items():
         own = own.replace("correction_bias", "correction.bias").replace("expert_bias", "expert_bias.bias")
         own += ".weight" * own.endswith("sinks")
-        name, tensor = names.get_name(own.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias")), stored.float()
+        name, tensor = (
+            names.get_name(own.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias", ".scale")),
+            stored.float(),
+        )
         if shape.recurrent is not None and shape.recurrent.kind == "mamba2":
             tensor = _mamba_in_gguf(shape.recurrent, name, tensor)
         elif shape.recurrent is not None:
@@ -278,6 +294,7 @@ def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         tensor = tensor.squeeze() if "ffn_gate_inp_shexp" in name else tensor
         adds_one = arch.startswith(("gemma", "qwen35", "qwen3next")) and "norm." in name and "ssm" not in name
+        adds_one &= arch != "gemma4"
         found[name] = tensor + 1 if adds_one else tensor
     return found
 
@@ -350,6 +367,12 @@ def _with_stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 f"{stem}.{part}_proj.weight": rows
                 for part, rows in zip(parts, tensor.chunk(len(parts), -2), strict=True)
             }
+        elif name.endswith(".per_expert_scale"):
+            found[name.replace("router.per_expert_scale", "experts.down_proj.scale")] = tensor
+        elif name.endswith("router.scale"):
+            found[name.replace("router.scale", "router.proj.scale")] = tensor
+        elif "layer_scalar" in name or ("layers." in name and ".mlp." not in name and ".experts." in name):
+            found[f"{name}.weight"] = tensor  # Gemma 4's
         elif ".experts.gate_up_proj" in name:  # gpt-oss's
             rows = tensor if name.endswith("bias") else tensor.transpose(1, 2)
             for i, part in enumerate(("gate_proj", "up_proj")):
@@ -367,6 +390,10 @@ def _with_stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _rope_factors(config: Mapping[str, Any], shape: ModelShape) -> dict[str, Tensor]:
     """Tensors of rotary frequencies' factors: of longrope, and of Llama 3's scaling as the converter computes them."""
     rope = config.get("rope_parameters") or {}
+    if (own := rope.get("full_attention", {})).get("rope_type") == "proportional":
+        half = max(sizes.head_dim for sizes in shape.sizes) // 2
+        rotated = int(half * own["partial_rotary_factor"])
+        return {"rope_freqs.weight": torch.tensor([1.0] * rotated + [1e30] * (half - rotated))}
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{name}.weight": torch.tensor(rope[f"{name}_factor"]) for name in ("long", "short")}
     if rope.get("rope_type") != "llama3":
@@ -423,6 +450,8 @@ GGUF_CASES = {
     "nemotron_h": Case("nemotron_h", TYPICAL["nemotron_h"].config | _NEMOTRON),
     "gemma2": Case("gemma2", _WINDOWS | _CAPS),
     "gemma3": Case("gemma3_text", _WINDOWS | _GEMMA3),
+    "gemma4": TYPICAL["gemma4"],
+    "gemma4, experts": TYPICAL["gemma4, experts"],
     "mixtral": TYPICAL["mixtral"],
     "qwen3_moe": TYPICAL["qwen3_moe"],
     "olmoe": TYPICAL["olmoe"],
@@ -460,6 +489,14 @@ GGUF_CASES |= RELATIVES
 def family_folder(name: str) -> Path:
     """A model of `GGUF_CASES`."""
     return make_model(new_folder("gguf") / "folder", GGUF_CASES[name], 0)
+
+
+@functools.cache
+def gemma4_file() -> Path:
+    """Gemma 4 in blocks, the table of the layers' inputs too."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "global_head_dim": 32, "hidden_size_per_layer_input": 32}
+    folder = make_model(new_folder("gguf") / "folder", TYPICAL["gemma4"], 0, **sizes)
+    return write_gguf(new_folder("gguf") / "gemma4.gguf", folder, "Q8_0")
 
 
 @functools.cache

@@ -102,7 +102,7 @@ def make_draft(folder: Path, target: Path, seed: int, noise: float) -> Path:
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, tensor in load_file(target / "model.safetensors").items():
-        spread = noise * tensor.float().std()
+        spread = noise * tensor.float().std(correction=0)
         tensors[name] = (tensor + spread * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
     for name in ("config.json", "generation_config.json"):
         shutil.copy(target / name, folder)

@@ -30,8 +30,9 @@ from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.cli.kernels import settings_of
 from treespec.engine.runner import tree_rows
-from treespec.errors import ConfigError, VariantError
-from treespec.models.decoder import HiddenStates
+from treespec.errors import ConfigError, KernelError, VariantError
+from treespec.models.hidden_states import HiddenStates
+from treespec.models.model_config import ModelConfig
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -129,6 +130,20 @@ def test_logits_and_states_are_those_of_transformers(name: str, compiled: bool, 
         assert_close(found.states[:, layer], expected.states[:, layer], max_error=2e-3, rms_error=1e-4)
 
 
+def test_layers_of_unequal_sizes_take_no_adapters(tmp_path: Path) -> None:
+    with pytest.raises(KernelError, match=r"unequal sizes.*merge_and_unload"):
+        open_llm(make_model(tmp_path, TYPICAL["gemma4"], 3), enable_lora=True)
+
+
+def test_layers_that_read_the_keys_of_others_keep_none(tmp_path: Path) -> None:
+    """Two of four, of which a global one is as wide as three planes, and a local one as wide as two."""
+    folder = make_model(tmp_path, TYPICAL["gemma4"], 3)
+    shape = ModelConfig.from_hf(folder).shape
+    assert (shape.num_kv_heads, shape.head_dim, shape.kv_layers) == (2, 8, 2 + 3)
+    assert shape.planes([0, 1, 2, 3]) == [0, 2, 0, 2]
+    assert open_llm(folder, exact=False).engine.cache.pools[0].shape[0] == 5
+
+
 def test_every_family_has_a_case() -> None:
     assert {case.model_type for case in CASES.values()} == set(FAMILIES)
 
@@ -139,6 +154,18 @@ def test_models_without_triton_kernels_are_refused(tmp_path: Path) -> None:
     for backend in ("native", "auto"):
         with pytest.raises(VariantError, match=reason):
             open_llm(folder, attention="triton", backend=backend)
+    with pytest.raises(ConfigError, match=reason):
+        settings_of(str(folder), [], None)
+
+
+def test_models_without_triton_kernels_run_transformers_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_model(tmp_path, TYPICAL["gemma4"], 3)
+    reason = "there is no Triton kernel for its layers of unequal sizes"
+    with pytest.raises(VariantError, match=reason):
+        open_llm(folder, attention="triton", backend="native")
+    with caplog.at_level("INFO", "treespec"), pytest.raises(KernelError, match="needs a GPU"):  # for the adapter
+        open_llm(folder, attention="triton")
+    assert f"{reason}): backend=transformers" in caplog.text
     with pytest.raises(ConfigError, match=reason):
         settings_of(str(folder), [], None)
 
@@ -208,6 +235,7 @@ def test_trees_have_the_bits_of_plain_decoding(name: str, dtype: torch.dtype, co
         ("gpt_neox", {"quantization": "int8"}),
         ("qwen2_moe", {"quantization": "int8", "draft_quantization": "int8"}),
         ("gpt_oss", {"quantization": "int8", "activations": "int8"}),
+        ("gemma4", {"quantization": "int8", "draft_quantization": "int8"}),
     ],
 )
 def test_compiled_passes_with_quantised_weights(name: str, options: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests.drafters.test_heads import SHAPE, make_head, target_of
 from tests.helpers.exactness import Run, differences, recorded
-from tests.helpers.families import HYBRIDS, TYPICAL, fitting, make_model
+from tests.helpers.families import TYPICAL, WITHOUT_ADAPTERS, fitting, make_model
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.logits import error, our_logits
 from tests.helpers.loras import CONFIG, lora_request, make_lora, merge
@@ -48,7 +48,7 @@ QUICK = ("llama eager", "llama compiled", "phi3 compiled", "gpt2 compiled")
 
 
 @pytest.mark.parametrize(
-    "name", quick([f"{name} {passes}" for passes in PASSES for name in TYPICAL if name not in HYBRIDS], QUICK)
+    "name", quick([f"{name} {passes}" for passes in PASSES for name in TYPICAL if name not in WITHOUT_ADAPTERS], QUICK)
 )
 def test_logits_are_those_of_the_merged_model(name: str, tmp_path: Path) -> None:
     """In every family: fused and transposed tensors, permuted heads, products without a gate."""

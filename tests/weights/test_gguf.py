@@ -22,6 +22,7 @@ from tests.helpers.gguf_files import (
     RELATIVES,
     add_tensor,
     family_folder,
+    gemma4_file,
     llama,
     llama_file,
     random_blocks,
@@ -195,10 +196,11 @@ def assert_same_logits(path: Path, llm: LLM) -> None:
         pytest.param("Q8_0", "bfloat16", True, marks=pytest.mark.slow),
         pytest.param("tied", "bfloat16", True, marks=pytest.mark.slow),
         pytest.param("tied", "bfloat16", False, marks=pytest.mark.slow),
+        pytest.param("gemma4", "bfloat16", True, marks=pytest.mark.slow),
     ],
 )
 def test_trees_have_the_bits_of_plain_decoding(kind: str, dtype: str, compile: bool) -> None:
-    path = llama_file(kind)
+    path = gemma4_file() if kind == "gemma4" else llama_file(kind)
     llm = open_llm(path, [path], dtype=dtype, compile=compile, prove=True)
     prompts = random_prompts(LENGTHS)
     plain = run(open_llm(path, dtype=dtype, compile=compile), prompts, greedy(TOKENS))

@@ -151,8 +151,9 @@ def test_byte_level(pre: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("arch", "prefix"), [("llama", True), ("llama", False), ("gemma3", True), ("gemma3", False), ("gemma4", False)]
+)
 def test_sentencepiece(arch: str, prefix: bool, tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     protobuf = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
@@ -171,6 +172,10 @@ def test_sentencepiece(arch: str, prefix: bool, tmp_path: Path) -> None:
     values = {"model": "llama", "tokens": pieces, "scores": scores, "token_type": types}
     values |= {"bos_token_id": 1, "unknown_token_id": 0, "add_space_prefix": prefix}
     metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    if arch == "gemma4":  # whose merges are stored
+        other = tokenizer_of(write(tmp_path / "other.gguf", metadata | {"general.architecture": "gemma3"}))
+        merges = [" ".join(pair) for pair in json.loads(other.to_str())["model"]["merges"]]
+        metadata |= {"tokenizer.ggml.model": arch, "tokenizer.ggml.merges": merges}
     made = tokenizer_of(write(tmp_path / "m.gguf", metadata | {"general.architecture": arch}))
     for line in LINES:
         if "<|" not in line:  # control tokens are found in a text, as llama.cpp and transformers do

@@ -23,8 +23,11 @@ VISION |= {"image_size": 28, "patch_size": 14}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 EXPERTS |= {"shared_expert_intermediate_size": 16, "full_attention_interval": 2, "linear_num_key_heads": 2}
 EXPERTS |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LAYERS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16}
+INPUTS = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
 MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": TEXT, "vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 5},
+    "gemma4": {"text_config": TEXT | LAYERS | INPUTS, "vision_config": None, "audio_config": None},
     "mistral3": {
         "text_config": TEXT | {"model_type": "mistral"},
         "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
@@ -65,7 +68,9 @@ def rename_as_before(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "before"), [("gemma3", False), ("mistral3", True), ("qwen3_5_moe", False)])
+@pytest.mark.parametrize(
+    ("kind", "before"), [("gemma3", False), ("gemma4", False), ("mistral3", True), ("qwen3_5_moe", False)]
+)
 def test_text_part(kind: str, before: bool, tmp_path: Path) -> None:
     """It runs natively, is verified and inspected, and converts to a checkpoint of its own."""
     expected = make(tmp_path / "whole", kind)

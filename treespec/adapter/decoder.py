@@ -24,7 +24,8 @@ from treespec.adapter.trace import AdapterConfig, reference_attention, run, run_
 from treespec.adapter.upcast import UpcastMode
 from treespec.errors import KernelError, ModelError
 from treespec.models.attention import make_attention
-from treespec.models.decoder import Attention, Decoder, HiddenStates, StreamInput, cache_slots, padded
+from treespec.models.decoder import Attention, Decoder, StreamInput, cache_slots, padded
+from treespec.models.hidden_states import HiddenStates
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.linear import Linear, LinearImpl, onednn_available
 

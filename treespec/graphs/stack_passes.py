@@ -11,9 +11,9 @@ from torch import Tensor
 from treespec.cache.kv_cache import load_features, store_features
 from treespec.graphs.round_inputs import DeviceInputs
 from treespec.models.attention import TritonAttention
-from treespec.models.decoder import record_states
 from treespec.models.feature_head import FeatureHead
 from treespec.models.head_vocabulary import HeadVocabulary
+from treespec.models.hidden_states import record_states
 from treespec.models.triton_decoder import PassKernels, TritonPass
 from treespec_kernels.attention.pass_layout import DeviceLayout
 from treespec_kernels.attention.tree_batch import PAGE_SIZE

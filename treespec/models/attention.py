@@ -17,6 +17,7 @@ from treespec_kernels.attention.tree_attention import (
 from treespec_kernels.attention.tree_attention_cpu import (
     AttentionMode,
     CpuAttentionPlan,
+    SplitCache,
     plan_tree_attention_cpu,
     tree_attention_cpu,
 )
@@ -41,8 +42,8 @@ class CpuAttention:
     def __call__(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Tensor | SplitCache,
+        v_cache: Tensor | SplitCache,
         plan: Any,
         scale: float,
         cap: float | None = None,

@@ -50,7 +50,7 @@ class BlockDraft(DecoderWrapper, ABC):
         self.plan_key = ("block", *decoder.plan_key)
         self.uses_node_tokens = uses_node_tokens  # whether predictions also depend on the node's; see `for_tokens`
         # The call that grows trees takes the block's predictions.
-        self.entries = None if uses_node_tokens else PassEntries(0, 0, 0, 0, 0, 0, 0)
+        self.entries = None if uses_node_tokens else PassEntries(0, 0, 0, 0, 0, 0, 0, 0)
 
     @property
     def cost_key(self) -> list[object]:

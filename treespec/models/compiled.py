@@ -18,22 +18,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.errors import KernelError, ModelError
-from treespec.models.decoder import Decoder, HiddenStates, Pass, StreamInput, without_scales
-from treespec.models.layer import take_experts, take_layer, take_projection
+from treespec.models.decoder import Decoder, Pass, StreamInput
+from treespec.models.hidden_states import HiddenStates, without_scales
+from treespec.models.layer import take_experts, take_inputs, take_layer, take_projection
 from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import take_head_norm
+from treespec.models.per_layer import take_input_table
 from treespec.models.recurrent import MAX_KERNEL, STATE_LANES, recurrent_sizes, take_mixer
 from treespec.utils.memory import drop_mapped
 from treespec_kernels.attention.tree_batch import RequestRows, UpdatedRows, updated_rows
 from treespec_kernels.cpu.compiled_experts import CompiledExperts, MlpWeights
 from treespec_kernels.cpu.compiled_plan import CompiledPlan, plan_compiled
+from treespec_kernels.cpu.compiled_updates import CompiledUpdates
 from treespec_kernels.cpu.cpu_library import CompileError, build_together, find_compiler
 from treespec_kernels.cpu.decoder_cpu import (
     Architecture,
     CompiledLayerWeights,
     CompiledModel,
-    CompiledUpdates,
+    InputTable,
     unsupported_reason,
 )
 from treespec_kernels.cpu.decoder_library import build, form_of
@@ -53,7 +56,8 @@ def check_compiled(configs: Sequence[ModelConfig], dtype: torch.dtype, device: t
         raise KernelError(f"compile=True needs a CPU, the device is {device}; use compile=False")
     for config in configs:
         shape = config.shape
-        reason = unsupported_reason(shape.hidden_size, shape.mlp_sizes, shape.head_dim, dtype)
+        inputs = [shape.per_layer_size] if shape.per_layer_size else []
+        reason = unsupported_reason(shape.hidden_size, [*shape.mlp_sizes, *inputs], shape.head_dim, dtype)
         if (recurrent := shape.recurrent) is not None:
             sizes = recurrent.heads, recurrent.key_dim, recurrent.value_dim
             if recurrent.kernel > MAX_KERNEL or any(size % STATE_LANES for size in sizes):
@@ -114,10 +118,16 @@ class CompiledDecoder(Decoder):
             config.rules.norm_after_rope,
             config.shape.output_gate,
             **recurrent_sizes(config),
+            widest_head=config.shape.widest_head,
         )
         blocks = self.embed_blocks
         embed = self.embed if blocks is None else BlockWeight(blocks.kind, blocks.rows, blocks.release)
         dense = [head] if isinstance(head := weights.get("lm_head"), Tensor) else []
+        inputs = None
+        if config.shape.per_layer_size:
+            table, gain, scale, eps = take_input_table(weights, config, self.dtype)
+            rows = BlockWeight(table.kind, table.rows, table.release) if isinstance(table, Blocks) else table
+            inputs = InputTable(rows, take_projection(weights, "", ("input_project",)), gain, scale, eps)
         self.library, self.growth = _libraries(self.head_dim, self.dtype, self._folder)
         self.model = CompiledModel(
             self.library,
@@ -130,23 +140,28 @@ class CompiledDecoder(Decoder):
             take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else embed,
             torch.get_num_threads(),
             self._integer,
+            inputs,
         )
         drop_mapped(dense)
         self.entries = self.model.entries if config.logit_cap is None else None  # with a cap, `probs` takes more calls
 
     def _take_layers(self, weights: Weights) -> Iterator[CompiledLayerWeights]:
         """Yield the layers' weights, and drop those of one layer from memory when the next one is asked for."""
-        config = self.config
+        config, shape = self.config, self.config.shape
+        planes = shape.planes(range(shape.num_layers))
         for i, kind in tracked(f"packing {config.folder.name}", [*enumerate(config.layers)]):
             prefix = f"layers.{i}."
-            head_norm = take_head_norm(weights, prefix, self.config.shape)
+            head_norm, sizes = take_head_norm(weights, i, shape), shape.layer(i)
             dense = [value for name, value in weights.items() if name.startswith(prefix) and isinstance(value, Tensor)]
-            parts = take_layer(weights, i, joins=False) | {"sinks": weights.pop(f"{prefix}sinks", None)}
+            parts = take_layer(weights, i, joins=False) | take_inputs(weights, i)
+            parts["sinks"] = weights.pop(f"{prefix}sinks", None)
             if kind.recurrent:
                 parts |= take_mixer(weights, prefix, config)
             if kind.sparse:
                 parts["experts"] = self._take_experts(weights, i)
-            yield CompiledLayerWeights(head_norm=head_norm, ropes=kind.ropes, window=kind.window, **parts)
+            parts |= {"head_norm": head_norm, "ropes": kind.ropes, "window": kind.window, "plane": planes[i]}
+            parts |= {"num_kv_heads": sizes.num_kv_heads, "parts": sizes.head_dim // self.head_dim}
+            yield CompiledLayerWeights(**parts, owns_kv=sizes.kv_of == i)
             del parts
             drop_mapped(dense)
 
@@ -172,6 +187,8 @@ class CompiledDecoder(Decoder):
             config.groups,
             config.chosen_groups,
             None if own.latent is None else (own.latent["latent_in"], own.latent["latent_out"]),
+            own.scales,
+            own.norms,
         )
 
     def weight_forms(self) -> Sequence[object]:
@@ -179,7 +196,8 @@ class CompiledDecoder(Decoder):
 
     def _select_layers(self, layers: Sequence[int]) -> None:
         kinds = [self.config.layers[i] for i in layers]
-        self.model = self.model.keep(layers, [self.windows[self.config.windows.index(kind.window)] for kind in kinds])
+        windows = [self.windows[self.config.windows.index(kind.window)] for kind in kinds]
+        self.model = self.model.keep(layers, windows, self.config.shape.planes(layers))
 
     @property
     def compiled(self) -> "CompiledDecoder":
@@ -217,8 +235,7 @@ class CompiledDecoder(Decoder):
 
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
         plan, rotation, updated = layout.attention, layout.rotation, layout.updated
-        count = num_layers if plan.states is not None else len(kv[:num_layers])
-        final = self.model.forward(tokens, plan, rotation, kv[:count], count, layout.positions, updated=updated)
+        final = self.model.forward(tokens, plan, rotation, kv, num_layers, layout.positions, updated=updated)
         if plan.states is not None:
             plan.states.finish()
         return final

@@ -7,7 +7,7 @@ each), so the decoder makes few calls and creates views once per pass.
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,13 +20,16 @@ from torch import Tensor
 
 from treespec.errors import ConfigError
 from treespec.models.head_vocabulary import HeadVocabulary
+from treespec.models.hidden_states import HiddenStates, record_states
 from treespec.models.layer import Layer, make_linear, prepare, take_projection
 from treespec.models.layer_kinds import RotaryEmbedding
 from treespec.models.low_rank import LowRank, Updates, fused_updates
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
+from treespec.models.per_layer import PerLayerInputs
 from treespec.models.recurrent import RecurrentLayer, StatePass, state_shape
 from treespec.utils.memory import drop_mapped
+from treespec_kernels.attention.tree_attention_cpu import SplitCache
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows, UpdatedRows, updated_rows
 from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.linear.activations import ACTIVATIONS, sigmoid, soft_cap
@@ -54,8 +57,8 @@ class Attention(Protocol):
     def __call__(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: Any,  # Tensor, or a `SplitCache` on a CPU
+        v_cache: Any,
         plan: Any,
         scale: float,
         cap: float | None = None,
@@ -90,13 +93,6 @@ class StreamInput(NamedTuple):
     qkv: Tensor | None
 
 
-class HiddenStates(NamedTuple):
-    """Hidden states of a pass."""
-
-    final: Tensor  # after the final norm, [num_rows, hidden_size]
-    streams: Tensor  # [num_rows, num layers, hidden_size]
-
-
 def padded(arrays: Sequence[np.ndarray], size: int) -> np.ndarray:
     """Concatenate int64 arrays and append zeros, [size]."""
     if len(arrays) == 1 and len(arrays[0]) == size:
@@ -115,31 +111,6 @@ def cache_slots(requests: Sequence[RequestRows], kv: Tensor, num_rows: int) -> n
     first = [pages * (kv_heads * PAGE_SIZE) + offsets for pages, offsets in (rows.slots for rows in requests)]
     steps = np.arange(kv_heads) * PAGE_SIZE
     return padded(first, num_rows)[:, None] + np.concatenate((steps, steps + num_pages * kv_heads * PAGE_SIZE))
-
-
-def record_states(
-    of: Sequence[int], config: ModelConfig, forward: Callable[[dict[int, Tensor | None]], Tensor]
-) -> HiddenStates:
-    """Run a pass that also returns hidden states."""
-    states: dict[int, Tensor | None] = dict.fromkeys(of)
-    final = forward(states)
-    if (normed := config.shape.num_layers + 1) in states:
-        states[normed] = final
-    streams = torch.stack([state for layer in of if (state := states[layer]) is not None], 1)
-    return HiddenStates(final, without_scales(streams, of, config))
-
-
-def without_scales(streams: Tensor, of: Sequence[int], config: ModelConfig) -> Tensor:
-    """Return recorded states, [num_rows, len(of), hidden_size], without the factors that `ModelConfig` adds to them.
-
-    Changes `streams` in place.
-    """
-    normed = config.shape.num_layers + 1
-    for i, layer in enumerate(of):
-        factor = 1 / config.logit_scale if layer == normed else config.stream_scale
-        if factor != 1:
-            streams[:, i].mul_(factor)
-    return streams
 
 
 def _quantization(weights: Weights) -> str | None:
@@ -162,9 +133,11 @@ class Decoder:
     kept_nodes: int | None = None  # number of accepted nodes, root first, whose K/V stay valid; None for all
     max_depth: int | None = None  # number of levels that a draft predicts; None for any number
     block: int | None = None  # number of depths that a block draft predicts in one pass; None if it scores every level
+    keeps_kv = True  # whether a draft has to read a request's tokens before it predicts
     columns: Sequence[int] = ()  # indices of the target's states that a draft head reads among the features
     growth: CDLL | None = None  # library of compiled tree growth
     entries: PassEntries | None = None  # entry points for calls from another library
+    per_layer: PerLayerInputs | None = None
     head_vocabulary: HeadVocabulary | None = None  # tokens of a reduced head, set after loading
 
     def __init__(
@@ -198,7 +171,7 @@ class Decoder:
         self.first_scale = self.embed_scale / config.stream_scale  # of embeddings in the residual stream
         positions = weights.pop("positions", None)
         self.positions = None if positions is None else positions[config.rules.extra_positions :].clone()
-        self.rotations = tuple(RotaryEmbedding(rope, self.device) for rope in config.ropes)
+        self.rotations = tuple(RotaryEmbedding(rope, self.device, shape.widest_head) for rope in config.ropes)
         self.windows = config.windows
         prepare(config, weights)
         self._take(weights)
@@ -217,6 +190,9 @@ class Decoder:
             kind(weights, i, self.config, self.linear, self.dtype, self._library, self.min_rows)
             for i, kind in enumerate(kinds)
         ]
+        if self.config.shape.per_layer_size:
+            self.per_layer = PerLayerInputs(weights, self.config, self.linear, self.dtype, self._library)
+        self._caches = self._cache_places(range(len(self.layers)))
         self._stream = STREAMS[self.config.rules.norm]
         self.final_norm = self._stream.take(weights.pop("final_norm"), weights.pop("final_norm_bias", None))
         head = take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else self.embed
@@ -249,6 +225,7 @@ class Decoder:
         s = self.config.shape
         rows = s.vocab_size if self.head_vocabulary is None else len(self.head_vocabulary.tokens)
         sizes = [s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, rows]
+        sizes += [size for own in s.sizes for size in (*own, s.per_layer_size)]
         if (experts := s.experts) is not None:
             sizes += [len(experts.layers), experts.count, experts.top_k, experts.size, experts.shared_size]
         if (recurrent := s.recurrent) is not None:
@@ -258,11 +235,12 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         positions = 0 if self.positions is None else self.positions.nbytes
+        inputs = 0 if self.per_layer is None else self.per_layer.nbytes
         layers = sum(layer.nbytes for layer in self.layers)
-        return self.embed.nbytes + positions + layers + self.final_norm.nbytes + self.head.nbytes
+        return self.embed.nbytes + positions + inputs + layers + self.final_norm.nbytes + self.head.nbytes
 
     def layer_subset(self, max_window: int) -> tuple["Decoder", int]:
-        """Return a decoder whose first layers, of this number, include every kind, for the self-test.
+        """Return a decoder whose first layers include every kind, for the self-test, and their planes of the cache.
 
         Layers whose weights are stored in different forms are of different kinds. Windows are clipped so that short
         contexts suffice.
@@ -273,8 +251,10 @@ class Decoder:
             return self, 1
         model = copy.copy(self)
         model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
-        model._select_layers(sorted(kinds.values()))
-        return model, len(kinds)
+        shape = self.config.shape
+        layers = sorted({source for i in kinds.values() for source in (i, shape.layer(i).kv_of)})
+        model._select_layers(layers)
+        return model, sum(map(shape.num_planes, layers))
 
     def state_shape(self, num_nodes: int) -> StateShape | None:
         """Return the sizes of a request's state, with trees of up to `num_nodes` nodes; None if it needs none."""
@@ -285,7 +265,13 @@ class Decoder:
         return [None] * len(self.config.layers)
 
     def _select_layers(self, layers: Sequence[int]) -> None:
-        self.layers = [self.layers[i] for i in layers]
+        self.layers, self._caches = [self.layers[i] for i in layers], self._cache_places(layers)
+
+    def _cache_places(self, layers: Sequence[int]) -> list[slice]:
+        """Return the planes of each of these layers in a cache of only them."""
+        shape = self.config.shape
+        counts = [shape.num_planes(shape.layer(i).kv_of) for i in layers]
+        return [slice(first, first + count) for first, count in zip(shape.planes(layers), counts, strict=True)]
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         """Plan a pass over the rows of `requests`, in order, for the pool `kv` passed to `forward`."""
@@ -324,9 +310,9 @@ class Decoder:
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
         """Run a pass: write the rows' K/V to their slots and return hidden states after the final norm.
 
-        Tokens, int64 [num tokens], are in the order of the planned rows; `kv` is this model's pool, [num_layers, 2,
-        num_pages, num_kv_heads, PAGE_SIZE, head_dim], of its layers with K/V. Returns [layout.num_rows, hidden_size];
-        padding rows last.
+        Tokens, int64 [num tokens], are in the order of the planned rows; `kv` is this model's pool, [num_planes, 2,
+        num_pages, num_kv_heads, PAGE_SIZE, head_dim], of its layers with K/V (`ModelShape.planes`). Returns
+        [layout.num_rows, hidden_size]; padding rows last.
         """
         return self._forward(tokens, layout, kv, num_layers, {})
 
@@ -362,9 +348,9 @@ class Decoder:
         """Write K/V to the slots of a pass: every layer projects the same given rows, [num_rows, hidden_size]."""
         rows = F.pad(rows, (0, 0, 0, layout.num_rows - len(rows)))
         rotation = layout.rotation.split(1, 1)
-        for layer, cache in zip(self.layers, kv, strict=True):
+        for layer, planes in zip(self.layers, self._caches, strict=True):
             assert layer.qkv is not None
-            self._write(layer, layer.qkv(rows), rotation, layout, cache)
+            self._write(layer, layer.qkv(rows), rotation, layout, kv[planes])
 
     def check_states(self, of: Sequence[int]) -> None:
         """Raise ConfigError for layers that do not exist, and KernelError if a pass cannot return hidden states.
@@ -388,20 +374,28 @@ class Decoder:
         """Run the pass, from `start` if there is one, and store residual streams at the keys of `states`."""
         missing, qkv = layout.num_rows - len(tokens), None
         if start is None:
-            x = self._embed(F.pad(tokens, (0, missing)) if missing else tokens, layout)
+            tokens = F.pad(tokens, (0, missing)) if missing else tokens
+            x = self._embed(tokens, layout)
         else:
             x = F.pad(start.rows, (0, 0, 0, missing))
             qkv = None if start.qkv is None else F.pad(start.qkv, (0, 0, 0, missing))
         rotation = layout.rotation.split(1, 1)
         stream = self._stream(x, self.config.norm_eps)
-        caches, recurrent = iter(kv), itertools.count()
+        inputs = None if self.per_layer is None else self.per_layer(tokens, x)
+        recurrent = itertools.count()
         for i, layer in enumerate(self.layers[:num_layers]):
             if i in states:
                 states[i] = stream.x.clone()
             cache: Any = None
             if layer.o is not None:
-                cache = next(caches) if layer.mixer is None else next(recurrent)
+                cache = kv[self._caches[i]] if layer.mixer is None else next(recurrent)
             self._run(layer, stream, rotation, layout, cache, None if i else qkv, layout.num_rows - missing)
+            if inputs is not None and layer.input_gate is not None and layer.input_norm is not None:
+                update = layer.input_gate.activated(stream.norm(None), self.config.activation)
+                update = layer.input_out(update.mul_(inputs[layer.index]))
+                stream.x.add_(stream.norm_of(update, layer.input_norm))
+            if layer.scalar is not None:
+                stream.x.mul_(layer.scalar)
         if layout.states is not None:
             layout.states.finish()
         if len(self.layers) in states:
@@ -422,8 +416,7 @@ class Decoder:
         stream: RmsStream | LayerStream,
         rotation: tuple[Tensor, ...],
         layout: Pass,
-        # The layer's pool, [2, num_pages, kv_heads, PAGE_SIZE, head_dim]; of a recurrent layer, its number among those;
-        # None if it has only an MLP
+        # The layer's planes of the pool; of a recurrent layer, its number among those; None if it has only an MLP
         cache: Any,
         qkv: Tensor | None,  # the layer's projections, if they are given
         num_rows: int,  # number of rows before those of padding
@@ -446,7 +439,7 @@ class Decoder:
         if h is None:
             h = stream.norm(layer.mlp_norm)
         if layer.sparse is not None:
-            update = layer.sparse(h, num_rows)
+            update = layer.sparse(h, num_rows, stream)
         else:
             update = self._apply("up" if layer.gate is None else "gate", layer, h, layout, self.config.activation)
             update = update if layer.gate is None else update.mul_(self._apply("up", layer, h, layout))
@@ -457,13 +450,14 @@ class Decoder:
 
     def _attend(self, layer: Layer, qkv: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
         """Run the attention block on the projections of all rows, including its output projection."""
-        q, (k_cache, v_cache) = self._write(layer, qkv, rotation, layout, cache), cache
+        q = self._write(layer, qkv, rotation, layout, cache)
+        k_cache, v_cache = SplitCache.of(cache, layer.kv_heads, layer.head_dim, self.attention.cache_dtype)
         plan = layout.attention[layer.window]
         scale, cap = self.config.query_scale, self.config.score_cap
         out = self.attention(q, k_cache, v_cache, plan, scale, cap, layer.sinks)
         out = out.view(len(qkv), -1)
-        if (first := (self.heads + 2 * self.kv_heads) * self.head_dim) < qkv.shape[1]:
-            out = out.float() * sigmoid(qkv[:, first:])
+        if self.config.shape.output_gate:
+            out = out.float() * sigmoid(qkv[:, -out.shape[1] :])
         return self._apply("o", layer, out.to(self.dtype), layout)
 
     def _apply(self, name: str, layer: Layer, x: Tensor, layout: Pass, activation: str | None = None) -> Tensor:
@@ -479,32 +473,35 @@ class Decoder:
 
     def _write(self, layer: Layer, qkv: Tensor, rotation: tuple[Tensor, ...], layout: Pass, cache: Tensor) -> Tensor:
         """Write the K/V of all rows to their slots, and return the rotated queries, [num_rows, num_heads, head_dim]."""
-        heads, head_dim, num_rows = self.heads, self.head_dim, len(qkv)
+        heads, head_dim, num_rows = self.heads, layer.head_dim, len(qkv)
         qkv = qkv.float().view(num_rows, -1, head_dim)
-        qk = qkv[:, : heads + self.kv_heads]
+        qk = qkv[:, : heads + layer.kv_heads] if layer.owns_kv else qkv
         if not self.config.rules.norm_after_rope:
-            self._norm_heads(layer, qk)
+            self._norm_heads(layer, qkv)
         if self.rotations:
             parts = [(qk, layer.rope)]
             if layer.query_rope != layer.rope:
                 parts = [(qk[:, :heads], layer.query_rope), (qk[:, heads:], layer.rope)]
             for part, rope in parts:
-                cos, sin = rotation[rope : rope + 2]
+                cos, sin = (table[..., :head_dim] for table in rotation[rope : rope + 2])
                 turned = part.roll(head_dim // 2, -1).mul_(sin)
                 part.mul_(cos).add_(turned)  # not addcmul: SIMD body and tail both round products and sum separately
         if self.config.rules.norm_after_rope:
-            self._norm_heads(layer, qk)
-        new = qkv[:, heads : heads + 2 * self.kv_heads]  # K and V of a row adjacent, as in `layout.slots`
-        cache.view(-1, head_dim).index_copy_(0, layout.slots, new.reshape(-1, head_dim).to(cache.dtype))
-        return qkv[:, :heads].to(cache.dtype)
+            self._norm_heads(layer, qkv)
+        if layer.owns_kv:  # K and V of a row adjacent, as in `layout.slots`
+            new = qkv[:, heads : heads + 2 * layer.kv_heads].reshape(num_rows, 2, len(cache), -1, self.head_dim)
+            for plane, part in zip(cache, new.to(cache.dtype).unbind(2), strict=True):
+                plane.view(-1, self.head_dim).index_copy_(0, layout.slots, part.reshape(-1, self.head_dim))
+        return qkv[:, :heads].to(self.attention.cache_dtype)
 
-    def _norm_heads(self, layer: Layer, qk: Tensor) -> None:
-        """Normalise queries and keys, [num_rows, num_heads + num_kv_heads, head_dim], in place, if the layer does."""
+    def _norm_heads(self, layer: Layer, qkv: Tensor) -> None:
+        """Normalise queries, keys and values, [num_rows, heads, head_dim], in place, as far as the layer does."""
         if layer.head_norm is None:
             return
+        qk = qkv[:, : len(layer.head_norm)]
         parts = [(qk, layer.head_norm)]
         if self.config.shape.wide_qk_norm:  # the heads of a projection are one
-            sizes = (self.heads, self.kv_heads)
+            sizes = (self.heads, layer.kv_heads)
             parts = [
                 (heads.view(len(qk), 1, -1), weight.view(1, -1))
                 for heads, weight in zip(qk.split(sizes, 1), layer.head_norm.split(sizes), strict=True)

@@ -26,6 +26,7 @@ class DecoderWrapper:
     """The interface of a draft's decoder, but for `forward`; with the vocabulary head of `target`, if given."""
 
     block: int | None = None
+    keeps_kv = True
     max_depth: int | None = None  # number of levels that it predicts; None for any number
     entries: PassEntries | None = None  # entry points for the call that grows trees
     plan_key: tuple[object, ...]

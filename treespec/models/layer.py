@@ -23,6 +23,7 @@ def prepare(config: ModelConfig, weights: Weights) -> None:
 
     - Norms that scale by 1 + w store 1 + w in fp32, because the bf16 sum would lose precision.
     - The final norm includes the factor on logits. A norm of attention and MLP is two norms.
+    - The matrices of K that are those of V too are so by both names.
     - With partial or interleaved rotary embedding, q and k (weights with scales and zero points, biases, head norms)
       are permuted to `Rope.head_order`, so that rotation works as in all other models.
     """
@@ -33,6 +34,9 @@ def prepare(config: ModelConfig, weights: Weights) -> None:
     if config.logit_scale != 1 and (norm := weights.get("final_norm")) is not None:
         weights["final_norm"] = (norm.float() * config.logit_scale).to(norm.dtype)
     for i, kind in enumerate(config.layers):
+        if not config.shape.layer(i).has_v:
+            keys = ((suffix, weights.get(f"layers.{i}.k{suffix}")) for suffix in ("", "_scale", "_zero"))
+            weights |= {f"layers.{i}.v{suffix}": key for suffix, key in keys if key is not None}
         if config.shape.shared_norm and (norm := weights.get(f"layers.{i}.attn_norm")) is not None:
             weights[f"layers.{i}.mlp_norm"] = norm
         order = config.ropes[kind.rope].head_order if config.ropes else None
@@ -120,6 +124,7 @@ def _take_products(
         products["o"] = ("mix_out",)
     for name, fused in products.items():
         if name in names:
+            fused = tuple(matrix for matrix in fused if prefix + matrix in weights) or fused  # some have no K/V
             parts[name] = take_projection(weights, prefix, fused, joins) if prefix + fused[0] in weights else None
             biases = [weights.pop(f"{prefix}{matrix}_bias", None) for matrix in fused]
             present = [bias for bias in biases if bias is not None]
@@ -146,6 +151,14 @@ def take_layer(weights: Weights, i: int, fuses_gate: bool = True, joins: bool = 
     return layer | {name: weights.pop(prefix + name, None) for name in norms}
 
 
+def take_inputs(weights: Weights, i: int) -> dict[str, Any]:
+    """Pop what layer i does with inputs of its own, and its factor on the stream; None for what the family lacks."""
+    prefix, parts = f"layers.{i}.", dict[str, Any]()
+    for name in ("input_gate", "input_out"):
+        parts[name] = take_projection(weights, prefix, (name,)) if prefix + name in weights else None
+    return parts | {name: weights.pop(prefix + name, None) for name in ("input_norm", "scalar")}
+
+
 class ExpertWeights(NamedTuple):
     """Weights of the experts of a sparse layer."""
 
@@ -155,6 +168,11 @@ class ExpertWeights(NamedTuple):
     shared_scale: Tensor | None
     experts: list[dict[str, Any]]  # as of `take_mlp`
     latent: dict[str, Any] | None  # the projections `latent_in` and `latent_out`, with biases (None)
+    scales: Tensor | None  # this and the norms: of experts beside a dense MLP
+    norms: dict[str, Tensor]  # of the router, the experts and their outputs, and of the outputs of the dense MLP
+
+
+_NORMS_OF_EXPERTS = ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm")
 
 
 def take_experts(weights: Weights, i: int, count: int, fuses_gate: bool = True, joins: bool = True) -> ExpertWeights:
@@ -167,7 +185,11 @@ def take_experts(weights: Weights, i: int, count: int, fuses_gate: bool = True, 
     if f"{prefix}latent_in" in weights:
         latent = {name: take_projection(weights, prefix, (name,)) for name in ("latent_in", "latent_out")}
         latent |= {"latent_in_bias": None, "latent_out_bias": None}
-    return ExpertWeights(router, bias, correction, shared_scale, experts, latent)
+    norms = {name: weights.pop(prefix + name) for name in _NORMS_OF_EXPERTS if prefix + name in weights}
+    if norms:
+        norms["router_norm"] = norms["router_norm"].float() * router.shape[1] ** -0.5
+    scales = weights.pop(f"{prefix}expert_scales", None)
+    return ExpertWeights(router, bias, correction, shared_scale, experts, latent, scales, norms)
 
 
 class Layer:
@@ -189,7 +211,7 @@ class Layer:
         library: CDLL | None,
         min_rows: int,
     ):
-        layer, experts = take_layer(weights, i, fuses_gate=False), config.shape.experts
+        layer, experts = take_layer(weights, i, fuses_gate=False) | take_inputs(weights, i), config.shape.experts
 
         def linear(name: str, parts: dict[str, Any] = layer) -> Any:  # None without a weight
             if parts[name] is None:
@@ -199,8 +221,8 @@ class Layer:
         def expert(parts: dict[str, Any]) -> Expert:
             return Expert(linear("gate", parts), linear("up", parts), linear("down", parts), config.activation)
 
-        def norm(name: str) -> Norm | None:
-            weight = layer[name]
+        def norm(name: str, parts: dict[str, Any] = layer) -> Norm | None:
+            weight = parts[name]
             return None if weight is None else STREAMS[config.rules.norm].take(weight, layer.get(f"{name}_bias"))
 
         self.attn_norm, self.mlp_norm = norm("attn_norm"), norm("mlp_norm")
@@ -221,11 +243,21 @@ class Layer:
                 None if own.shared_scale is None else Linear(own.shared_scale, None, impl),
                 None if own.latent is None else (linear("latent_in", own.latent), linear("latent_out", own.latent)),
                 min_rows,
+                None if own.scales is None else own.scales.float(),
+                {name: found for name in own.norms if (found := norm(name, own.norms)) is not None},
             )
+        self.input_gate: Linear | CompiledLinear | None = None
+        if layer["input_gate"] is not None:
+            self.input_gate, self.input_out = (
+                make_linear(layer[name], None, dtype, impl, library) for name in ("input_gate", "input_out")
+            )
+        self.input_norm = norm("input_norm")
+        self.scalar = None if layer["scalar"] is None else float(layer["scalar"])
         sinks = weights.pop(f"layers.{i}.sinks", None)
         self.sinks = None if sinks is None else sinks.float()
-        self.head_norm = take_head_norm(weights, f"layers.{i}.", config.shape)
-        self.index = i
+        self.head_norm = take_head_norm(weights, i, config.shape)
+        self.index, sizes = i, config.shape.layer(i)
+        self.kv_heads, self.head_dim, self.owns_kv = sizes.num_kv_heads, sizes.head_dim, sizes.kv_of == i
         self.query_rope, self.rope = (2 * rope for rope in config.layers[i].ropes)
         self.window = config.windows.index(config.layers[i].window)
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.errors import ModelError, VariantError
@@ -51,12 +52,14 @@ class Rope(NamedTuple):
 class RotaryEmbedding:
     """Table of cos and sin by position (RoFormer, arXiv 2104.09864), extended on demand.
 
-    Each row is computed once, so its bits do not depend on the positions requested with it. With longrope, the rows of
+    Each row is computed once, so its bits do not depend on the positions requested with it. Rows are padded to the
+    `width` of the model's widest head. With longrope, the rows of
     the short factors come first: `ModelConfig.first_rotation` is the row of a request's position 0.
     """
 
-    def __init__(self, rope: Rope, device: torch.device):
+    def __init__(self, rope: Rope, device: torch.device, width: int | None = None):
         self._rope, self._device = rope, device
+        self._missing = 0 if width is None else width - 2 * len(rope.inv_freq)  # columns of zeros to append
         self._table = self._rows(rope.short or rope, 0, rope.short_context)
 
     def lookup(self, rows: np.ndarray) -> Tensor:
@@ -80,7 +83,7 @@ class RotaryEmbedding:
             beta, length = rope.growth
             scale = scale * (1 + beta * torch.log1p(positions.div(length, rounding_mode="floor").float()))[:, None]
         cos, sin = angle.cos() * scale, angle.sin() * scale
-        return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
+        return F.pad(torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1), (0, self._missing))
 
 
 class LayerKind(NamedTuple):
@@ -93,6 +96,7 @@ class LayerKind(NamedTuple):
     sparse: bool = False  # whether its MLP is a mixture of experts
     without_mlp: bool = False
     mlp_only: bool = False  # neither attention nor a state
+    sizes: tuple[int, ...] = ()  # where layers are unequal: its sizes, and whether it has its own K/V
 
     @property
     def ropes(self) -> tuple[int, int]:
@@ -141,7 +145,8 @@ def read_layers(
         if not isinstance(section, dict):
             raise ModelError(f"{folder}: rope_parameters={rope_parameters!r} have no entry for {layer_kind!r}")
         if nested or not ropes:
-            ropes.append(_rope(folder, config, section, layer_kind if nested else None, shape.head_dim, length))
+            head_dim = shape.layer(kinds.index(layer_kind)).head_dim
+            ropes.append(_rope(folder, config, section, layer_kind if nested else None, head_dim, length))
         index[layer_kind] = len(ropes) - 1
     ropes = [rope._replace(interleaved=rules.interleaved) for rope in ropes]
     of_layers = [index[layer_kind] for layer_kind in kinds]

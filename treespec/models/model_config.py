@@ -46,7 +46,11 @@ class ModelConfig:
     @property
     def without_kernel(self) -> str | None:
         """What no Triton kernel computes of this model, or None if kernels compute all of it."""
-        parts = {"layers of one part": self.shape.without_mlp or self.shape.mlp_only}
+        shape = self.shape
+        parts = {
+            "layers of unequal sizes": shape.sizes,
+            "layers of one part": shape.without_mlp or shape.mlp_only,
+        }
         return next((name for name, present in parts.items() if present), None)
 
     @property
@@ -113,6 +117,9 @@ class ModelConfig:
             )
             for i, kind in enumerate(layers)
         )
+        if shape.sizes:
+            sizes = [(*own[:3], own.kv_of == i) for i, own in enumerate(shape.sizes)]
+            layers = tuple(kind._replace(sizes=own) for kind, own in zip(layers, sizes, strict=True))
         if shape.experts is not None:
             sparse = {*shape.experts.layers}
             layers = tuple(kind._replace(sparse=i in sparse) for i, kind in enumerate(layers))

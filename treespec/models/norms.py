@@ -77,13 +77,19 @@ STREAMS: dict[NormKind, type[RmsStream] | type[LayerStream]] = {
 }
 
 
-def take_head_norm(weights: Weights, prefix: str, shape: ModelShape) -> Tensor | None:
-    """Pop a layer's query and key norms, fp32 [num_heads + num_kv_heads, head_dim], if it has any."""
-    q_norm, k_norm = weights.pop(f"{prefix}q_norm", None), weights.pop(f"{prefix}k_norm", None)
-    if q_norm is None or k_norm is None:
+def take_head_norm(weights: Weights, i: int, shape: ModelShape) -> Tensor | None:
+    """Pop the norms of the heads of a layer's queries and keys, followed by those of values, if it has any.
+
+    fp32 [num_heads + num_kv_heads, head_dim]; [num_heads + 2 * num_kv_heads, head_dim] with norms of values, and
+    [num_heads, head_dim] without K/V of its own.
+    """
+    q_norm, k_norm = weights.pop(f"layers.{i}.q_norm", None), weights.pop(f"layers.{i}.k_norm", None)
+    if q_norm is None:
         return None
-    parts = ((q_norm, shape.num_heads), (k_norm, shape.num_kv_heads))
-    return torch.cat([norm.float().view(-1, shape.head_dim).expand(heads, -1) for norm, heads in parts])
+    sizes, parts = shape.layer(i), [(q_norm, shape.num_heads)]
+    if k_norm is not None:
+        parts += [(norm, sizes.num_kv_heads) for norm in (k_norm, torch.ones_like(k_norm))[: 1 + shape.value_norm]]
+    return torch.cat([norm.float().view(-1, sizes.head_dim).expand(heads, -1) for norm, heads in parts])
 
 
 def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:

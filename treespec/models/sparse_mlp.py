@@ -1,10 +1,13 @@
 """Mixtures of experts of the eager decoder, whose rows are independent of one another."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from treespec.models.norms import LayerStream, Norm, RmsStream
 from treespec_kernels.cpu.compiled_linear import CompiledLinear
 from treespec_kernels.linear.activations import clamped_swiglu, sigmoid
 from treespec_kernels.linear.experts import Routing, route_ref
@@ -50,10 +53,24 @@ class SparseMlp(NamedTuple):
     shared_scale: Linear | None
     latent: tuple[AnyLinear, AnyLinear] | None  # before and after the experts other than the shared one
     min_rows: int  # as in `Decoder`
+    scales: Tensor | None = None  # fp32 [num_experts], factors on the weights
+    norms: Mapping[str, Norm] = MappingProxyType({})  # with `Experts.beside`, as in `ExpertWeights`
 
-    def __call__(self, x: Tensor, num_rows: int) -> Tensor:
-        """Compute the first `num_rows` rows of x [num_rows or more, hidden_size]; the others, padding, become 0."""
-        chosen, weights = self._route(x)
+    def __call__(self, x: Tensor, num_rows: int, stream: RmsStream | LayerStream) -> Tensor:
+        """Compute the first `num_rows` rows of x [num_rows or more, hidden_size]; the others, padding, become 0.
+
+        `x` is the normalised `stream`.
+        """
+        if not self.norms:
+            return self._sum(x, x, num_rows, self.shared)
+        assert self.shared is not None
+        routed = self._sum(stream.norm(self.norms["experts_norm"]), stream.norm(self.norms["router_norm"]), num_rows)
+        dense = stream.norm_of(self.shared(x), self.norms["shared_post_norm"])
+        return dense + stream.norm_of(routed, self.norms["experts_post_norm"])
+
+    def _sum(self, x: Tensor, router_x: Tensor, num_rows: int, dense: Expert | None = None) -> Tensor:
+        """Return the sum of the weighted outputs of the experts, and of a shared one."""
+        chosen, weights = self._route(router_x)
         chosen, weights = chosen[:num_rows], weights[:num_rows].float()
         inner = x if self.latent is None else self.latent[0](x)
         out = x.new_empty(*chosen.shape, inner.shape[1])
@@ -67,15 +84,16 @@ class SparseMlp(NamedTuple):
         total = F.pad(total, (0, 0, 0, len(x) - num_rows))
         if self.latent is not None:
             total = self.latent[1](total.to(x.dtype)).float()
-        if self.shared is not None:
-            shared = self.shared(x).float()
+        if dense is not None:
+            shared = dense(x).float()
             total += shared if self.shared_scale is None else shared * sigmoid(self.shared_scale(x))
         return total.to(x.dtype)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts of each row, int64 [num_rows, top_k], and their weights, as in transformers."""
         logits = self.router(x.float() if self.config.scoring == "sigmoid" else x)
-        return route_ref(logits, self.correction, Routing.of(self.config))
+        chosen, weights = route_ref(logits, self.correction, Routing.of(self.config))
+        return chosen, weights if self.scales is None else weights * self.scales[chosen]
 
     @property
     def nbytes(self) -> int:

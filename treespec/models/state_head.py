@@ -29,6 +29,8 @@ class DepthHeads(NamedTuple):
 class StateHead(FeatureHead):
     """Base of heads without attention, which need no plan and keep no K/V."""
 
+    keeps_kv = False
+
     def __init__(self, heads: DepthHeads):
         super().__init__(heads.target, None, heads.columns)
         self.head_vocabulary, self.quantization = heads.vocabulary, None

@@ -335,7 +335,7 @@ def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Decoder, cache: KVC
     """Load the drafts that share the target's token ids, and the draft heads."""
     drafts, loader, features = resolved.ssms, resolved.loader, plan.features
     models: list[GroupModel] = [loader.load_draft(draft, plan.positions) for draft in drafts]
-    models += [loader.load_head(head, target, features, plan.positions) for _, head in resolved.heads]
+    models += [loader.load_head(head, target, features, plan.positions, cache.pools[0]) for _, head in resolved.heads]
     names = [*(draft.name for draft in drafts), *(name for name, _ in resolved.heads)]
     return SsmDrafter(models, names, cache) if models else None
 

@@ -17,6 +17,7 @@ from treespec.adapter.trace import AdapterConfig
 from treespec.cache.kv_cache import FeatureShape
 from treespec.errors import ModelError
 from treespec.models.adapter_slots import SlotLimits
+from treespec.models.assistant import AssistantHead, assistant_config
 from treespec.models.attention import TritonAttention, make_attention
 from treespec.models.block_draft import (
     BlockDraft,
@@ -39,10 +40,11 @@ from treespec_kernels.cpu.compiled_linear import CompiledLinear
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.decoder_cpu import PairInputs
 from treespec_kernels.cpu.decoder_library import DTYPES, build
-from treespec_kernels.linear.linear import Linear, LinearImpl
+from treespec_kernels.linear.linear import Linear, LinearImpl, onednn_available
 from treespec_kernels.linear.quantized import QuantizedWeight
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
+from treespec_weights.assistants import AssistantForm, load_assistant
 from treespec_weights.block_drafts import BlockForm, load_block
 from treespec_weights.blocks import Blocks, Weights
 from treespec_weights.gguf.tensors import describe_storage
@@ -90,6 +92,8 @@ class HeadConfig:
                 else replace(target, shape=shape, masks=(), sinks=())
             )
             return cls(form, stub, layers, shape.hidden_size)
+        if isinstance(form, AssistantForm):
+            return cls(form, assistant_config(form, target, max_model_len), layers, target.shape.hidden_size)
         decoder = ModelConfig.from_raw(form.folder, form.config, form.rules, max_model_len)
         size = target.shape.vocab_size
         if isinstance(form, BlockForm) and form.kind == "pard":
@@ -178,12 +182,21 @@ class Loader:
         return self.load(draft.config, draft.vocab_size, positions, min_rows=2, draft=draft)
 
     def load_head(
-        self, config: HeadConfig, target: Decoder, features: FeatureShape | None, positions: int
+        self, config: HeadConfig, target: Decoder, features: FeatureShape | None, positions: int, pool: Tensor
     ) -> FeatureHead | BlockDraft:
-        """Load a draft head or a block draft; `features` are the states of the target that are stored for all heads."""
+        """Load a draft head or a block draft.
+
+        `features` are the states of the target that are stored for all heads, `pool` is the target's K/V.
+        """
         columns = [] if features is None else [features.layers.index(layer) for layer in config.layers]
         if isinstance(config.form, BlockForm):
             return self._load_block(config, config.form, target, columns)
+        if isinstance(config.form, AssistantForm):
+            assert isinstance(config.decoder, ModelConfig)
+            impl: LinearImpl = "onednn" if onednn_available(self.dtype) else "torch"
+            shape, hidden = config.decoder.shape, config.target_hidden
+            loaded = load_assistant(config.form, shape, hidden, self.dtype, self.device)
+            return AssistantHead(config.form, loaded, config.decoder, target, pool, columns, impl)
         if isinstance(config.form, MtpForm):
             assert isinstance(config.decoder, AdapterConfig)
             op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs)

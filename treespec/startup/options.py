@@ -30,6 +30,7 @@ from treespec_kernels.cpu.decoder_library import DTYPES as COMPILED_DTYPES
 from treespec_kernels.linear.linear import LinearImpl, onednn_available
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import HubError, default_folder, default_names, fetch, is_hub_id
+from treespec_weights.assistants import AssistantForm
 from treespec_weights.errors import Problem, UnsupportedModelError
 from treespec_weights.heads import DraftForm, read_head
 from treespec_weights.load import quantized_group
@@ -294,7 +295,8 @@ def resolve(options: EngineOptions) -> Resolved:
     if isinstance(target, ModelConfig):
         heads = [(name, HeadConfig.of(form, target, length)) for name, form in forms if not isinstance(form, MtpForm)]
     models = [target, *(model for _, model in drafts)]
-    models += [head.decoder for _, head in heads if isinstance(head.decoder, ModelConfig)]
+    compiled = [head for _, head in heads if not isinstance(head.form, AssistantForm)]  # which runs eagerly
+    models += [head.decoder for head in compiled if isinstance(head.decoder, ModelConfig)]
     attention = options.attention
     if attention == "auto":
         attention = "cpu-packed" if device.type == "cpu" else "triton"
@@ -452,6 +454,11 @@ def _check_recurrent(
     models: Sequence[ModelConfig | Source], device: torch.device, linear: str, enable_lora: bool
 ) -> None:
     """Raise an error for models with recurrent layers as drafts, with adapters, or on a GPU without its kernels."""
+    if enable_lora and isinstance(models[0], ModelConfig) and models[0].shape.sizes:
+        raise KernelError(
+            f"{models[0].folder}: products of layers of unequal sizes take no low-rank updates yet: merge the adapter "
+            "into the model (merge_and_unload of peft), and leave enable_lora out"
+        )
     for model in models:
         if isinstance(model, ModelConfig) and (recurrent := model.shape.recurrent) is not None:
             layers = f"{model.folder}: {len(recurrent.layers)} of {model.shape.num_layers} layers are recurrent"

@@ -112,7 +112,8 @@ class _Place(NamedTuple):
 def _hidden(model: Decoder, pool: Tensor, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
     """Return hidden states after all layers of `pool`, [num tokens, hidden_size]; NaN, never equal, becomes 0."""
     ids = torch.from_numpy(tokens).to(model.device)
-    num_layers = None if model.config.shape.recurrent else len(pool)  # a hybrid has only the layers of the test
+    shape = model.config.shape
+    num_layers = None if shape.recurrent or shape.sizes else len(pool)  # such a model has only the layers of the test
     return model.forward(ids, model.plan(rows, pool), pool, num_layers)[: len(tokens)].nan_to_num()
 
 

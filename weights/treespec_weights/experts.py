@@ -34,6 +34,9 @@ class Experts:
     chosen_groups: int = 1
     gated: bool = True  # experts' MLPs have a gate
     latent_size: int = 0  # width of the projection that experts other than the shared one read and write; 0 for none
+    # The shared expert is a dense MLP beside the others: it has its own norms of inputs and of outputs, as they have;
+    # the router has one too, and a factor on the weight of each expert
+    beside: bool = False
 
     def parameters(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Return the parameters of a sparse layer's MLP and their shapes, in order."""
@@ -46,6 +49,9 @@ class Experts:
         result |= {"shared.scale": (1, hidden)} if self.shared_gate else {}
         if self.latent_size:
             result |= {"latent_in": (self.latent_size, hidden), "latent_out": (hidden, self.latent_size)}
+        if self.beside:
+            norms = ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm")
+            result |= {"expert_scales": (self.count,)} | dict.fromkeys(norms, (hidden,))
         expert = _mlp(self.size, self.latent_size or hidden, self.bias, self.gated)
         return result | {f"experts.{e}.{name}": size for e in range(self.count) for name, size in expert.items()}
 
@@ -65,7 +71,9 @@ class ExpertRules:
     """
 
     count: tuple[str, ...]  # keys of the number of experts, of which a config has one; 0 for a dense model
+    switch: str | None = None  # key that is true for models with experts; None if all have them
     size: str = "moe_intermediate_size"  # key of the hidden units of an expert
+    top_k: str = "num_experts_per_tok"  # key of the number of experts of a row
     dense: str = "first_k_dense_replace"  # key of the number of dense layers before the sparse ones
     types: str | None = None  # key of the layers' types, of which sparse layers have "moe"
     shared_size: str | None = None  # key of the hidden units of the shared expert
@@ -79,6 +87,7 @@ class ExpertRules:
     grouped: bool = False  # keys n_group and topk_group apply
     gated: bool = True
     latent_size: str | None = None  # key of `Experts.latent_size`
+    beside: bool = False
 
     def read(self, config: Mapping[str, Any], num_layers: int, problems: list[Problem]) -> Experts | None:
         """Read a parsed config.json; adds to `problems` and returns None if a value is missing or wrong."""
@@ -97,6 +106,8 @@ class ExpertRules:
                 problems.append(Problem("config", repr(key), f"{value!r} is not true or false"))
             return value is True
 
+        if self.switch is not None and not flag(self.switch):
+            return None
         key = next((key for key in self.count if key in config), self.count[0])
         if config.get(key) == 0:
             return None
@@ -115,7 +126,7 @@ class ExpertRules:
             if count % groups or (groups > 1 and count // groups < 2):
                 message = f"{groups!r} groups of {count} experts; valid: groups of equal size, at least 2"
                 problems.append(Problem("config", "'n_group'", message))
-        top_k = natural("num_experts_per_tok", max(chosen * count // groups, 1))
+        top_k = natural(self.top_k, max(chosen * count // groups, 1))
         scale = 1.0 if self.scale is None else config.get(self.scale, 1.0)
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0:
             problems.append(Problem("config", repr(self.scale), f"{scale!r} is not a positive number"))
@@ -139,6 +150,7 @@ class ExpertRules:
             chosen_groups=chosen,
             gated=self.gated,
             latent_size=latent,
+            beside=self.beside,
         )
 
     def _sparse_layers(

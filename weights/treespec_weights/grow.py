@@ -62,6 +62,8 @@ def grown_shape(
     """
     if shape.experts is not None:
         raise OptionError(f"{options[0]} {size}: models with experts cannot be grown")
+    if shape.sizes:
+        raise OptionError(f"{options[0]} {size}: models with layers of unequal sizes cannot be grown")
     vocab = shape.vocab_size if vocab is None else vocab
     if vocab < shape.vocab_size:
         raise OptionError(f"{options[1]} {vocab}: the model has {shape.vocab_size} tokens already")

@@ -2,8 +2,8 @@
 
 EAGLE-3 (arXiv 2503.01840) in the layouts of its authors' repository, of SpecForge and SGLang, and of speculators;
 EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858), whose heads have one form, in those of their authors and of
-speculators; parallel EAGLE heads (P-EAGLE) in the layout of speculators; block drafts (block_drafts.py); and heads
-without attention (state_heads.py).
+speculators; parallel EAGLE heads (P-EAGLE) in the layout of speculators; block drafts (block_drafts.py); heads
+without attention (state_heads.py); and assistants of Gemma 4 (assistants.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treespec_weights.assistants import AssistantForm, AssistantWeights, assistant_form, load_assistant
 from treespec_weights.block_drafts import PARALLEL_BLOCK, BlockForm, BlockWeights, dflash_form, load_block, pard_form
 from treespec_weights.documents import CONFIG, read_config
 from treespec_weights.draft_tensors import FIRST_LAYER, DraftTensors, config_error, layers_of, tensor_names
@@ -26,7 +27,7 @@ from treespec_weights.state_heads import StateForm, StateWeights, load_state_hea
 SUPPORTED = (
     "EAGLE-1, EAGLE-2 and EAGLE-3 heads of the layouts of EAGLE, SpecForge and speculators; parallel EAGLE heads of "
     "speculators; DFlash drafts of the layouts of its authors, transformers and speculators; DSpark drafts of "
-    "speculators; PARD drafts; Medusa and MLPSpeculator heads"
+    "speculators; PARD drafts; Medusa and MLPSpeculator heads; assistants of Gemma 4"
 )
 _OTHER_KINDS = {  # part of an architecture or of a type -> name of the kind
     "arctic": "an Arctic speculator",
@@ -115,7 +116,7 @@ class HeadWeights(NamedTuple):
         return sum(t.numel() for t in self.decoder.values()) + sum(t.numel() for t in others if t is not None)
 
 
-DraftForm: TypeAlias = HeadForm | BlockForm | StateForm
+DraftForm: TypeAlias = HeadForm | BlockForm | StateForm | AssistantForm
 
 
 def read_head(folder: Path | str) -> DraftForm | None:
@@ -137,10 +138,14 @@ def read_head(folder: Path | str) -> DraftForm | None:
     is_eagle3 = any("eagle3" in name or "peagle" in name for name in lowered) or "draft_vocab_size" in raw
     is_medusa = any("medusa" in name for name in lowered)
     is_speculator = any("mlp_speculator" in name or "mlpspeculator" in name for name in lowered)
-    if not (is_dflash or is_eagle3 or is_medusa or is_speculator or "pard_token" in raw or _is_eagle(raw, root)):
+    is_assistant = str(raw.get("model_type")) in ("gemma4_assistant", "gemma4_unified_assistant")
+    known = is_assistant, is_dflash, is_eagle3, is_medusa, is_speculator, "pard_token" in raw
+    if not (any(known) or _is_eagle(raw, root)):
         return None
     if raw.get("quantization_config"):
         raise config_error(root, "quantization_config", "quantised draft heads are not supported; use the original")
+    if is_assistant:
+        return assistant_form(root, raw)
     if is_dflash:
         return dflash_form(root, raw)
     if is_medusa or is_speculator:
@@ -311,12 +316,15 @@ def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:
 
 def _load_stored(
     form: DraftForm, num_states: int, vocab_size: int, hidden: int
-) -> tuple[HeadWeights | BlockWeights | StateWeights, np.ndarray | None, bool]:
+) -> tuple[HeadWeights | BlockWeights | StateWeights | AssistantWeights, np.ndarray | None, bool]:
     """Return a head's stored weights and tokens for a target of this size, and whether it has its hidden size."""
     if isinstance(form, StateForm):
         return *load_state_head(form, hidden, vocab_size, None, "cpu"), True
     shape = replace(ModelShape.from_hf(form.config, form.rules, form.folder), vocab_size=vocab_size)
     same_hidden = shape.hidden_size == hidden
+    if isinstance(form, AssistantForm):
+        shape = replace(shape, sizes=tuple(own._replace(kv_of=-1) for own in shape.sizes))
+        return load_assistant(form, shape, hidden, None, "cpu"), None, same_hidden
     if isinstance(form, BlockForm):
         return *load_block(form, shape, hidden, None, "cpu"), same_hidden
     return *load_head(form, shape, num_states, hidden, None, "cpu"), same_hidden

@@ -191,6 +191,7 @@ def _pass_bytes(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -
     [embed] = [rule.name for rule in rules.tensors if rule.params == ("embed",)]
     unread = ignored_names(checkpoint.tensors, shape, rules)
     unread.add(rules.tied_copy if shape.tied and embed in checkpoint.tensors else embed)
+    unread.update(rule.name for rule in rules.tensors if rule.params == ("input_embed",))  # a row of each token
     share = Fraction(shape.experts.top_k, shape.experts.count) if shape.experts else Fraction(1)
     tensors = ((name, _held_bytes(info)) for name, info in checkpoint.tensors.items() if name not in unread)
     return int(sum(size * share if ".experts." in name else size for name, size in tensors))

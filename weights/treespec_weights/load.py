@@ -24,6 +24,8 @@ from treespec_weights.rules import FamilyRules, ModelShape, TensorRule, TensorSh
 
 CHUNK = 1 << 19  # values cast at a time
 UNQUANTISED = (".router", ".shared.scale")  # ends of the names of matrices that no scheme quantises
+_EMBEDDINGS = ("embed", "input_embed")
+_KV = tuple(f"layers.{{i}}.{name}" for name in ("k", "v", "k_norm"))
 DTYPES = tuple(TORCH_DTYPES[name] for name in LOADABLE)
 
 
@@ -177,7 +179,9 @@ def stored_scheme(checkpoint: Checkpoint) -> QuantScheme | None:
 
 def covered(scheme: QuantScheme, placement: Placement, rules: FamilyRules) -> bool:
     """Return whether the scheme quantises the tensor of a placement."""
-    is_matrix = len(placement.matrix_shape) == 2 and (scheme.embeddings or "embed" not in placement.params)
+    is_matrix = len(placement.matrix_shape) == 2 and (
+        scheme.embeddings or placement.params.keys().isdisjoint(_EMBEDDINGS)
+    )
     is_matrix &= not next(iter(placement.params)).endswith(UNQUANTISED)
     return is_matrix and scheme.covers(placement.name, rules.tied_copy)
 
@@ -345,8 +349,12 @@ def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules
 
 
 def ignored_names(names: Iterable[str], shape: ModelShape, rules: FamilyRules) -> set[str]:
-    """Return those of a checkpoint's tensors that are not loaded: derived buffers, and layers that predict further."""
+    """Return those of a checkpoint's tensors that are not loaded: derived buffers, K/V projections that no row reads,
+    and layers that predict further."""
     ignored = {pattern.replace("{i}", str(i)) for pattern in rules.ignored for i in range(shape.num_layers)}
+    own_kv = [rule.name for rule in rules.tensors if rule.params[0] in _KV]
+    readers = [i for i in range(shape.num_layers) if shape.layer(i).kv_of != i]  # of another layer's K/V
+    ignored |= {name.replace("{i}", str(i)) for name in own_kv for i in readers}
     modules = tuple(name for name in rules.ignored if name.endswith("."))
     return {
         name

@@ -5,10 +5,11 @@ Each family in `families/` is one declaration. No code depends on a family's nam
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from treespec_weights.errors import CheckpointConfigError, Problem
 from treespec_weights.experts import ExpertRules, Experts
@@ -81,9 +82,23 @@ class RecurrentShape:
         return parameters | {"skip": (heads,), "mix_gain": (inner,)}
 
 
+class LayerSizes(NamedTuple):
+    """Sizes of a layer."""
+
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    kv_of: int  # the layer whose K/V it attends to: itself, or an earlier one; below 0 one of another model
+    has_v: bool = True  # False: its values are its keys, before their norm and rotation
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes and switches that determine the shape of every parameter of a decoder."""
+    """Sizes and switches that determine the shape of every parameter of a decoder.
+
+    The K/V of layers of unequal `sizes` lie in a cache of equal *planes*, each of `num_kv_heads` heads of `head_dim`: a
+    layer has as many consecutive planes as it needs, and each of its heads as many heads of the planes.
+    """
 
     num_layers: int
     hidden_size: int
@@ -111,19 +126,44 @@ class ModelShape:
     recurrent: RecurrentShape | None = None  # layers without K/V
     without_mlp: tuple[int, ...] = ()  # indices of layers that have no MLP,
     mlp_only: tuple[int, ...] = ()  # and of those that have nothing else
+    sizes: tuple[LayerSizes, ...] = ()  # by layer, if layers are unequal
+    value_norm: bool = False  # v is normalised per head, without a parameter
+    layer_scalar: bool = False  # the residual stream is multiplied by a parameter after each layer
+    # Width of the input that each layer has of every token, from an embedding of its own; 0 for none
+    per_layer_size: int = 0
+    per_layer_vocab: int = 0  # rows of this embedding
 
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and layer in self.recurrent.layers
 
+    def layer(self, i: int) -> LayerSizes:
+        """Return the sizes of a layer."""
+        return self.sizes[i] if self.sizes else LayerSizes(self.num_kv_heads, self.head_dim, self.intermediate_size, i)
+
+    def num_planes(self, layer: int) -> int:
+        """Return the number of planes of the cache with a layer's own K/V."""
+        own = self.layer(layer)
+        if self.is_recurrent(layer) or layer in self.mlp_only or own.kv_of != layer:
+            return 0
+        return own.num_kv_heads * own.head_dim // (self.num_kv_heads * self.head_dim)
+
+    def planes(self, layers: Sequence[int]) -> list[int]:
+        """Return for each of these layers, in order, the first plane of its K/V in a cache of only these layers."""
+        first = dict(zip(layers, accumulate((self.num_planes(i) for i in layers), initial=0), strict=False))
+        return [first.get(self.layer(i).kv_of, 0) for i in layers]
+
     @property
     def kv_layers(self) -> int:
-        """Number of layers with K/V."""
-        return sum(not self.is_recurrent(i) and i not in self.mlp_only for i in range(self.num_layers))
+        """Number of layers with K/V; of unequal ones, that of their planes."""
+        return sum(self.num_planes(i) for i in range(self.num_layers))
+
+    @property
+    def widest_head(self) -> int:
+        return max((sizes.head_dim for sizes in self.sizes), default=self.head_dim)
 
     def parameters(self) -> dict[str, TensorShape]:
         """Return decoder parameter names and shapes, in order. A tied head is not a separate parameter."""
-        hidden, inter = self.hidden_size, self.intermediate_size
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden = self.hidden_size
 
         def norm(name: str, present: bool = True) -> dict[str, TensorShape]:
             if not present:
@@ -131,45 +171,66 @@ class ModelShape:
             names = [name, f"{name}_bias"] if self.norm_bias else [name]
             return dict.fromkeys(names, (hidden,))
 
-        attention: dict[str, TensorShape] = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
-        if self.output_gate:
-            attention |= {"attn_gate": (q, hidden)}
-        if self.attention_bias:
-            attention |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
-        if self.qk_norm:
-            attention |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
-        if self.wide_qk_norm:
-            attention |= {"q_norm": (q,), "k_norm": (kv,)}
-        if self.sinks:
-            attention |= {"sinks": (self.num_heads,)}
-        attention |= {"o": (hidden, q)}
-        if self.o_bias:
-            attention |= {"o_bias": (hidden,)}
         recurrent = {} if self.recurrent is None else self.recurrent.parameters(hidden)
-        mlp: dict[str, TensorShape] = {"gate": (inter, hidden)} if self.gated else {}
-        mlp |= {"up": (inter, hidden), "down": (hidden, inter)}
-        if self.mlp_bias:
-            mlp |= ({"gate_bias": (inter,)} if self.gated else {}) | {"up_bias": (inter,), "down_bias": (hidden,)}
+        last: dict[str, TensorShape] = {"scalar": (1,)} if self.layer_scalar else {}
+        if size := self.per_layer_size:
+            last |= {"input_gate": (size, hidden), "input_out": (hidden, size), "input_norm": (hidden,)}
         sparse = {} if self.experts is None else dict.fromkeys(self.experts.layers, self.experts.parameters(hidden))
         result: dict[str, TensorShape] = {"embed": (self.vocab_size, hidden)}
         if self.learned_positions:
             result |= {"positions": (self.learned_positions, hidden)}
+        if inputs := self.num_layers * size:
+            result |= {"input_embed": (self.per_layer_vocab, inputs), "input_project": (inputs, hidden)}
+            result |= {"input_norm": (size,)}
         for i in range(self.num_layers):
             parts: dict[str, TensorShape] = {}
             pre, post = self.pre_norms, self.post_norms
             if self.recurrent_pre_norms and self.is_recurrent(i):
                 pre, post = True, False
             if i not in self.mlp_only:
-                parts |= norm("attn_norm", pre) | (recurrent if self.is_recurrent(i) else attention)
+                parts |= norm("attn_norm", pre) | (recurrent if self.is_recurrent(i) else self._attention(i))
                 parts |= norm("attn_post_norm", post)
             if i not in self.without_mlp:
-                parts |= norm("mlp_norm", pre and not self.shared_norm) | sparse.get(i, mlp)
+                mlp = sparse.get(i) or self._mlp(self.layer(i).intermediate_size)
+                parts |= norm("mlp_norm", pre and not self.shared_norm) | mlp
                 parts |= norm("mlp_post_norm", post)
+            parts |= last
             result |= {f"layers.{i}.{name}": shape for name, shape in parts.items()}
         result |= norm("final_norm")
         if not self.tied:
             result["lm_head"] = (self.vocab_size, hidden)
         return result
+
+    def _attention(self, i: int) -> dict[str, TensorShape]:
+        """Return the parameters of the attention of layer i, without norms of the residual stream."""
+        hidden, sizes = self.hidden_size, self.layer(i)
+        q, kv = self.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+        rows = {"q": q}
+        if sizes.kv_of == i:
+            rows |= {"k": kv, "v": kv} if sizes.has_v else {"k": kv}
+        result: dict[str, TensorShape] = {name: (size, hidden) for name, size in rows.items()}
+        if self.output_gate:
+            result |= {"attn_gate": (q, hidden)}
+        if self.attention_bias:
+            result |= {f"{name}_bias": (size,) for name, size in rows.items()}
+        normed = {"q": q, "k": kv} if "k" in rows else {"q": q}
+        if self.qk_norm or self.wide_qk_norm:
+            result |= {
+                f"{name}_norm": (size if self.wide_qk_norm else sizes.head_dim,) for name, size in normed.items()
+            }
+        if self.sinks:
+            result |= {"sinks": (self.num_heads,)}
+        result |= {"o": (hidden, q)}
+        return result | ({"o_bias": (hidden,)} if self.o_bias else {})
+
+    def _mlp(self, inter: int) -> dict[str, TensorShape]:
+        """Return the parameters of a dense MLP."""
+        hidden = self.hidden_size
+        mlp: dict[str, TensorShape] = {"gate": (inter, hidden)} if self.gated else {}
+        mlp |= {"up": (inter, hidden), "down": (hidden, inter)}
+        if self.mlp_bias:
+            mlp |= ({"gate_bias": (inter,)} if self.gated else {}) | {"up_bias": (inter,), "down_bias": (hidden,)}
+        return mlp
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:
@@ -215,6 +276,8 @@ class ModelShape:
             problems = _contradictions(values, rules.config_keys)
             if rules.experts is not None:
                 values["experts"] = rules.experts.read({**rules.assumed, **config}, values["num_layers"], problems)
+        if rules.layer_sizes is not None and not problems:
+            values |= rules.layer_sizes({**rules.assumed, **config}, values, problems)
         if rules.recurrent is not None and not problems:
             values["recurrent"], problems = rules.recurrent.read(config, values["num_layers"])
             if rules.recurrent.single and not problems:
@@ -369,6 +432,9 @@ class FamilyRules:
     further_layers: bool = False
     clamped: bool = False  # the activation is clamped_swiglu instead
     experts: ExpertRules | None = None  # None for a family without experts
+    # reads the fields of ModelShape of a family with unequal layers from a config, the fields already read, and adds to
+    # the problems
+    layer_sizes: Callable[[Mapping[str, Any], Mapping[str, Any], list[Problem]], dict[str, Any]] | None = None
     rotary: bool = True  # whether q and k have rotary embeddings, as given by `rope_parameters` and its older spellings
     recurrent: RecurrentRules | None = None  # how config.json describes layers without attention
     interleaved: bool = False  # whether pairs of adjacent dimensions are rotated, instead of d and d + head_dim / 2

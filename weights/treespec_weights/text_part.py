@@ -8,7 +8,7 @@ from treespec_weights.families import FAMILIES
 from treespec_weights.layouts import with_defaults
 
 # Models whose text part reads text as the text model that `text_config` describes does.
-COMPOSITES = ("gemma3", "gemma4", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
+COMPOSITES = ("gemma3", "gemma4", "gemma4_unified", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
 _OF_THE_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 _PARTS = {"model.language_model.": "model.", "language_model.": ""}  # by prefix, also that of earlier releases
 _HEAD = "lm_head."

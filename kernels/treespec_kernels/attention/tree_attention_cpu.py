@@ -24,8 +24,9 @@ with weight 0 change nothing, whereas `torch.sum` would group tiles by index.
 
 import functools
 import math
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,31 @@ __all__ = ["MAX_CHAIN", "AttentionMode", "CpuAttentionPlan", "plan_tree_attentio
 
 # Multiple of the columns in the sum over tiles: from 5 tiles on, torch adds a remainder in another order.
 _FOLD_MULTIPLE = 64
+
+
+class SplitCache:
+    """K or V of a layer whose heads are parts of planes of a cache, indexed like one fp32 tensor of the heads."""
+
+    def __init__(self, planes: Tensor, heads: int, head_dim: int):  # [num_planes, num_pages, H, PAGE_SIZE, D]
+        self._planes, self.shape = planes, (planes.shape[1], heads, PAGE_SIZE, head_dim)
+
+    @classmethod
+    def of(cls, planes: Tensor, heads: int, head_dim: int, dtype: torch.dtype) -> Sequence["Tensor | SplitCache"]:
+        """Return K and V of a layer with these planes, [num_planes, 2, num_pages, H, PAGE_SIZE, D].
+
+        They are views if the planes are whole heads in `dtype`, that of the attention.
+        """
+        if len(planes) == 1 and planes.shape[-1] == head_dim and planes.dtype == dtype:
+            return planes[0].unbind()
+        return [cls(part, heads, head_dim) for part in planes.unbind(1)]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return pages [..., heads, PAGE_SIZE, head_dim], or for (pages, :, offsets) slots [..., heads, head_dim]."""
+        _, heads, _, head_dim = self.shape
+        if isinstance(index, tuple):
+            return self._planes[:, *index].reshape(-1, heads, head_dim).float()
+        parts = self._planes[:, index].transpose(0, 1).flatten(1, 2).unflatten(1, (heads, -1))
+        return parts.transpose(2, 3).flatten(3).contiguous().float()
 
 
 class _Workspace(NamedTuple):
@@ -82,8 +108,8 @@ def _ones() -> Tensor:
 
 def tree_attention_cpu(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Tensor | SplitCache,
+    v_cache: Tensor | SplitCache,
     plan: CpuAttentionPlan,
     scale: float,
     cap: float | None = None,
@@ -110,9 +136,10 @@ def tree_attention_cpu(
         if isinstance(block, Gather):
             _attend_gathered(q * scale, k_cache, v_cache, block, cap, sinks, out)
         else:
-            if i not in plan.workspaces:
-                plan.workspaces[i] = _workspace(block, q.shape[1], k_cache.shape[1], q.shape[2])
-            _attend_packed(q, k_cache, v_cache, block, plan.workspaces[i], scale, cap, sinks, out)
+            key = i, k_cache.shape[1], q.shape[2]
+            if key not in plan.workspaces:
+                plan.workspaces[key] = _workspace(block, q.shape[1], *key[1:])
+            _attend_packed(q, k_cache, v_cache, block, plan.workspaces[key], scale, cap, sinks, out)
     return out
 
 
@@ -177,8 +204,8 @@ def _workspace(block: RowBlock, heads: int, kv_heads: int, head_dim: int) -> _Wo
 
 def _attend_packed(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Tensor | SplitCache,
+    v_cache: Tensor | SplitCache,
     block: RowBlock,
     work: _Workspace,
     scale: float,
@@ -237,8 +264,8 @@ def add_tiles(tile_sums: Tensor, windowed: bool, total: Tensor) -> None:
 
 def _attend_gathered(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Tensor | SplitCache,
+    v_cache: Tensor | SplitCache,
     block: Gather,
     cap: float | None,
     sinks: Tensor | None,

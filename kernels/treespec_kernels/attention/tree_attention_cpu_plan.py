@@ -53,7 +53,8 @@ class CpuAttentionPlan:
 
     num_rows: int
     blocks: tuple[RowBlock | Gather, ...]
-    workspaces: dict[int, Any] = field(default_factory=dict)  # workspaces by block, created in the first layer
+    # Workspaces by block, number of KV heads and head size, created in the first such layer
+    workspaces: dict[tuple[int, int, int], Any] = field(default_factory=dict)
 
 
 def _page_index(pages: np.ndarray) -> slice | Tensor:

@@ -4,7 +4,8 @@
 // is reordered once for all rows and heads that attend to it: keys so that a vector holds one unit of 16 positions, and
 // bf16 values so that a unit holds one dimension of two positions. A score is one chain over the units of its key. A
 // sum of values is one chain over the positions of the sequence, in bf16 over pairs 2i and 2i + 1, the last of which
-// may have only one position. Hence neither depends on the location of keys, or on other rows.
+// may have only one position. Hence neither depends on the location of keys, or on other rows. A head wider than
+// HEAD_DIM is several parts of HEAD_DIM, whose units one chain adds.
 
 // Queries with scores of a page summed in registers, and position vectors of each: 16 or 8 sums.
 constexpr int64_t STACKED = 4, SCORED = LANES == 16 ? 4 : 2;
@@ -52,10 +53,12 @@ void transpose_keys(const scalar* keys, int64_t count, uint32_t* out, const scal
 }
 
 // Computes scores of QUERIES queries and VECTORS * 16 positions. queries: [QUERIES][HEAD_DIM]; out: rows of `stride`
-// floats.
+// floats, to which scores are added if `adds`.
 template <int QUERIES, int VECTORS>
-void dots(const factor* queries, const uint32_t* keys, float* out, int64_t stride) {
+void dots(const factor* queries, const uint32_t* keys, float* out, int64_t stride, bool adds) {
     vec acc[QUERIES][VECTORS] = {};
+    for (int64_t q = 0; adds && q < QUERIES; q++)
+        for (int64_t j = 0; j < VECTORS; j++) acc[q][j] = load<vec>(out + q * stride + LANES * j);
     for (int64_t u = 0; u < UNITS; u++)
         for (int64_t q = 0; q < QUERIES; q++)
             for (int64_t j = 0; j < VECTORS; j++)
@@ -66,14 +69,14 @@ void dots(const factor* queries, const uint32_t* keys, float* out, int64_t strid
 }
 
 template <int VECTORS>
-void score(int64_t count, const factor* queries, const uint32_t* keys, float* out, int64_t stride) {
+void score(int64_t count, const factor* queries, const uint32_t* keys, float* out, int64_t stride, bool adds) {
     constexpr int AT_ONCE = std::min<int64_t>(VECTORS, SCORED);
     for (int64_t j = 0; j < VECTORS; j += AT_ONCE, keys += LANES * AT_ONCE, out += LANES * AT_ONCE) {
         int64_t q = 0;
         for (; q + STACKED <= count; q += STACKED)
-            dots<STACKED, AT_ONCE>(queries + q * HEAD_DIM, keys, out + q * stride, stride);
-        for (; q + 2 <= count; q += 2) dots<2, AT_ONCE>(queries + q * HEAD_DIM, keys, out + q * stride, stride);
-        for (; q < count; q++) dots<1, AT_ONCE>(queries + q * HEAD_DIM, keys, out + q * stride, stride);
+            dots<STACKED, AT_ONCE>(queries + q * HEAD_DIM, keys, out + q * stride, stride, adds);
+        for (; q + 2 <= count; q += 2) dots<2, AT_ONCE>(queries + q * HEAD_DIM, keys, out + q * stride, stride, adds);
+        for (; q < count; q++) dots<1, AT_ONCE>(queries + q * HEAD_DIM, keys, out + q * stride, stride, adds);
     }
 }
 
@@ -160,8 +163,10 @@ std::vector<Scattered> scattered_of(const Batch& batch, int64_t first, int64_t l
 }
 
 struct Memory {  // buffers of a thread
-    std::vector<float> scores, totals, masses, found;  // [rows, group, ...]: positions, HEAD_DIM, one, PAGE
-    std::vector<factor> queries;                       // [rows, group, HEAD_DIM]
+    std::vector<float> scores, masses, found;  // [rows, group, ...]: positions, one, PAGE
+    std::vector<float> totals;                 // [parts, rows, group, HEAD_DIM]
+    std::vector<factor> queries;               // likewise
+    std::vector<const scalar*> keys_of;        // each part's keys in page 0
     alignas(64) uint32_t keys[UNITS * PAGE], values[PAGE / PAIR * HEAD_DIM];
     alignas(64) scalar gathered[PAGE * HEAD_DIM];
 };
@@ -173,7 +178,7 @@ class Attention {
     const int64_t first, last, group, page_step, stride, weight_stride, window;
     const float cap;
     const float* const sinks;
-    const scalar *const k, *const v;
+    const int64_t parts, to_values;
 
     static int64_t longest(const Batch& batch, int64_t first, int64_t last) {
         int64_t most = 0;
@@ -188,8 +193,11 @@ class Attention {
     bool sees(int64_t r, int64_t start) const { return first_page_of(r) <= start && start < batch.direct[r]; }
     int64_t index_of(int64_t r) const { return (r - first) * group; }
     float* scores_of(int64_t r) const { return memory.scores.data() + index_of(r) * stride; }
-    float* totals_of(int64_t r) const { return memory.totals.data() + index_of(r) * HEAD_DIM; }
-    const factor* queries_of(int64_t r) const { return memory.queries.data() + index_of(r) * HEAD_DIM; }
+    int64_t index_of(int64_t part, int64_t r) const { return (part * index_of(last) + index_of(r)) * HEAD_DIM; }
+    float* totals_of(int64_t part, int64_t r) const { return memory.totals.data() + index_of(part, r); }
+    const factor* queries_of(int64_t part, int64_t r) const { return memory.queries.data() + index_of(part, r); }
+    const scalar* k(int64_t part) const { return memory.keys_of[part]; }
+    const scalar* v(int64_t part) const { return memory.keys_of[part] + to_values; }
     const factor* weights_of(int64_t r, int64_t p) const { return (const factor*)scores_of(r) + p; }
     int64_t page_of(int64_t r, int64_t start) const { return batch.pages[batch.tables[r] + start / PAGE] * page_step; }
     int64_t place_of(int64_t slot) const { return slot / PAGE * page_step + slot % PAGE * HEAD_DIM; }
@@ -214,44 +222,52 @@ class Attention {
                 visit(r, end, start);
             }
     }
-    const scalar* next_of(int64_t r, int64_t start, const scalar* cache) const {
+    const scalar* next_of(int64_t r, int64_t start, const scalar* cache, int64_t part) const {
         const bool more = start + PAGE < batch.direct[r];
-        return more ? cache + page_of(r, start + PAGE) : v + page_of(r, 0);
+        return more ? cache + page_of(r, start + PAGE) : v(part) + page_of(r, 0);
     }
 
     // May write scores past the positions that a row reads through its pages; later steps overwrite them.
     void score_pages() {
         each_page([&](int64_t r, int64_t end, int64_t start) {
             const int64_t most = *std::max_element(batch.direct + r, batch.direct + end) - start;
-            transpose_keys(k + page_of(r, start), std::min(most, PAGE), memory.keys, next_of(r, start, k));
-            score<PAGE / LANES>((end - r) * group, queries_of(r), memory.keys, scores_of(r) + start, stride);
+            for (int64_t part = 0; part < parts; part++) {
+                const scalar *page = k(part) + page_of(r, start), *next = next_of(r, start, k(part), part);
+                transpose_keys(page, std::min(most, PAGE), memory.keys, next);
+                score<PAGE / LANES>((end - r) * group, queries_of(part, r), memory.keys, scores_of(r) + start, stride,
+                                    part);
+            }
         });
     }
 
-    void score_scattered(const Scattered& part) {
-        const int64_t count = part.slots.size(), begin = part.places.front().row, end = part.places.back().row + 1;
-        for (int64_t i = 0; i < count; i++)
-            std::memcpy(memory.gathered + i * HEAD_DIM, k + place_of(part.slots[i]), HEAD_DIM * sizeof(scalar));
-        transpose_keys(memory.gathered, count, memory.keys, memory.gathered);
+    void score_scattered(const Scattered& some) {
+        const int64_t count = some.slots.size(), begin = some.places.front().row, end = some.places.back().row + 1;
         float* found = memory.found.data();
         const auto compute = count <= LANES ? score<1> : count <= 2 * LANES ? score<2> : score<PAGE / LANES>;
-        compute((end - begin) * group, queries_of(begin), memory.keys, found, PAGE);
-        for (const auto& place : part.places)
+        for (int64_t part = 0; part < parts; part++) {
+            for (int64_t i = 0; i < count; i++)
+                std::memcpy(memory.gathered + i * HEAD_DIM, k(part) + place_of(some.slots[i]),
+                            HEAD_DIM * sizeof(scalar));
+            transpose_keys(memory.gathered, count, memory.keys, memory.gathered);
+            compute((end - begin) * group, queries_of(part, begin), memory.keys, found, PAGE, part);
+        }
+        for (const auto& place : some.places)
             for (int64_t g = 0; g < group; g++)
                 scores_of(place.row)[g * stride + place.position] =
                     found[((place.row - begin) * group + g) * PAGE + place.column];
     }
 
-    void weigh_pages() {
+    void weigh_pages(int64_t part) {
         each_page([&](int64_t r, int64_t end, int64_t start) {
             const int64_t most = std::min(*std::max_element(batch.direct + r, batch.direct + end) - start, PAGE);
             const int64_t least = std::min(*std::min_element(batch.direct + r, batch.direct + end) - start, PAGE);
-            const uint32_t* units = pair_up_page(v + page_of(r, start), most, next_of(r, start, v));
+            const uint32_t* units = pair_up_page(v(part) + page_of(r, start), most, next_of(r, start, v(part), part));
             if (least == most)
-                return weigh((end - r) * group, weights_of(r, start), weight_stride, most / PAIR, units, totals_of(r));
+                return weigh((end - r) * group, weights_of(r, start), weight_stride, most / PAIR, units,
+                             totals_of(part, r));
             for (int64_t i = r; i < end; i++) {
                 const int64_t count = std::min(batch.direct[i] - start, PAGE);
-                weigh(group, weights_of(i, start), weight_stride, count / PAIR, units, totals_of(i));
+                weigh(group, weights_of(i, start), weight_stride, count / PAIR, units, totals_of(part, i));
             }
         });
     }
@@ -271,58 +287,66 @@ class Attention {
 
     // Adds the values of scattered positions, and the value of the last position read through a page if it completes no
     // pair.
-    void weigh_scattered(int64_t r) {
+    void weigh_scattered(int64_t part, int64_t r) {
         const int64_t begin = std::max(batch.direct[r] / PAIR * PAIR, first_page_of(r));
         for (int64_t p = begin; p < length_of(r); p += PAGE) {
             const int64_t count = std::min(length_of(r) - p, PAGE);
             for (int64_t i = 0; i < count; i += PAIR) {
-                const scalar* value = v + place_of(r, p + i);
+                const scalar* value = v(part) + place_of(r, p + i);
 #if BF16
                 static const scalar nothing[HEAD_DIM] = {};
-                pair_up(value, i + 1 < count ? v + place_of(r, p + i + 1) : nothing, memory.values + i / 2 * HEAD_DIM);
+                pair_up(value, i + 1 < count ? v(part) + place_of(r, p + i + 1) : nothing,
+                        memory.values + i / 2 * HEAD_DIM);
 #else
                 std::memcpy(memory.values + i * HEAD_DIM, value, HEAD_DIM * sizeof(scalar));
 #endif
             }
-            weigh(group, weights_of(r, p), weight_stride, (count + PAIR - 1) / PAIR, memory.values, totals_of(r));
+            weigh(group, weights_of(r, p), weight_stride, (count + PAIR - 1) / PAIR, memory.values, totals_of(part, r));
         }
     }
 
   public:
-    // k, v: the head's part of page 0. window, cap, sinks: as in Layer and Model, sinks those of the group.
-    Attention(Memory& memory, const Batch& batch, int64_t first, int64_t last, const scalar* k, const scalar* v,
-              int64_t kv_heads, int64_t group, int64_t window, float cap, const float* sinks)
-        : memory(memory), batch(batch), first(first), last(last), group(group), page_step(kv_heads * PAGE * HEAD_DIM),
-          stride((longest(batch, first, last) + PAGE - 1) / PAGE * PAGE),
-          weight_stride(stride * sizeof(float) / sizeof(factor)), window(window), cap(cap), sinks(sinks), k(k), v(v) {
+    // memory: with the keys of the head's parts, whose values are `to_values` behind them. plane_heads: heads in a page.
+    // window, cap, sinks: as in Layer and Model, sinks those of the group.
+    Attention(Memory& memory, const Batch& batch, int64_t first, int64_t last, int64_t to_values, int64_t plane_heads,
+              int64_t group, int64_t window, float cap, const float* sinks)
+        : memory(memory), batch(batch), first(first), last(last), group(group),
+          page_step(plane_heads * PAGE * HEAD_DIM), stride((longest(batch, first, last) + PAGE - 1) / PAGE * PAGE),
+          weight_stride(stride * sizeof(float) / sizeof(factor)), window(window), cap(cap), sinks(sinks),
+          parts(memory.keys_of.size()), to_values(to_values) {
         const int64_t queries = index_of(last);
         memory.scores.resize(queries * stride);
-        memory.totals.assign(queries * HEAD_DIM, 0.0f);
+        memory.totals.assign(parts * queries * HEAD_DIM, 0.0f);
         memory.masses.resize(queries);
         memory.found.resize(queries * PAGE);
-        memory.queries.resize(queries * HEAD_DIM);
+        memory.queries.resize(parts * queries * HEAD_DIM);
     }
 
     // q: scaled queries; the group's heads of row r are at q + r * q_step. out: likewise with out_step.
     void run(const std::vector<Scattered>& scattered, const float* q, int64_t q_step, scalar* out, int64_t out_step) {
-        for (int64_t i = 0; i < index_of(last); i++)
+        const int64_t queries = index_of(last);
+        for (int64_t i = 0; i < parts * queries; i++) {
+            const int64_t index = i % queries, part = i / queries;
+            const float* from = q + (first + index / group) * q_step + (index % group * parts + part) * HEAD_DIM;
             for (int64_t j = 0; j < HEAD_DIM; j += LANES)
-                store_factors(memory.queries.data() + i * HEAD_DIM + j,
-                              load<vec>(q + (first + i / group) * q_step + i % group * HEAD_DIM + j));
+                store_factors(memory.queries.data() + i * HEAD_DIM + j, load<vec>(from + j));
+        }
         score_pages();
-        for (const Scattered& part : scattered) score_scattered(part);
+        for (const Scattered& some : scattered) score_scattered(some);
         for (int64_t r = first; r < last; r++)
             for (int64_t g = 0; g < group; g++)
                 memory.masses[index_of(r) + g] = softmax(scores_of(r) + g * stride, begin_of(r), length_of(r), cap,
                                                          sinks ? sinks + g : nullptr);
-        weigh_pages();
-        for (int64_t r = first; r < last; r++) {
-            weigh_scattered(r);
-            for (int64_t g = 0; g < group; g++) {
-                const float* total = totals_of(r) + g * HEAD_DIM;
-                const vec mass = splat(memory.masses[index_of(r) + g]);
-                for (int64_t i = 0; i < HEAD_DIM; i += LANES)
-                    store(out + r * out_step + g * HEAD_DIM + i, load<vec>(total + i) / mass);
+        for (int64_t part = 0; part < parts; part++) {
+            weigh_pages(part);
+            for (int64_t r = first; r < last; r++) {
+                weigh_scattered(part, r);
+                for (int64_t g = 0; g < group; g++) {
+                    const float* total = totals_of(part, r) + g * HEAD_DIM;
+                    const vec mass = splat(memory.masses[index_of(r) + g]);
+                    scalar* to = out + r * out_step + (g * parts + part) * HEAD_DIM;
+                    for (int64_t i = 0; i < HEAD_DIM; i += LANES) store(to + i, load<vec>(total + i) / mass);
+                }
             }
         }
     }

@@ -23,8 +23,8 @@ struct Batch {
     const int64_t *starts, *counts;  // [num_rows]: start and number of the other positions' slots in `paths`
     const int64_t *pages, *paths;
     const int64_t* positions;  // [num_rows], rows of the rotations
-    const float* rotation;     // [positions, ropes, 2, HEAD_DIM]: cos, signed sin
-    void* cache;               // [num_layers, 2, num_pages, kv_heads, PAGE, HEAD_DIM] in the model's dtype
+    const float* rotation;     // [positions, ropes, 2, widest_head]: cos, signed sin
+    void* cache;               // [num_planes, 2, num_pages, kv_heads, PAGE, HEAD_DIM] in the model's dtype
     int64_t num_pages;
     void* out;  // [num_rows, hidden] in the model's dtype
     // All in the model's dtype, or null:

@@ -1,7 +1,8 @@
 """Experts of a sparse layer in the layout of the compiled library (`experts_cpu.h`)."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +40,14 @@ class CompiledExperts(NamedTuple):
     groups: int  # number of groups of experts
     chosen_groups: int  # number of groups from which a row chooses
     latent: tuple[Weight, Weight] | None = None  # projections before and after the experts other than the shared one
+    scales: Tensor | None = None  # this and the norms: of experts beside a dense MLP, factors on the weights
+    norms: Mapping[str, Tensor] = MappingProxyType({})
 
     def pack(
         self,
         linear: Callable[[Any, Tensor | None], ctypes.Structure],  # packs a weight and its bias, or None for no layer
         floats: Callable[[Tensor | None], int | None],  # returns the address of a tensor in fp32
+        norm: Callable[[Tensor | None, None], ctypes.Structure],  # packs the weight of a norm
     ) -> list[Any]:
         """Return the struct of the experts, and the arrays to which it points."""
         gate_up, down = ((_LinearStruct * len(self.experts))() for _ in range(2))
@@ -64,6 +68,8 @@ class CompiledExperts(NamedTuple):
             self.groups,
             self.chosen_groups,
             self.scale,
+            floats(self.scales),
+            **{name: norm(weight, None) for name, weight in self.norms.items()},
         )
         return [struct, gate_up, down]
 

@@ -123,11 +123,13 @@ struct Experts {  // of a sparse layer; one form for all experts
     const float* correction;       // [padded count], added to the scores by which experts are chosen, or null
     int64_t count, top_k, scoring, normalized, groups, chosen_groups;  // as in `Experts` (experts.py)
     float scale;
+    const float* scales;  // this and the norms: of experts beside a dense MLP, otherwise null
+    Norm router_norm, experts_norm, experts_post_norm, shared_post_norm;
 };
 
 struct Layer {
     Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;
-    const float* head_norm;  // [heads + kv_heads, HEAD_DIM], or null
+    const float* head_norm;  // [normed_heads, head size], or null
     const float* sinks;      // [heads], or null
     // qkv: of a recurrent layer, the projections that `RecurrentRows` mixes; gate_up, down: of a sparse layer, those of
     // its shared expert, if it has one
@@ -139,6 +141,13 @@ struct Layer {
     const float *dt_bias, *rate, *skip, *gain;
     int64_t query_rope, rope;  // indices of the ropes of queries and of keys
     int64_t window;            // number of positions that a row attends to, 0: all
+    // K/V: their heads, parts of HEAD_DIM of a head, first plane in the cache, and whether the layer writes them. Of the
+    // heads of Q, K and V, the first `normed_heads` are normalised by `head_norm`.
+    int64_t kv_heads, parts, plane, owns_kv, normed_heads;
+    Linear input_gate, input_out;  // of the layer's own inputs, if it has any
+    Norm input_norm;
+    int64_t index;  // of the layer in the whole model
+    float scalar;   // factor on the residual stream after the layer
 };
 
 struct Update {  // of a product W x: W x + B A x
@@ -163,12 +172,19 @@ struct Model {
     int64_t embed_type;       // the blocks' number in GGUF files
     const scalar* positions;  // learned positions [positions, hidden], or null
     Norm final_norm;
+    // Inputs of layers: (norm(product of the embedding) + row of the table times input_scale), [layers, input_size].
+    const void* input_embed;
+    int64_t input_type, input_size;  // input_type: as embed_type; input_size: 0 for none
+    Linear input_project;
+    Norm input_norm;
+    float input_scale, input_eps;
     int64_t hidden, mlp, threads;
     // As in `Architecture` (decoder_cpu.py); a score_cap of 0 is none.
     int64_t num_heads, num_kv_heads, activation, layer_norm, parallel, num_ropes, output_gate;
     int64_t kernel, channels, key_heads, state_heads, key_dim, value_dim, tiled, rates;
     float mixer_eps, beta_scale, norm_eps, query_scale, embed_scale, score_cap;
     int64_t wide_head_norm, norm_after_rope;
+    int64_t widest_head;  // of the layers, a multiple of HEAD_DIM; 0: HEAD_DIM
 };
 
 }  // extern "C"
@@ -188,10 +204,10 @@ enum FactorForm { FLOATS, HALVES, CODES };  // fp32, fp16, or int8 times an fp16
 class Pass {
     const Model& model;
     const Batch& batch;
-    const int64_t n, hidden, heads, kv_heads, mlp, width, pool;  // pool: scalars of a layer's keys
+    const int64_t n, hidden, heads, plane_heads, mlp, pool;  // pool: scalars of the keys of a plane
     const int threads;
-    static inline thread_local std::vector<float> stream, wide;
-    static inline thread_local std::vector<scalar> narrow, normed_rows;
+    static inline thread_local std::vector<float> stream, wide, layer_inputs, dense;
+    static inline thread_local std::vector<scalar> narrow, normed_rows, router_rows;
     float *x, *y;
     scalar *a, *h;
     const int64_t block;  // rows that are processed together, so that they share the reordering of pages
@@ -205,18 +221,54 @@ class Pass {
         return (rows + blocks - 1) / blocks;
     }
 
-    scalar* keys(int64_t layer) const { return (scalar*)batch.cache + 2 * layer * pool; }
+    // Returns the address of a part of a layer's keys in page 0; the values are `pool` behind.
+    scalar* keys(const Layer& layer, int64_t part) const {
+        const int64_t plane = layer.plane + part / plane_heads;
+        return (scalar*)batch.cache + 2 * plane * pool + part % plane_heads * PAGE * HEAD_DIM;
+    }
+
+    // Returns the number of projections of a row of a layer with attention.
+    int64_t width_of(const Layer& layer) const {
+        const int64_t read = heads * (model.output_gate ? 2 : 1), written = layer.owns_kv ? 2 * layer.kv_heads : 0;
+        return (read + written) * layer.parts * HEAD_DIM;
+    }
 
     // Calls body(row) for each row.
     template <class Body> void for_rows(const Body& body) const { parallel(threads_of_rows(n, threads), n, body); }
 
+    // Writes a row of blocks of a table of `width` values a row to `to`.
+    static void read_blocks(const void* table, int64_t type, int64_t row, int64_t width, float* to) {
+        const BlockFormat& format = format_of(type);
+        dequantize_row(type, (const uint8_t*)table + row * (width / format.values * format.bytes), width, to);
+    }
+
     // Returns a token's embedding, which is in blocks, valid until the next call.
     const scalar* embed_in_blocks(int64_t token) const {
-        const BlockFormat& format = format_of(model.embed_type);
-        const uint8_t* from = (const uint8_t*)model.embed + token * (hidden / format.values * format.bytes);
-        dequantize_row(model.embed_type, from, hidden, y);
+        read_blocks(model.embed, model.embed_type, token, hidden, y);
         for (int64_t i = 0; i < hidden; i += LANES) store(h + i, load<vec>(y + i));
         return h;
+    }
+
+    // Makes the inputs of all layers.
+    void make_inputs() const {
+        const int64_t width = model.input_project.stride, size = model.input_size;
+        layer_inputs.resize(n * width);
+        float* const made = layer_inputs.data();  // of this thread
+        norm({}, h);
+        linear(model.input_project, h, n, made, STORE, threads);
+        for_rows([&](int64_t r) {
+            static thread_local std::vector<float> found;
+            found.resize(width);
+            const int64_t token = batch.tokens[r];
+            if (model.input_type) read_blocks(model.input_embed, model.input_type, token, width, found.data());
+            else for (int64_t i = 0; i < width; i++) found[i] = to_float(((const scalar*)model.input_embed)[token * width + i]);
+            for (float *row = made + r * width, *end = row + width; row < end; row += size) {
+                const float* entry = found.data() + (row - made - r * width);
+                const Moments of = moments(row, size, model.input_eps, false);
+                for (int64_t i = 0; i < size; i += LANES)
+                    store(row + i, normed(row, of, model.input_norm, i) + load<vec>(entry + i) * model.input_scale);
+            }
+        });
     }
 
     void embed() {
@@ -233,6 +285,7 @@ class Pass {
                 x[r * hidden + i] = value;
             }
         }
+        if (model.input_size) make_inputs();
     }
 
     void norm(const Norm& norm, scalar* out) const {
@@ -266,43 +319,50 @@ class Pass {
     void add(const Layer& layer, Linear Layer::*matrix, Update LayerUpdates::*update, const Norm& norm) {
         if (!norm.weight) return multiply(layer, matrix, update, a, x, ADD);
         multiply(layer, matrix, update, a, y, STORE);
+        add_normed(y, norm, x);
+    }
+
+    // Adds normalised rows to others.
+    void add_normed(const float* rows, const Norm& norm, float* sums) const {
         for_rows([&](int64_t r) {
-            const float* row = y + r * hidden;
-            float* to = x + r * hidden;
+            const float* row = rows + r * hidden;
+            float* to = sums + r * hidden;
             const Moments of = moments(row, hidden, model.norm_eps, model.layer_norm);
             for (int64_t i = 0; i < hidden; i += LANES) store(to + i, load<vec>(to + i) + normed(row, of, norm, i));
         });
     }
 
-    // Normalises the heads of Q and K of a row.
+    // Normalises the heads of a row's projections.
     void norm_heads(const Layer& layer, float* row) const {
-        for (int64_t first = 0, step; first < heads + kv_heads; first += step) {
-            step = !model.wide_head_norm ? 1 : first ? kv_heads : heads;
-            float* from = row + first * HEAD_DIM;
-            const Moments of = moments(from, step * HEAD_DIM, model.norm_eps, false);
-            const Norm norm = {layer.head_norm + first * HEAD_DIM, nullptr};
-            for (int64_t i = 0; i < step * HEAD_DIM; i += LANES) store(from + i, normed(from, of, norm, i));
+        const int64_t dim = layer.parts * HEAD_DIM;
+        for (int64_t first = 0, step; first < layer.normed_heads; first += step) {
+            step = !model.wide_head_norm ? 1 : first ? layer.kv_heads : heads;
+            float* from = row + first * dim;
+            const Moments of = moments(from, step * dim, model.norm_eps, false);
+            const Norm norm = {layer.head_norm + first * dim, nullptr};
+            for (int64_t i = 0; i < step * dim; i += LANES) store(from + i, normed(from, of, norm, i));
         }
     }
 
     // Normalises, rotates and scales a row's heads, and writes its K and V to the cache.
-    void rotate_and_write(const Layer& layer, int64_t r, scalar* k, scalar* v) {
-        float rotated[HEAD_DIM], *row = y + r * width;
+    void rotate_and_write(const Layer& layer, int64_t r) {
+        const int64_t dim = layer.parts * HEAD_DIM, kv_heads = layer.owns_kv ? layer.kv_heads : 0;
+        float* const row = y + r * width_of(layer);
         if (layer.head_norm && !model.norm_after_rope) norm_heads(layer, row);
         for (int64_t i = 0; model.num_ropes && i < heads + kv_heads; i++) {
             const int64_t angle = batch.positions[r] * model.num_ropes + (i < heads ? layer.query_rope : layer.rope);
-            rotate(row + i * HEAD_DIM, batch.rotation + angle * 2 * HEAD_DIM, rotated);
-            std::memcpy(row + i * HEAD_DIM, rotated, sizeof rotated);
+            const int64_t step = model.widest_head ? model.widest_head : HEAD_DIM;
+            const float* cos = batch.rotation + angle * 2 * step;
+            rotate(row + i * dim, cos, cos + step, dim);
         }
         if (layer.head_norm && model.norm_after_rope) norm_heads(layer, row);
-        for (int64_t i = 0; i < heads * HEAD_DIM; i += LANES) store(row + i, load<vec>(row + i) * model.query_scale);
-        const int64_t slot = batch.slots[r], first = (slot / PAGE * kv_heads * PAGE + slot % PAGE) * HEAD_DIM;
-        for (int64_t i = 0; i < kv_heads; i++) {
-            const float* key = y + r * width + (heads + i) * HEAD_DIM;
-            for (int64_t j = 0; j < HEAD_DIM; j += LANES) {
-                store(k + first + i * PAGE * HEAD_DIM + j, load<vec>(key + j));
-                store(v + first + i * PAGE * HEAD_DIM + j, load<vec>(key + kv_heads * HEAD_DIM + j));
-            }
+        for (int64_t i = 0; i < heads * dim; i += LANES) store(row + i, load<vec>(row + i) * model.query_scale);
+        const int64_t slot = batch.slots[r], first = (slot / PAGE * plane_heads * PAGE + slot % PAGE) * HEAD_DIM;
+        for (int64_t i = 0; i < kv_heads * layer.parts; i++) {
+            const float *key = row + heads * dim + i * HEAD_DIM, *value = key + kv_heads * dim;
+            scalar *const to = keys(layer, i) + first;
+            for (int64_t j = 0; j < HEAD_DIM; j += LANES) store(to + j, load<vec>(key + j));
+            for (int64_t j = 0; j < HEAD_DIM; j += LANES) store(to + pool + j, load<vec>(value + j));
         }
     }
 
@@ -323,15 +383,18 @@ class Pass {
     }
 
     // Writes the attention of the projections in `y` to `a`.
-    void attend(const Layer& layer, scalar* k, scalar* v) {
-        const int64_t group = heads / kv_heads, blocks = scattered.size(), size = heads * HEAD_DIM;
-        for_rows([&](int64_t r) { rotate_and_write(layer, r, k, v); });
-        parallel(threads, kv_heads * blocks, [&](int64_t index) {
-            const int64_t i = index / blocks, r = index % blocks * block;
-            const int64_t head = i * group * HEAD_DIM, page = i * PAGE * HEAD_DIM;
+    void attend(const Layer& layer) {
+        const int64_t dim = layer.parts * HEAD_DIM, group = heads / layer.kv_heads, size = heads * dim;
+        const int64_t blocks = scattered.size(), width = width_of(layer);
+        for_rows([&](int64_t r) { rotate_and_write(layer, r); });
+        parallel(threads, layer.kv_heads * blocks, [&](int64_t index) {
+            const int64_t i = index / blocks, r = index % blocks * block, head = i * group * dim;
             static thread_local Memory memory;
-            Attention attention(memory, batch, r, std::min(r + block, n), k + page, v + page, kv_heads, group,
-                                layer.window, model.score_cap, layer.sinks ? layer.sinks + i * group : nullptr);
+            memory.keys_of.resize(layer.parts);
+            for (int64_t part = 0; part < layer.parts; part++)
+                memory.keys_of[part] = keys(layer, i * layer.parts + part);
+            Attention attention(memory, batch, r, std::min(r + block, n), pool, plane_heads, group, layer.window,
+                                model.score_cap, layer.sinks ? layer.sinks + i * group : nullptr);
             attention.run(scattered[r / block], y + head, width, a + head, size);
         });
         if (!model.output_gate) return;
@@ -357,6 +420,7 @@ class Pass {
     void add_mlp(const Layer& layer) {
         multiply(layer, &Layer::gate_up, &LayerUpdates::gate_up, h, y, STORE);
         activate_rows(y, n, layer.gate_up.stride, layer.down.inputs, a);
+        if (layer.experts && layer.experts->scales) return add_beside(layer);
         if (!layer.experts || !layer.experts->shared_scale.weight)
             return add(layer, &Layer::down, &LayerUpdates::down, layer.mlp_post_norm);
         static thread_local std::vector<float> memory;
@@ -373,8 +437,23 @@ class Pass {
         });
     }
 
-    // Adds the outputs of the experts of the normalised rows `h` to the residual stream.
-    void add_experts(const Experts& of) {
+    // Adds the experts beside a dense MLP to the residual stream, and this MLP, whose activations are in `a`.
+    void add_beside(const Layer& layer) {
+        const Experts& of = *layer.experts;
+        linear(layer.down, a, n, y, STORE, threads);
+        dense.assign(2 * n * hidden, 0.0f);
+        float *const sums = dense.data(), *const routed = sums + n * hidden;  // of this thread
+        add_normed(y, of.shared_post_norm, sums);
+        router_rows.resize(n * hidden);
+        norm(of.router_norm, router_rows.data());
+        norm(of.experts_norm, h);
+        add_experts(of, router_rows.data(), routed);
+        add_normed(routed, of.experts_post_norm, sums);
+        add_normed(sums, layer.mlp_post_norm, x);
+    }
+
+    // Adds the outputs of the experts of the normalised rows `h`, which the router chooses by other rows, to `sums`.
+    void add_experts(const Experts& of, const scalar* router_rows, float* sums) {
         static thread_local Routed routed;
         Routed& to = routed;  // of this thread
         const int64_t k = of.top_k, size = of.down->inputs, step = of.gate_up->stride, outputs = of.router.stride;
@@ -382,7 +461,7 @@ class Pass {
         const bool latent = of.latent_in.weight;
         to.scores.resize(n * outputs), to.choice.resize(n * outputs);
         to.chosen.resize(n * k), to.weights.resize(n * k);
-        linear(of.router, h, n, to.scores.data(), STORE, threads);
+        linear(of.router, router_rows, n, to.scores.data(), STORE, threads);
         for_rows([&](int64_t r) {
             choose_experts(of, to.scores.data() + r * outputs, to.choice.data() + r * outputs, to.chosen.data() + r * k,
                            to.weights.data() + r * k);
@@ -405,24 +484,41 @@ class Pass {
                 for (int64_t j = 0; j < k; j++)
                     total += to.weights[r * k + j] * load<vec>(to.outputs.data() + to.places[r * k + j] * ends + i);
                 if (latent) store(to.latent.data() + r * ends + i, total);
-                else store(x + r * hidden + i, load<vec>(x + r * hidden + i) + total);
+                else store(sums + r * hidden + i, load<vec>(sums + r * hidden + i) + total);
             }
         });
-        if (latent) linear(of.latent_out, to.latent.data(), n, x, ADD, threads);
+        if (latent) linear(of.latent_out, to.latent.data(), n, sums, ADD, threads);
+    }
+
+    // Adds what a layer makes of its own inputs to the residual stream, and scales the stream.
+    void finish(const Layer& layer) {
+        if (const int64_t size = layer.input_out.weight ? model.input_size : 0) {
+            norm({}, h);
+            linear(layer.input_gate, h, n, y, STORE, threads);
+            const float* own = layer_inputs.data() + layer.index * size;
+            for_rows([&](int64_t r) {
+                for (int64_t i = 0; i < size; i += LANES)
+                    store(a + r * size + i, activate(model.activation, load<vec>(y + r * size + i)) *
+                                                load<vec>(own + r * model.input_project.stride + i));
+            });
+            linear(layer.input_out, a, n, y, STORE, threads);
+            add_normed(y, layer.input_norm, x);
+        }
+        if (layer.scalar == 1.0f) return;
+        for (int64_t i = 0; i < n * hidden; i += LANES) store(x + i, load<vec>(x + i) * layer.scalar);
     }
 
   public:
     Pass(const Model& model, const Batch& batch)
         : model(model), batch(batch), n(batch.num_rows), hidden(model.hidden), heads(model.num_heads),
-          kv_heads(model.num_kv_heads), mlp(model.mlp),
-          width((heads * (model.output_gate ? 2 : 1) + 2 * kv_heads) * HEAD_DIM),
-          pool(batch.num_pages * kv_heads * PAGE * HEAD_DIM),
-          threads(int(model.threads)), block(block_of(n, kv_heads, threads)) {
+          plane_heads(model.num_kv_heads), mlp(model.mlp), pool(batch.num_pages * plane_heads * PAGE * HEAD_DIM),
+          threads(int(model.threads)), block(block_of(n, plane_heads, threads)) {
         stream.resize(n * hidden);
-        int64_t widest = std::max({width, 2 * mlp, hidden}), mixed = std::max(heads * HEAD_DIM, mlp);
+        int64_t widest = std::max({2 * mlp, hidden, model.input_size}), mixed = std::max(mlp, model.input_size);
         for (int64_t l = 0; l < batch.num_layers; l++) {
-            if (!model.layers[l].conv) continue;
-            widest = std::max(widest, model.layers[l].qkv.stride), mixed = std::max(mixed, model.layers[l].o.inputs);
+            const Layer& layer = model.layers[l];
+            widest = std::max(widest, layer.conv ? layer.qkv.stride : width_of(layer));
+            mixed = std::max(mixed, layer.o.inputs);
         }
         wide.resize(n * widest);
         narrow.resize(n * mixed);
@@ -435,31 +531,32 @@ class Pass {
     void write_context() {
         for (int64_t l = 0; l < batch.num_layers; l++) {
             linear(model.layers[l].qkv, (const scalar*)batch.inputs, n, y, STORE, threads);
-            for_rows([&](int64_t r) { rotate_and_write(model.layers[l], r, keys(l), keys(l) + pool); });
+            for_rows([&](int64_t r) { rotate_and_write(model.layers[l], r); });
         }
     }
 
     void run() {
         embed();
         RecurrentRows recurrent(model, batch);
-        for (int64_t l = 0, attentions = 0, states = 0; l < batch.num_layers; l++) {
+        for (int64_t l = 0, states = 0; l < batch.num_layers; l++) {
             const Layer& layer = model.layers[l];
             keep(l);
             if (layer.o.weight) {  // otherwise the layer is an MLP
                 if (l == 0 && batch.qkv)
-                    for (int64_t i = 0; i < n * width; i++) y[i] = to_float(((const scalar*)batch.qkv)[i]);
+                    for (int64_t i = 0; i < n * width_of(layer); i++) y[i] = to_float(((const scalar*)batch.qkv)[i]);
                 else
                     project(layer);
                 const int64_t step = layer.qkv.stride;
                 if (layer.gain) recurrent.mix_heads(layer, states++, y, step, a, threads);
                 else if (layer.conv) recurrent.mix_conv(layer, states++, y, step, a, threads);
-                else attend(layer, keys(attentions), keys(attentions) + pool), attentions++;
+                else attend(layer);
                 if (model.parallel) norm(layer.mlp_norm, h);  // the input of the MLP excludes the output of attention
                 add(layer, &Layer::o, &LayerUpdates::o, layer.attn_post_norm);
             }
             if (!model.parallel && (layer.experts || layer.down.weight)) norm(layer.mlp_norm, h);
-            if (layer.experts) add_experts(*layer.experts);
+            if (layer.experts && !layer.experts->scales) add_experts(*layer.experts, h, x);
             if (layer.down.weight) add_mlp(layer);
+            finish(layer);
         }
         keep(batch.num_layers);
         norm(model.final_norm, (scalar*)batch.out);

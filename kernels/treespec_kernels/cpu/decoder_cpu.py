@@ -7,7 +7,7 @@ model is bound by call overhead: 25 torch calls per layer at 1 to 15 us each.
 import copy
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, UpdatedRows
 from treespec_kernels.cpu.compiled_experts import CompiledExperts, expert_linears
 from treespec_kernels.cpu.compiled_plan import CompiledPlan
+from treespec_kernels.cpu.compiled_updates import set_updated
 from treespec_kernels.cpu.cpu_library import address_of, l3_bytes
 from treespec_kernels.cpu.decoder_library import DTYPES, STRUCTS, PanelLinear, Weight
 from treespec_kernels.cpu.huge_pages import HugePages
@@ -26,7 +27,9 @@ from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")  # in the order of the C++ enum
 
 _LANES = 16
-_NORMS, _LINEARS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"), ("qkv", "o", "gate_up", "down")
+_NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "input_norm")
+_LINEARS = ("qkv", "o", "gate_up", "down")
+_INPUTS = ("input_gate", "input_out")
 _FLOATS = ("head_norm", "sinks", "conv", "conv_bias", "dt_bias", "rate", "skip", "gain")
 _NormStruct, _LayerStruct, _LinearStruct = STRUCTS["Norm"], STRUCTS["Layer"], STRUCTS["Linear"]
 
@@ -36,7 +39,7 @@ class CompiledLayerWeights(NamedTuple):
 
     attn_norm: Tensor | None  # norms are [hidden_size]; None for inputs that are not normalised
     mlp_norm: Tensor | None
-    head_norm: Tensor | None  # norm of each head of Q and K, [num_heads + num_kv_heads, head_dim]
+    head_norm: Tensor | None  # norm of each head of Q, K and maybe V, [up to num_heads + 2 num_kv_heads, head_dim]
     qkv: Weight | Sequence[Weight] | None  # None in the first layer of a draft head, which is given these projections
     qkv_bias: Tensor | None
     o: Weight | Sequence[Weight] | None  # None in a layer that is only an MLP
@@ -63,6 +66,25 @@ class CompiledLayerWeights(NamedTuple):
     rate: Tensor | None = None  # the factor of softplus in the logarithm of the decay, [state_heads]
     skip: Tensor | None = None  # of Mamba 2: factor on the value that is added to the output, [state_heads]
     gain: Tensor | None = None  # of the norm of its output, [value_dim], of Mamba 2 [state_heads * value_dim]
+    # Where layers are unequal:
+    num_kv_heads: int | None = None  # None for the architecture's
+    parts: int = 1  # head sizes of the library in its head size
+    plane: int | None = None  # first plane of its K/V in the cache; None for that after the planes before, of one each
+    owns_kv: bool = True  # whether it writes K/V, instead of reading those of an earlier layer
+    input_gate: Weight | Sequence[Weight] | None = None  # of the layer's own inputs (`InputTable`)
+    input_out: Weight | Sequence[Weight] | None = None
+    input_norm: Tensor | None = None
+    scalar: Tensor | None = None  # factor on the residual stream after the layer, [1]
+
+
+class InputTable(NamedTuple):
+    """What makes the inputs of all layers of a token: norm(project x) + embed[token] * scale, x being its embedding."""
+
+    embed: Tensor | BlockWeight  # [vocab, num_layers * size]
+    project: Weight | Sequence[Weight]  # [num_layers * size, hidden_size]
+    gain: Tensor  # of the norm, [size]
+    scale: float
+    eps: float  # of the norm
 
 
 class Architecture(NamedTuple):
@@ -91,6 +113,7 @@ class Architecture(NamedTuple):
     rates: int = 0
     mixer_eps: float = 0.0  # of the norm of a recurrent layer's output
     beta_scale: float = 1.0
+    widest_head: int = 0  # head size of the rotations; 0 for that of the library
 
 
 class PassEntries(NamedTuple):
@@ -103,6 +126,7 @@ class PassEntries(NamedTuple):
     probs: int
     model: int  # addresses of their first arguments
     head: int
+    num_layers: int
     num_learned_positions: int  # number of learned positions, or 0
     hidden_bytes: int  # size of one row's hidden state
     threads: int
@@ -171,30 +195,6 @@ class PairInputs:
         return entries._replace(pairs=pairs, pairing=pairing, qkv_bytes=qkv_bytes, norm_output=norm_output)
 
 
-class CompiledUpdates:
-    """Low-rank updates of a model's products (LoRA), in the library's layout."""
-
-    def __init__(
-        self,
-        library: ctypes.CDLL,  # from `decoder_library.build`
-        # By layer, for "qkv", "o", "gate_up" and "down": A [rank, inputs] and B [outputs, rank] in the library's dtype,
-        # with an even rank; W x becomes W x + B (A x)
-        layers: Sequence[Mapping[str, tuple[Tensor, Tensor]]],
-    ):
-        self._linears: list[PanelLinear] = []  # keeps the tensors alive whose addresses are in the structs
-        self._layers = (STRUCTS["LayerUpdates"] * len(layers))()
-        for struct, updates in zip(self._layers, layers, strict=True):
-            for name, matrices in updates.items():
-                packed = [PanelLinear(library, matrix, None) for matrix in matrices]
-                setattr(struct, name, STRUCTS["Update"](*(linear.struct for linear in packed)))
-                self._linears += packed
-        self.address = ctypes.addressof(self._layers)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(linear.nbytes for linear in self._linears)
-
-
 class CompiledModel:
     """Model with packed weights that runs in the library."""
 
@@ -210,6 +210,7 @@ class CompiledModel:
         head: Weight | Sequence[Weight],  # weight of the LM head, [vocab, hidden]
         num_threads: int,  # number of threads of a pass; bits do not depend on it
         integer: bool = False,  # quantise activations to int8 before products with quantised weights
+        inputs: InputTable | None = None,  # of layers with inputs of their own
     ):
         self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
         self._integer = integer
@@ -221,8 +222,15 @@ class CompiledModel:
         self._linears: list[PanelLinear] = []
         self._structs: list[Any] = []
         self.dtype, self.hidden_size = dtype, embed.shape[1]
-        structs = [self._layer(layer) for layer in layers]
+        structs = list[ctypes.Structure]()
+        for layer in layers:
+            structs.append(self._layer(layer, len(structs), architecture.num_kv_heads))
+            if layer.plane is None:
+                structs[-1].plane = sum(not struct.conv for struct in structs[:-1])
         self._layers = (_LayerStruct * len(structs))(*structs)
+        table = inputs and inputs.embed
+        table_rows = table.rows if isinstance(table, BlockWeight) else table
+        self._held += [] if table_rows is None else [table_rows]
         numbers = architecture._asdict() | {"activation": ACTIVATIONS.index(architecture.activation)}
         self._model = STRUCTS["Model"](
             layers=ctypes.addressof(self._layers),
@@ -230,6 +238,13 @@ class CompiledModel:
             embed_type=BLOCK_TYPES[embed.kind].number if isinstance(embed, BlockWeight) else 0,
             positions=None if positions is None else positions.data_ptr(),
             final_norm=self._norm(*final_norm),
+            input_embed=None if table_rows is None else table_rows.data_ptr(),
+            input_type=BLOCK_TYPES[table.kind].number if isinstance(table, BlockWeight) else 0,
+            input_size=0 if inputs is None else len(inputs.gain),
+            input_project=self._linear(inputs and inputs.project, None),
+            input_norm=self._norm(inputs and inputs.gain, None),
+            input_scale=0.0 if inputs is None else inputs.scale,
+            input_eps=0.0 if inputs is None else inputs.eps,
             hidden=self.hidden_size,
             mlp=max(layer.down.inputs for layer in self._layers),
             threads=num_threads,
@@ -242,12 +257,12 @@ class CompiledModel:
                 for matrix in _matrices(linear):
                     matrix.streams = True
 
-    def keep(self, layers: Sequence[int], windows: Sequence[int | None]) -> "CompiledModel":
-        """Return a model of only these layers, with these windows, that shares the weights."""
+    def keep(self, layers: Sequence[int], windows: Sequence[int | None], planes: Sequence[int]) -> "CompiledModel":
+        """Return a model of only these layers, with these windows and planes, that shares the weights."""
         model = copy.copy(self)
         model._layers = (_LayerStruct * len(layers))(*(self._layers[i] for i in layers))
-        for layer, window in zip(model._layers, windows, strict=True):
-            layer.window = window or 0
+        for layer, window, plane in zip(model._layers, windows, planes, strict=True):
+            layer.window, layer.plane = window or 0, plane
         model._model = STRUCTS["Model"].from_buffer_copy(self._model)
         model._model.layers = ctypes.addressof(model._layers)
         return model
@@ -266,17 +281,24 @@ class CompiledModel:
         """Size of all weights in memory, in bytes."""
         return sum(tensor.nbytes for tensor in self._held)
 
-    def _layer(self, layer: CompiledLayerWeights) -> ctypes.Structure:
+    def _layer(self, layer: CompiledLayerWeights, index: int, num_kv_heads: int) -> ctypes.Structure:
         norms = {name: self._norm(getattr(layer, name), getattr(layer, f"{name}_bias", None)) for name in _NORMS}
-        linears = {name: self._linear(getattr(layer, name), getattr(layer, f"{name}_bias")) for name in _LINEARS}
+        linears = {
+            name: self._linear(getattr(layer, name), getattr(layer, f"{name}_bias", None))
+            for name in (*_LINEARS, *_INPUTS)
+        }
         floats = {name: self._floats(getattr(layer, name)) for name in _FLOATS}
         experts = None
         if layer.experts is not None:
-            packed = layer.experts.pack(self._linear, self._floats)
+            packed = layer.experts.pack(self._linear, self._floats, self._norm)
             self._structs += packed
             experts = ctypes.addressof(packed[0])
         ropes = dict(zip(("query_rope", "rope"), layer.ropes, strict=True))
-        return _LayerStruct(**norms, **linears, **floats, **ropes, window=layer.window or 0, experts=experts)
+        kv = {"kv_heads": layer.num_kv_heads or num_kv_heads, "parts": layer.parts, "owns_kv": layer.owns_kv}
+        kv |= {"plane": layer.plane or 0, "normed_heads": 0 if layer.head_norm is None else len(layer.head_norm)}
+        scalar = 1.0 if layer.scalar is None else float(layer.scalar)
+        parts = norms | linears | floats | ropes | kv
+        return _LayerStruct(**parts, window=layer.window or 0, experts=experts, index=index, scalar=scalar)
 
     def _floats(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -300,7 +322,7 @@ class CompiledModel:
         tokens: Tensor,  # int64 [num_rows]
         plan: CompiledPlan,  # from `plan_compiled`
         rotation: Tensor,  # fp32 [positions, 2 * num_ropes, head_dim], cos and signed sin of each rope, contiguous
-        kv: Tensor,  # [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] in the model's dtype, contiguous
+        kv: Tensor,  # [num_planes, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim] in the model's dtype, contiguous
         num_layers: int | None = None,  # number of layers to run; None for all
         learned_positions: Tensor | None = None,  # int64 [num_rows], indices into the learned position embeddings
         # [num_rows, hidden_size], the residual stream before the first layer; None for the embeddings
@@ -327,7 +349,7 @@ class CompiledModel:
         out = torch.empty(plan.num_rows, self.hidden_size, dtype=self.dtype, device="cpu")
         layer_indices = (ctypes.c_int64 * len(state_layers))(*state_layers)
         batch = self._batch(plan, rotation, kv, layers)
-        _set_updated(batch, updated)
+        set_updated(batch, updated)
         batch.tokens, batch.out = tokens.data_ptr(), out.data_ptr()
         batch.learned_positions = None if learned_positions is None else learned_positions.data_ptr()
         batch.inputs, batch.qkv, batch.states = (
@@ -368,7 +390,7 @@ class CompiledModel:
         batch = STRUCTS["Batch"](
             num_layers=len(self._layers), rotation=rotation.data_ptr(), cache=kv.data_ptr(), num_pages=kv.shape[2]
         )
-        _set_updated(batch, updated)
+        set_updated(batch, updated)
         logits = torch.empty(num_rows, self.vocab_size, dtype=self.dtype, device="cpu")
         self._library.treespec_tree_logits(
             ctypes.byref(self._model),
@@ -438,6 +460,7 @@ class CompiledModel:
             _address_of(self._library.treespec_probs),
             ctypes.addressof(self._model),
             ctypes.addressof(self._head),
+            len(self._layers),
             self._num_learned_positions,
             self.hidden_size * self.dtype.itemsize,
             self._threads,
@@ -457,18 +480,9 @@ class CompiledModel:
         entry(ctypes.byref(self._head), hidden.data_ptr(), len(hidden), out.data_ptr(), self._threads)
 
 
-def _set_updated(batch: ctypes.Structure, updated: Sequence[UpdatedRows]) -> None:
-    """Set the rows of a pass with the updates of adapters."""
-    if updated:
-        made = [STRUCTS["UpdatedRows"](rows.adapter.address, rows.first, rows.num_rows) for rows in updated]
-        structs = (STRUCTS["UpdatedRows"] * len(made))(*made)
-        batch.updated, batch.num_updated = ctypes.addressof(structs), len(structs)
-        batch.held = structs  # as long as the batch lives
-
-
 def _linears(layer: ctypes.Structure) -> list[ctypes.Structure]:
     """Return all projections of a layer."""
-    return [*(getattr(layer, name) for name in _LINEARS), *expert_linears(layer)]
+    return [*(getattr(layer, name) for name in (*_LINEARS, *_INPUTS)), *expert_linears(layer)]
 
 
 def _matrices(linear: ctypes.Structure | None) -> Iterator[ctypes.Structure]:

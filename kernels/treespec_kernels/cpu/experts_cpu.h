@@ -50,7 +50,10 @@ void choose_experts(const Experts& of, float* scores, float* choice, int64_t* ch
         total += weights[j];
     }
     const bool divides = of.normalized || of.scoring == SOFTMAX_OF_CHOSEN;
-    for (int64_t j = 0; j < of.top_k; j++) weights[j] = (divides ? weights[j] / total : weights[j]) * of.scale;
+    for (int64_t j = 0; j < of.top_k; j++) {
+        weights[j] = (divides ? weights[j] / total : weights[j]) * of.scale;
+        if (of.scales) weights[j] *= of.scales[chosen[j]];
+    }
 }
 
 // The rows of a pass ordered by expert, with the buffers of their products.

@@ -78,13 +78,13 @@ class DraftModels:
                     *entry[:4],
                     rotation.data_ptr(),
                     pool.data_ptr(),
-                    len(pool),
+                    entry.num_layers,
                     pool.shape[2],
-                    *entry[4:7],
+                    *entry[5:8],
                     ssm,
                     vocabulary if isinstance(vocabulary, int) else len(vocabulary),
                     None if isinstance(vocabulary, int) else address_of(vocabulary),
-                    *entry[7:],
+                    *entry[8:],
                 )
                 for ssm, entry, rotation, pool, vocabulary in zip(ssms, entries, rotations, pools, tokens, strict=True)
             )

@@ -52,11 +52,13 @@ inline vec normed(const float* x, Moments of, const Norm& norm, int64_t i) {
     return norm.bias ? y + load<vec>(norm.bias + i) : y;
 }
 
-void rotate(const float* x, const float* rotation, float* out) {
-    constexpr int64_t HALF = HEAD_DIM / 2;
-    for (int64_t i = 0; i < HALF; i++) {
-        out[i] = x[i] * rotation[i] + x[i + HALF] * rotation[HEAD_DIM + i];
-        out[i + HALF] = x[i + HALF] * rotation[i + HALF] + x[i] * rotation[HEAD_DIM + i + HALF];
+// Rotates a head of `size` dimensions in place.
+void rotate(float* x, const float* cos, const float* sin, int64_t size) {
+    const int64_t half = size / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float low = x[i], high = x[i + half];
+        x[i] = low * cos[i] + high * sin[i];
+        x[i + half] = high * cos[i + half] + low * sin[i + half];
     }
 }
 

@@ -125,7 +125,12 @@ class StepDraft(GroupDraft):
 
     model: StepModel
 
-    def read(self, chains: Sequence[Chain], counts: Sequence[int]) -> Rows:
+    def read(self, chains: Sequence[Chain], counts: Sequence[int]) -> Rows | None:
+        if not self.model.keeps_kv:  # only the tokens after which it is scored
+            chains = [(r, stop - count, stop) for (r, _, stop), count in zip(chains, counts, strict=True) if count]
+            counts = [count for count in counts if count]
+        if not chains:
+            return None
         ends = np.cumsum([stop - start for _, start, stop in chains])
         scored = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
         tokens, features = inputs_of(self.model, self.cache, chains)

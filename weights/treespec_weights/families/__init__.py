@@ -11,7 +11,7 @@ from typing import Any
 from treespec_weights.errors import Problem, UnsupportedModelError
 from treespec_weights.families import llama_like
 from treespec_weights.families.experts import GLM4_MOE, GPT_OSS, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
-from treespec_weights.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULTGEMMA
+from treespec_weights.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, VAULTGEMMA
 from treespec_weights.families.gpt import GPT2, GPT_NEOX, OPT
 from treespec_weights.families.lfm2 import LFM2, LFM2_MOE
 from treespec_weights.families.llama import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
@@ -25,6 +25,7 @@ _DECLARED: tuple[FamilyRules, ...]
 _DECLARED = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, LFM2, GEMMA, GEMMA2, GEMMA3, VAULTGEMMA, PHI3, GPT_NEOX, OPT, GPT2)
 _DECLARED += (MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, QWEN3_NEXT, LFM2_MOE, OLMOE, GLM4_MOE, GPT_OSS)
 _DECLARED += (GRANITE_HYBRID, NEMOTRON_H, BAMBA, MAMBA2, OLMO_HYBRID)
+_DECLARED += (GEMMA4, GEMMA4_UNIFIED)
 _DECLARED += tuple(rules for rules in vars(llama_like).values() if isinstance(rules, FamilyRules))
 
 FAMILIES = {rules.model_type: rules for rules in _DECLARED}

@@ -1,9 +1,14 @@
-"""Gemma 1 and 2, VaultGemma, and the text models of Gemma 3."""
+"""Gemma 1 and 2, VaultGemma, and the text models of Gemma 3 and 4."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from treespec_weights.errors import Problem
+from treespec_weights.experts import ExpertRules
 from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS, QK_NORMS
-from treespec_weights.rules import one_to_one
+from treespec_weights.rules import FULL_ATTENTION, MAX_DIMENSION, LayerSizes, TensorRule, one_to_one
 
 _NORMS = one_to_one(
     {
@@ -66,4 +71,131 @@ GEMMA3 = replace(
     constants={"post_norms": True, "qk_norm": True},
     assumed={"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256},
     score_cap=None,  # its configs have the key, but its attention ignores it
+)
+
+_SLIDING = "sliding_attention"
+_GATE, _UP, _DOWN = (f"layers.{{i}}.experts.{{e}}.{name}" for name in ("gate", "up", "down"))
+_SHARED = {f"layers.{{i}}.{name}": f"layers.{{i}}.shared.{name}" for name in ("gate", "up", "down")}
+
+
+def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """Read the sizes of Gemma 4's layers, in the keys of its publishers or in those of transformers 5."""
+
+    def natural(key: str, least: int, most: int, default: int) -> int:
+        value = default if (value := config.get(key)) is None else value
+        if type(value) is not int or not least <= value <= most:
+            problems.append(Problem("config", repr(key), f"{value!r} is not a whole number from {least} to {most}"))
+            return default
+        return value
+
+    count, wide = values["num_layers"], config.get("use_double_wide_mlp") is True
+    types = config.get("layer_types")
+    if types is None:
+        types = [_SLIDING if (i + 1) % 6 else FULL_ATTENTION for i in range(count)]
+    if not isinstance(types, list) or len(types) != count or not {*map(str, types)} <= {_SLIDING, FULL_ATTENTION}:
+        message = f"{types!r}; expected {_SLIDING!r} or {FULL_ATTENTION!r} for each of {count} layers"
+        problems.append(Problem("config", "'layer_types'", message))
+        return {}
+    types = [*types[:-1], FULL_ATTENTION]
+    own = count - natural("num_kv_shared_layers", 0, count - 1, 0)  # layers from here on read the K/V of earlier ones
+    same, overrides = config.get("attention_k_eq_v") is True, config.get("per_layer_config")
+    if overrides is None:
+        of_full = {"head_dim": natural("global_head_dim", 1, MAX_DIMENSION, 512)}
+        if same:
+            default = values["num_kv_heads"]
+            of_full["num_key_value_heads"] = natural("num_global_key_value_heads", 1, MAX_DIMENSION, default)
+        overrides = {str(i): of_full for i, kind in enumerate(types) if kind == FULL_ATTENTION}
+    sizes, last = list[LayerSizes](), dict[str, int]()
+    try:
+        by_layer = {int(i): dict(changes) for i, changes in overrides.items()}
+        for i, kind in enumerate(types):
+            changes = by_layer.get(i, {})
+            heads, dim = changes.pop("num_key_value_heads", values["num_kv_heads"]), changes.pop("head_dim", None)
+            dim = values["head_dim"] if dim is None else dim
+            if changes or type(heads) is not int or type(dim) is not int or heads < 1 or dim < 2:
+                raise ValueError
+            if i < own:
+                last[kind] = i
+            inter = values["intermediate_size"] * (2 if wide and i >= own else 1)
+            has_v = not (same and kind == FULL_ATTENTION)
+            sizes.append(LayerSizes(heads, dim, inter, i if i < own else last[kind], has_v))
+    except (AttributeError, TypeError, ValueError):
+        message = f"{overrides!r}; expected head_dim and num_key_value_heads by layer"
+        problems.append(Problem("config", "'per_layer_config'", message))
+        return {}
+    except KeyError as kind:
+        message = f"no layer before layer {own} is of type {kind}, whose K/V later layers read"
+        problems.append(Problem("config", "'num_kv_shared_layers'", message))
+        return {}
+    if uneven := [heads for heads, *_ in sizes if values["num_heads"] % heads]:
+        message = f"{values['num_heads']} is not a multiple of a layer's {uneven[0]} KV heads"
+        problems.append(Problem("config", "'num_attention_heads'", message))
+        return {}
+    dim = math.gcd(*(own.head_dim for own in sizes))
+    parts = math.gcd(*(own.num_kv_heads * own.head_dim // dim for own in sizes))
+    return {
+        "sizes": tuple(sizes),
+        "head_dim": dim,
+        "num_kv_heads": parts,
+        "per_layer_size": (size := natural("hidden_size_per_layer_input", 0, MAX_DIMENSION, 0)),
+        "per_layer_vocab": natural("vocab_size_per_layer_input", 0, MAX_DIMENSION, values["vocab_size"]) if size else 0,
+    }
+
+
+GEMMA4 = replace(
+    GEMMA3,
+    model_type="gemma4_text",
+    tensors=(
+        *GEMMA3.tensors,
+        *(TensorRule(rule.name, (_SHARED[rule.params[0]],)) for rule in GEMMA3.tensors if rule.params[0] in _SHARED),
+        *one_to_one(
+            {
+                "model.layers.{i}.layer_scalar": "layers.{i}.scalar",
+                "model.embed_tokens_per_layer.weight": "input_embed",
+                "model.per_layer_model_projection.weight": "input_project",
+                "model.per_layer_projection_norm.weight": "input_norm",
+                "model.layers.{i}.per_layer_input_gate.weight": "layers.{i}.input_gate",
+                "model.layers.{i}.per_layer_projection.weight": "layers.{i}.input_out",
+                "model.layers.{i}.post_per_layer_input_norm.weight": "layers.{i}.input_norm",
+                "model.layers.{i}.router.proj.weight": "layers.{i}.router",
+                "model.layers.{i}.router.scale": "layers.{i}.router_norm",
+                "model.layers.{i}.router.per_expert_scale": "layers.{i}.expert_scales",
+                "model.layers.{i}.pre_feedforward_layernorm_2.weight": "layers.{i}.experts_norm",
+                "model.layers.{i}.post_feedforward_layernorm_1.weight": "layers.{i}.shared_post_norm",
+                "model.layers.{i}.post_feedforward_layernorm_2.weight": "layers.{i}.experts_post_norm",
+                "model.layers.{i}.experts.down_proj": _DOWN,
+            }
+        ),
+        TensorRule("model.layers.{i}.experts.gate_up_proj", (_GATE, _UP)),
+    ),
+    alternatives=one_to_one(  # as GGUF files may have them
+        {f"model.layers.{{i}}.experts.{name}_proj": f"layers.{{i}}.experts.{{e}}.{name}" for name in ("gate", "up")}
+    ),
+    config_keys=LLAMA_SIZES,
+    defaults={"tied": True, "head_dim": 256},
+    constants={"post_norms": True, "qk_norm": True, "value_norm": True, "layer_scalar": True},
+    assumed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 1,  # queries are normalised instead
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+    },
+    norm="rms",
+    experts=ExpertRules(
+        count=("num_experts",),
+        switch="enable_moe_block",
+        top_k="top_k_experts",
+        shared_size="intermediate_size",
+        normalized=True,
+        beside=True,
+    ),
+    layer_sizes=_gemma4_sizes,
+    requires={"use_bidirectional_attention": (None, "vision"), "attention_bias": (None, False)},
+)
+
+# Gemma 4's layers without inputs per layer and without experts.
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    model_type="gemma4_unified_text",
+    assumed={"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 1},
 )

@@ -15,6 +15,7 @@ from treespec_weights.families import (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     GLM4_MOE,
     GPT_OSS,
     GRANITE_HYBRID,
@@ -54,6 +55,7 @@ ARCHITECTURES: Mapping[str, FamilyRules] = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "gemma4": GEMMA4,
     "phi3": PHI3,
     "arcee": llama_like.ARCEE,
     "cohere2": llama_like.COHERE2,
@@ -100,7 +102,7 @@ _CHANGES_LAYERS: Mapping[str, tuple[str, ...]] = {
 }
 _BIASES = {"o_bias": "attn_output", "mlp_bias": "ffn_up", "attention_bias": "attn_q"}
 # Distances between layers of full attention in models with windows, unless the file states others.
-_PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo2": 4, "cohere2": 4, "exaone4": 4, "gpt-oss": 2}
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma4": 6, "olmo2": 4, "cohere2": 4, "exaone4": 4, "gpt-oss": 2}
 _DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
 _MAY_BE_DENSE = ("granitehybrid", "nemotron_h")
 _PARTLY_ROTATED = ("phi3", "glm4", *_DELTA_NETS, "stablelm", "glm4moe")
@@ -120,6 +122,7 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+_NOT_ROTATED = 1e20
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models
 
 
@@ -153,6 +156,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         value = file.value(key)
         if isinstance(value, list) and rules.recurrent is not None:
             value = [entry for entry in value if entry]  # 0: layers without attention, or without an MLP
+        if isinstance(value, list) and value and rules.layer_sizes is not None:
+            value = value[0]  # `_unequal` reads those of other layers
         if isinstance(value, list) and value and all(entry == value[0] for entry in value):
             value = value[0]  # one entry per layer
         value = default if value is None else value
@@ -193,6 +198,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         config |= _experts(file, rules.experts, problems)
     config |= _attention(file, config, problems)
     config |= _recurrent(file, rules, natural)
+    if rules.layer_sizes is not None:
+        config |= _unequal(file, config, natural)
     if rules.rotary:
         config |= _positions(file, config, problems)
     if problems:
@@ -239,11 +246,11 @@ def _positive(file: GgufFile, key: str, default: float | None, problems: list[Pr
 
 def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dict[str, Any]:
     """Return the config keys of experts. Missing values are left to `ExpertRules.read`."""
-    keys = {"expert_count": rules.count[0], "expert_used_count": "num_experts_per_tok"}
+    keys = {"expert_count": rules.count[0], "expert_used_count": rules.top_k}
     keys |= {"leading_dense_block_count": rules.dense, "expert_weights_norm": "norm_topk_prob"}
     if rules.size != "intermediate_size":
         keys["expert_feed_forward_length"] = rules.size
-    if rules.shared_size is not None:
+    if rules.shared_size not in (None, "intermediate_size"):
         keys["expert_shared_feed_forward_length"] = rules.shared_size
     if rules.shared_count is not None:
         keys["expert_shared_count"] = rules.shared_count
@@ -264,6 +271,8 @@ def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dic
     found: dict[str, Any] = {"norm_topk_prob": file.architecture in ("qwen3moe", "qwen3next", "lfm2moe")}
     if file.architecture in _MAY_BE_DENSE:
         found[rules.count[0]] = 0
+    if rules.switch is not None:
+        found[rules.switch] = bool(file.value("expert_count"))
     return found | {name: value for key, name in keys.items() if (value := file.value(key)) is not None}
 
 
@@ -296,6 +305,31 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
         caps = {key: file.value(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
         found |= {"query_pre_attn_scalar": scalar} | {key: cap for key, cap in caps.items() if cap is not None}
+    return found
+
+
+def _unequal(file: GgufFile, config: Mapping[str, Any], natural: Callable[..., int]) -> dict[str, Any]:
+    """Return the config keys of Gemma 4's layers of unequal sizes, and of their inputs."""
+    kinds, kv_heads, widths = (
+        config["layer_types"],
+        *map(file.value, ("attention.head_count_kv", "feed_forward_length")),
+    )
+    full = kinds.index(FULL_ATTENTION) if FULL_ATTENTION in kinds else 0
+    found = {
+        "global_head_dim": config["head_dim"],
+        "head_dim": natural("attention.key_length_swa", config["head_dim"]),
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": file.value("attention.shared_kv_layers") or 0,
+        "use_double_wide_mlp": isinstance(widths, list) and len({*widths}) > 1,
+        "hidden_size_per_layer_input": file.value("embedding_length_per_layer_input") or 0,
+    }
+    if (cap := file.value("final_logit_softcapping")) is not None:
+        found["final_logit_softcapping"] = cap
+    if (table := file.tensors.get("per_layer_token_embd.weight")) is not None:
+        found["vocab_size_per_layer_input"] = table.shape[0]
+    if isinstance(kv_heads, list) and len(kv_heads) == len(kinds):
+        sliding = next((i for i, kind in enumerate(kinds) if kind != FULL_ATTENTION), full)
+        found |= {"num_key_value_heads": kv_heads[sliding], "num_global_key_value_heads": kv_heads[full]}
     return found
 
 
@@ -350,6 +384,12 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     """Return the config keys of the rotary embedding."""
     arch, head_dim = file.architecture, config["head_dim"]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", 10000.0, problems)}
+    if arch == "gemma4":  # dimensions of layers without a window whose frequencies have huge divisors are not rotated
+        divisors, theta = _factors(file, FACTORS[0]) or [], _positive(file, "rope.freq_base_swa", 10000.0, problems)
+        rotated = sum(2 for divisor in divisors if divisor < _NOT_ROTATED) or config["global_head_dim"]
+        rope |= {"rope_type": "proportional", "partial_rotary_factor": rotated / config["global_head_dim"]}
+        of_windows = {"rope_type": "default", "rope_theta": theta}
+        return {"rope_parameters": {"full_attention": rope, "sliding_attention": of_windows}}
     keys: dict[str, Any] = {}
     rotated = file.value("rope.dimension_count") or head_dim
     if arch in _PARTLY_ROTATED and type(rotated) is int and 0 < rotated <= head_dim:

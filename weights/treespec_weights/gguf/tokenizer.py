@@ -107,8 +107,9 @@ def have_equal_tokenizers(*files: GgufFile) -> bool:
 def stored_tokenizer(file: GgufFile) -> Any:
     """Return the tokenizers.Tokenizer of a GGUF file's metadata. Raises CheckpointError if they are unusable."""
     kind = file.metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        message = f"{kind!r} is not supported; supported: 'gpt2' (byte-level BPE), 'llama' (SentencePiece); {_REMEDY}"
+    if kind not in ("gpt2", "llama", "gemma4"):
+        names = "'gpt2' (byte-level BPE), 'llama' (SentencePiece), 'gemma4'"
+        message = f"{kind!r} is not supported; supported: {names}; {_REMEDY}"
         raise _refuse(file, "tokenizer.ggml.model", message)
     tokens, types = _strings(file, "tokens"), file.metadata.get("tokenizer.ggml.token_type")
     if not isinstance(types, list) or len(types) != len(tokens):
@@ -204,24 +205,15 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) 
 
     spelled = [_spelled(file, token) for token in tokens]
     vocab = {token: id for id, token in enumerate(spelled)}
-    if file.architecture.startswith("gemma"):  # its scores do not follow the order of merges
-        ranks: Sequence[float] = range(len(spelled))
+    if file.metadata["tokenizer.ggml.model"] == "gemma4":  # whose merges are stored
+        merges: Any = [tuple(merge.split(" ")) for merge in _strings(file, "merges")]
     else:
-        scores = file.metadata.get("tokenizer.ggml.scores")
-        if not isinstance(scores, list) or len(scores) != len(tokens):
-            raise _refuse(file, "tokenizer.ggml.scores", f"missing, or not one for each of {len(tokens):,} tokens")
-        ranks = [-score for score in scores]
-    merges = []
-    for token, id in vocab.items():
-        if types[id] in (_ORDINARY, _USER_DEFINED):
-            cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
-            merges += [(ranks[id], pair) for pair in cuts if pair[0] in vocab and pair[1] in vocab]
-    merges.sort(key=lambda merge: merge[0])
+        merges = _merges(file, vocab, types)
     unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
     tokenizer = Tokenizer(
         models.BPE(
             vocab,
-            [pair for _, pair in merges],
+            merges,
             unk_token=spelled[unknown] if type(unknown) is int and 0 <= unknown < len(spelled) else None,
             fuse_unk=True,
             byte_fallback=True,
@@ -233,6 +225,24 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) 
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer
+
+
+def _merges(file: GgufFile, vocab: Mapping[str, int], types: Sequence[int]) -> list[tuple[str, str]]:
+    """Return the merges of SentencePiece's tokens, in the order in which they apply."""
+    if file.architecture.startswith("gemma"):  # its scores do not follow the order of merges
+        ranks: Sequence[float] = range(len(types))
+    else:
+        scores = file.metadata.get("tokenizer.ggml.scores")
+        if not isinstance(scores, list) or len(scores) != len(types):
+            raise _refuse(file, "tokenizer.ggml.scores", f"missing, or not one for each of {len(types):,} tokens")
+        ranks = [-score for score in scores]
+    merges = list[tuple[float, tuple[str, str]]]()
+    for token, id in vocab.items():
+        if types[id] in (_ORDINARY, _USER_DEFINED):
+            cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
+            merges += [(ranks[id], pair) for pair in cuts if pair[0] in vocab and pair[1] in vocab]
+    merges.sort(key=lambda merge: merge[0])
+    return [pair for _, pair in merges]
 
 
 def _adds_space(file: GgufFile) -> bool:

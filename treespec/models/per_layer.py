@@ -1,0 +1,56 @@
+"""Inputs of each layer made of a token and its embedding (Gemma 4)."""
+
+from ctypes import CDLL
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treespec.models.layer import make_linear, take_projection
+from treespec.models.model_config import ModelConfig
+from treespec.models.norms import norm_heads
+from treespec_kernels.linear.linear import LinearImpl
+from treespec_weights.blocks import Blocks, Weights
+
+
+class PerLayerInputs:
+    """Inputs of all layers: (norm(W x) + e) / sqrt(2), of a token's embedding x and its row e of a table of its own."""
+
+    def __init__(
+        self, weights: Weights, config: ModelConfig, impl: LinearImpl, dtype: torch.dtype, library: CDLL | None
+    ):
+        self._dtype = dtype
+        self.embed, self.gain, self._scale, self._eps = take_input_table(weights, config, dtype)
+        self._project = make_linear(take_projection(weights, "", ("input_project",)), None, dtype, impl, library)
+
+    def __call__(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs of each layer, [num_rows, size], of tokens, int64 [num_rows], and their embeddings."""
+        rows = table_rows(self.embed, tokens, torch.float32)
+        found = self._project(x).float().unflatten(1, (-1, len(self.gain)))
+        norm_heads(found, self.gain, self._eps)
+        return found.add_(rows.view_as(found).mul_(self._scale)).to(self._dtype).unbind(1)
+
+    @property
+    def nbytes(self) -> int:
+        table = self.embed.rows if isinstance(self.embed, Blocks) else self.embed
+        return self._project.nbytes + self.gain.nbytes + table.nbytes
+
+
+def table_rows(table: Tensor | Blocks, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rows of an embedding for tokens, int64 [num_rows]."""
+    if isinstance(table, Blocks):
+        return table._replace(rows=table.rows[tokens]).dequantize(dtype)
+    return F.embedding(tokens, table).to(dtype)
+
+
+def take_input_table(
+    weights: Weights, config: ModelConfig, dtype: torch.dtype
+) -> tuple[Tensor | Blocks, Tensor, float, float]:
+    """Pop the table and the norm's weight, and return them with a factor on the table and the norm's epsilon.
+
+    The norm's weight and the factor include 1 / sqrt(2), and the epsilon that the product was divided by
+    sqrt(hidden_size). The table of a mapped file stays mapped, since a pass reads few of its rows.
+    """
+    gain, size = weights.pop("input_norm").float() * 0.5**0.5, config.shape.per_layer_size
+    scale = float(torch.tensor(size**0.5, dtype=dtype, device="cpu")) * 0.5**0.5
+    return weights.pop("input_embed"), gain, scale, config.norm_eps * config.shape.hidden_size

@@ -1,0 +1,97 @@
+"""Assistants of Gemma 4: drafts whose layers attend to the K/V of the target's layers; recognised, and loaded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from treespec_weights.draft_tensors import DraftTensors, config_error
+from treespec_weights.errors import CheckpointError
+from treespec_weights.families import family_of
+from treespec_weights.layouts import with_defaults
+from treespec_weights.rules import FamilyRules, ModelShape
+
+
+@dataclass(frozen=True)
+class AssistantForm:
+    """What a published folder says about an assistant."""
+
+    folder: Path
+    config: dict[str, Any]  # of its layers, as of a model with K/V of its own
+    rules: FamilyRules
+    target_hidden: int  # hidden size of the target
+    centroids: int  # number of equal groups of tokens; 0 if the head scores all tokens
+    top_centroids: int  # groups that it scores
+
+    @property
+    def name(self) -> str:
+        return "Gemma 4 assistant"
+
+    def describe(self, layers: Sequence[int]) -> str:
+        """Describe what it reads, given the result of `read_layers`."""
+        return "reads the target's output states and the K/V of its last layers"
+
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the target's output after its final norm, numbered as by `HeadForm.read_layers`."""
+        return (num_layers + 1,)
+
+
+class AssistantWeights(NamedTuple):
+    """Weights of an assistant, in the compute dtype."""
+
+    decoder: dict[str, Tensor]  # decoder parameters by name
+    before: Tensor  # projection of an embedding and a state of the target, [hidden, 2 * target_hidden]
+    after: Tensor  # of its output to a state of the target, [target_hidden, hidden]
+    centroids: Tensor | None  # [centroids, hidden]
+    groups: Tensor | None  # tokens by centroid, int64 [centroids, tokens of each]
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of values that a pass reads: the embedding is also the head."""
+        return sum(tensor.numel() for tensor in (*self.decoder.values(), self.before, self.after))
+
+
+def assistant_form(folder: Path, raw: Mapping[str, Any]) -> AssistantForm:
+    """Return the form of an assistant. Raises CheckpointConfigError for an invalid config."""
+    whole = with_defaults(folder, {key: value for key, value in raw.items() if key != "architectures"})
+    config = {"dtype": whole.get("dtype"), **whole["text_config"]} | {"num_kv_shared_layers": 0}
+    config |= {"tie_word_embeddings": True, "final_logit_softcapping": None, "model_type": config["model_type"]}
+    ordered, vocab = whole.get("use_ordered_embeddings"), config["vocab_size"]
+    centroids, top = (whole["num_centroids"], whole["centroid_intermediate_top_k"]) if ordered else (0, 0)
+    if centroids and (vocab % centroids or not 1 <= top <= centroids):
+        raise config_error(folder, "num_centroids", f"{top} of {centroids} centroids of {vocab} tokens")
+    return AssistantForm(folder, config, family_of(config, folder), int(whole["backbone_hidden_size"]), centroids, top)
+
+
+def load_assistant(
+    form: AssistantForm,
+    shape: ModelShape,  # of its layers, without K/V of their own
+    target_hidden: int,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+) -> AssistantWeights:
+    """Load an assistant of a target with this hidden size, and the vocabulary size of `shape`.
+
+    Raises CheckpointError if it is of another target or its tensors do not match its config.
+    """
+    if form.target_hidden != target_hidden:
+        message = f"{form.target_hidden}, the target has {target_hidden}; use the assistant of this target"
+        raise CheckpointError.of(form.folder, "config", "backbone_hidden_size", message)
+    tensors, hidden, size = DraftTensors(form.folder, dtype, device), shape.hidden_size, shape.vocab_size
+    decoder = tensors.take_layers(shape, form.rules, ())
+    decoder["embed"] = tensors.take("embed_tokens.weight", size, hidden)
+    before = tensors.take("pre_projection.weight", hidden, 2 * target_hidden)
+    after = tensors.take("post_projection.weight", target_hidden, hidden)
+    centroids = groups = None
+    if form.centroids:
+        centroids = tensors.take("masked_embedding.centroids.weight", form.centroids, hidden)
+        order = tensors.raw("masked_embedding.token_ordering")
+        if order is None or not torch.equal(order.long().sort().values, torch.arange(size)):
+            message = f"missing, or not an order of the {size} tokens"
+            raise CheckpointError.of(form.folder, "value", "masked_embedding.token_ordering", message)
+        groups = order.long().view(form.centroids, -1).to(device)
+    tensors.check()
+    return AssistantWeights(decoder, before, after, centroids, groups)

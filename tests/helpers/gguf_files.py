@@ -31,10 +31,12 @@ ARCHITECTURES = {  # where they differ from model_type
     "qwen3_next": "qwen3next",
     "lfm2_moe": "lfm2moe",
     "cohere": "command-r",
+    "glm": "chatglm",
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
     "olmo3": "olmo2",
     "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
@@ -53,6 +55,7 @@ def write_gguf(
     drop: Sequence[str] = (),
     tokenizer: Mapping[str, Any] | None = None,  # as from `metadata_of`
     split: int = 0,  # tensors of a file, where they are split
+    fuses: bool = False,  # gate and up projections of experts, as the converter does if asked to
     **metadata: Any,
 ) -> Path:
     """Writes a checkpoint of a Hugging Face folder as a GGUF file; vectors and convolutions are always F32.
@@ -77,6 +80,9 @@ def write_gguf(
         if own not in (tokenizer or {}) and token is not None:
             writer.add_uint32(own, token)
     tensors = _tensors(folder, arch, shape) | _rope_factors(config, shape)
+    for name in [name for name in tensors if fuses and name.endswith("ffn_gate_exps.weight")]:
+        parts = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
+        tensors[name.replace("gate", "gate_up")] = torch.cat(parts, 1)
     for name, tensor in tensors.items():
         if name not in drop:
             single = ("conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "ssm_norm.weight")
@@ -201,7 +207,7 @@ def _metadata(config: Mapping[str, Any], rules: FamilyRules, shape: ModelShape) 
     if (experts := shape.experts) is not None:
         found |= {"expert_count": experts.count, "expert_used_count": experts.top_k}
         found["expert_feed_forward_length"] = None if rules.model_type in ("mixtral", "olmoe") else experts.size
-    if rules.model_type in ("qwen3_5_moe_text", "qwen3_next"):
+    if rules.model_type in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"):
         found["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
     if rules.model_type == "lfm2_moe":
         found |= {"expert_gating_func": 2, "leading_dense_block_count": config["num_dense_layers"]}
@@ -453,6 +459,7 @@ GGUF_CASES = {
     "gemma4": TYPICAL["gemma4"],
     "gemma4, experts": TYPICAL["gemma4, experts"],
     "mixtral": TYPICAL["mixtral"],
+    "qwen2_moe": Case("qwen2_moe", TYPICAL["qwen2_moe"].config | {"mlp_only_layers": []}),
     "qwen3_moe": TYPICAL["qwen3_moe"],
     "olmoe": TYPICAL["olmoe"],
     "glm4_moe": TYPICAL["glm4_moe"],
@@ -467,12 +474,14 @@ RELATIVES = {
     "cohere2": Case("cohere2", _SLIDING | {"tie_word_embeddings": True}),
     "ernie4_5": CASES["ernie4_5"],
     "exaone4": Case("exaone4", _SLIDING),
+    "glm": CASES["glm"],
     "glm4": CASES["glm4"],
     "granite": CASES["granite"],
     "granite_hybrid, dense": CASES["granite_hybrid, dense, rotated"],
     "nemotron_h, dense": CASES["nemotron_h, biases, no experts"],
     "mamba2": CASES["mamba2"],
     "hunyuan": Case("hunyuan_v1_dense", {}),
+    "jais2": CASES["jais2"],
     "ministral3": Case("ministral3", {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.5} | _MSCALES}),
     "olmo2": Case("olmo2", {"head_dim": None}),
     "olmo3": Case("olmo3", _SLIDING | {"head_dim": None}),

@@ -18,6 +18,7 @@ from tests.helpers.conversions import loaded
 from tests.helpers.exactness import differences, run
 from tests.helpers.families import TYPICAL, VOCAB, WINDOW, Case, fitting, make_model
 from tests.helpers.gguf_files import (
+    ARCHITECTURES,
     GGUF_CASES,
     RELATIVES,
     add_tensor,
@@ -44,6 +45,7 @@ from treespec_weights.progress import shown_by
 from treespec_weights.quantize import Quantized, dequantize
 
 LENGTHS, TOKENS = (1, 20, 70), 12
+OF_IMAGES = {"qwen2": "qwen2vl", "qwen3": "qwen3vl", "qwen3_moe": "qwen3vlmoe"}
 
 
 @pytest.mark.parametrize("name", quick(GGUF_CASES, {*GGUF_CASES} - {*RELATIVES}))
@@ -67,6 +69,10 @@ def test_a_file_is_the_model_of_its_folder(name: str, tmp_path: Path) -> None:
     for pattern in (6, [True] * 5 + [False, True]) if name == "gemma3" else ():  # of windows: a distance, or flags
         path = write_gguf(tmp_path / "model.gguf", folder, attention__sliding_window_pattern=pattern)
         assert ModelConfig.from_hf(path).layers == given.layers
+    if name in OF_IMAGES:
+        with mock.patch.dict(ARCHITECTURES, {name: OF_IMAGES[name]}):
+            path = write_gguf(path, folder, rope__dimension_sections=[2, 1, 1, 0])
+        assert replace(ModelConfig.from_hf(path), ropes=made.ropes) == replace(made, folder=path)
 
 
 @pytest.mark.slow
@@ -95,6 +101,23 @@ def test_a_converted_file_has_the_tensors_of_its_family(tmp_path: Path) -> None:
     convert_checkpoint(write_gguf(tmp_path / "model.gguf", folder), tmp_path / "back")
     given, made = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "back"))
     assert given.keys() == made.keys() and all(made[name].shape == given[name].shape for name in given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "lfm2_moe", "qwen3_next"])
+def test_fused_projections_of_experts(name: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "folder", TYPICAL[name], 0, mlp_only_layers=[], **fitting(TYPICAL[name]))
+    types = lambda name: "Q8_0" if "gate" in name or "up" in name else "F16"  # noqa: E731
+    one, other = (write_gguf(tmp_path / f"{fuses}.gguf", folder, types, fuses=fuses) for fuses in (False, True))
+    assert read_gguf(other).tensors.keys() - read_gguf(one).tensors.keys()
+    weights, expected = (loaded(path, torch.float32, blocks=True) for path in (other, one))
+    assert weights.keys() == expected.keys()
+    for key, found in weights.items():
+        pair = [each.dequantize(torch.float32) if isinstance(each, Blocks) else each for each in (found, expected[key])]
+        assert torch.equal(*pair)
+    prompts = random_prompts((20,), vocab=VOCAB)
+    outputs = [open_llm(path, dtype="float32").generate(prompts, greedy(12)) for path in (one, other)]
+    assert tokens_of(outputs[0]) == tokens_of(outputs[1])
 
 
 SCALED = [  # metadata; what they divide frequencies and multiply magnitudes by in llama.cpp

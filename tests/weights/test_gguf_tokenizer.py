@@ -56,7 +56,9 @@ GPT4O = (
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPLITS = {"llama-bpe": LLAMA3, "qwen2": QWEN2, "qwen35": QWEN35, "tekken": TEKKEN, "gpt-4o": GPT4O, "dbrx": LLAMA3}
-IGNORE_MERGES = ("llama-bpe", "tekken")
+SPLITS |= {"deepseek-r1-qwen": QWEN2, "glm4": LLAMA3, "seed-coder": QWEN2.replace(r"}]+[\r\n]*", r"}\r\n]+")}
+ADDS_BOS = ("llama-bpe", "tekken")
+IGNORE_MERGES = (*ADDS_BOS, "glm4")
 
 
 @functools.cache
@@ -64,12 +66,12 @@ def byte_level(pre: str) -> Tokenizer:
     """A tokenizer that splits as a published one, trained on a few files; control tokens first."""
     split = SPLITS.get(pre)
     spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
-    first = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+    first = [pre_tokenizers.Digits(individual_digits=True)] if pre in ("smollm", "command-r") else []
     tokenizer = Tokenizer(models.BPE(ignore_merges=pre in IGNORE_MERGES))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*first, *([pre_tokenizers.Split(Regex(split), "isolated")] if split else []), spelled]
     )
-    if pre in ("qwen2", "qwen35"):
+    if pre in ("qwen2", "qwen35", "command-r"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     controls = [AddedToken(name, special=True, normalized=False) for name in ("<|start|>", "<|end|>")]
@@ -77,7 +79,7 @@ def byte_level(pre: str) -> Tokenizer:
     trained = {"vocab_size": 2000, "special_tokens": controls, "initial_alphabet": alphabet}
     tokenizer.train_from_iterator(LINES, trainers.BpeTrainer(**trained, show_progress=False))
     tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
-    if pre in IGNORE_MERGES:
+    if pre in ADDS_BOS:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<|start|> $A", pair="<|start|> $A <|start|>:1 $B:1", special_tokens=[("<|start|>", 0)]
         )
@@ -122,6 +124,7 @@ def test_files_with_one_tokenizer_are_connected_without_building_it(tmp_path: Pa
 
 
 PRE = ("gpt-2", "default", "smollm", "llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "dbrx")
+PRE += ("command-r", "deepseek-r1-qwen", "glm4", "seed-coder")
 
 
 @pytest.mark.parametrize("pre", quick(PRE, ("gpt-2", "llama-bpe", "qwen2")))

@@ -28,6 +28,7 @@ from treespec_weights.families import (
     OLMOE,
     PHI3,
     QWEN2,
+    QWEN2_MOE,
     QWEN3,
     QWEN3_5,
     QWEN3_5_MOE,
@@ -42,11 +43,13 @@ from treespec_weights.rules import FULL_ATTENTION, TILED, FamilyRules
 logger = logging.getLogger("treespec")
 
 # llama.cpp's architectures. Mistral's dense models are "llama" too: their sliding windows are not stored, and
-# llama.cpp computes full attention as well.
+# llama.cpp computes full attention as well. Files of models for texts and images hold only the text part.
 ARCHITECTURES: Mapping[str, FamilyRules] = {
     "llama": LLAMA,
     "qwen2": QWEN2,
+    "qwen2vl": QWEN2,
     "qwen3": QWEN3,
+    "qwen3vl": QWEN3,
     "qwen35": QWEN3_5,
     "qwen35moe": QWEN3_5_MOE,
     "qwen3next": QWEN3_NEXT,
@@ -58,6 +61,7 @@ ARCHITECTURES: Mapping[str, FamilyRules] = {
     "gemma4": GEMMA4,
     "phi3": PHI3,
     "arcee": llama_like.ARCEE,
+    "chatglm": llama_like.GLM,
     "cohere2": llama_like.COHERE2,
     "command-r": llama_like.COHERE,
     "ernie4_5": llama_like.ERNIE4_5,
@@ -65,13 +69,16 @@ ARCHITECTURES: Mapping[str, FamilyRules] = {
     "glm4": llama_like.GLM4,
     "granite": llama_like.GRANITE,
     "hunyuan-dense": llama_like.HUNYUAN,
+    "jais2": llama_like.JAIS2,
     "mistral3": llama_like.MINISTRAL3,
     "olmo2": llama_like.OLMO2,
     "seed_oss": llama_like.SEED_OSS,
     "smollm3": llama_like.SMOLLM3,
     "stablelm": llama_like.STABLELM,
     "starcoder2": llama_like.STARCODER2,
+    "qwen2moe": QWEN2_MOE,
     "qwen3moe": QWEN3_MOE,
+    "qwen3vlmoe": QWEN3_MOE,
     "olmoe": OLMOE,
     "glm4moe": GLM4_MOE,
     "gpt-oss": GPT_OSS,
@@ -105,7 +112,8 @@ _BIASES = {"o_bias": "attn_output", "mlp_bias": "ffn_up", "attention_bias": "att
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma4": 6, "olmo2": 4, "cohere2": 4, "exaone4": 4, "gpt-oss": 2}
 _DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
 _MAY_BE_DENSE = ("granitehybrid", "nemotron_h")
-_PARTLY_ROTATED = ("phi3", "glm4", *_DELTA_NETS, "stablelm", "glm4moe")
+_OF_IMAGES = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
+_PARTLY_ROTATED = ("phi3", "chatglm", "glm4", *_DELTA_NETS, "stablelm", "glm4moe")
 _GATING = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"}  # llama.cpp's numbers of `Scoring`
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROPE_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the second is older
@@ -268,7 +276,7 @@ def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dic
         message = f"{gating!r} is not supported for {file.architecture}"
         problems.append(Problem("config", repr(f"{file.architecture}.expert_gating_func"), message))
     # Not stored for these: llama.cpp divides the weights of the architecture by their sum.
-    found: dict[str, Any] = {"norm_topk_prob": file.architecture in ("qwen3moe", "qwen3next", "lfm2moe")}
+    found: dict[str, Any] = {"norm_topk_prob": file.architecture in ("qwen3moe", "qwen3vlmoe", "qwen3next", "lfm2moe")}
     if file.architecture in _MAY_BE_DENSE:
         found[rules.count[0]] = 0
     if rules.switch is not None:
@@ -279,7 +287,7 @@ def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dic
 def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
     """Return the config keys of sliding windows, soft caps and attention scales."""
     arch, window = file.architecture, file.value("attention.sliding_window")
-    if arch in ("qwen2", "qwen3", "qwen3moe"):
+    if rules_of(file) in (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE):
         return {"use_sliding_window": False}
     if arch in ("phi3", "mistral3", "starcoder2"):  # of the last, llama.cpp leaves out the window
         return {"sliding_window": window or None if arch == "phi3" else None}
@@ -398,6 +406,9 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         message = f"{rotated!r} of {head_dim} dimensions of a head are rotated, which is not supported for {arch}"
         problems.append(Problem("config", repr(f"{arch}.rope.dimension_count"), message))
     half = rotated // 2 if type(rotated) is int else 0
+    if arch.startswith("glm4") and any(file.value("rope.dimension_sections") or ()):
+        message = "a model for texts and images, whose q and k have another order: not supported"
+        problems.append(Problem("config", repr(f"{arch}.rope.dimension_sections"), message))
     key = next((key for key in _ROPE_FACTORS if file.value(key)), _ROPE_FACTORS[0])
     kind = file.value("rope.scaling.type") or ("linear" if file.value(key) else "none")
     if kind not in ("none", "linear", "yarn", "longrope"):
@@ -457,7 +468,8 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         theta = _positive(file, "rope.freq_base_swa", 10000.0 if arch == "gemma3" else rope["rope_theta"], problems)
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
     # Sections of positions in images are equal in texts.
-    own = ("rope.freq_base_swa",) if by_kind else ("rope.dimension_sections",) if arch in _DELTA_NETS else ()
+    sectioned = ("rope.dimension_sections",) if arch in (*_DELTA_NETS, *_OF_IMAGES) else ()
+    own = ("rope.freq_base_swa",) if by_kind else sectioned
     read_keys = {*_ROPE_KEYS, *_ROPE_FACTORS, *own}
     metadata = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()}
     if unknown := [f"{key}={metadata[key]!r}" for key in metadata if key.startswith("rope.") and key not in read_keys]:

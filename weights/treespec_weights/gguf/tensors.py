@@ -93,7 +93,8 @@ _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(\.(?P<kind>weight
 def hf_names(file: GgufFile) -> dict[str, str]:
     """Return the GGUF name of every tensor by Hugging Face name. Tensors unknown to the family keep their names."""
     family = rules_of(file)
-    rules = {rule.params: rule.name for rule in (*family.tensors, *family.alternatives)}
+    stored = (rule for rule in (*family.tensors, *family.alternatives) if not rule.layout.startswith("interleaved"))
+    rules = {rule.params: rule.name for rule in stored}
     names, predictors = {}, num_predictors(file)
     count = file.value("block_count")
     unread = {str(count - 1 - i) for i in range(predictors)} if type(count) is int else set[str]()

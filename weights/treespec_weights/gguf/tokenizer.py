@@ -21,6 +21,7 @@ _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_SEED = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _MARKED = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"  # words with combining marks
 _QWEN35 = rf"{_CONTRACTIONS}|{_MARKED}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -41,11 +42,17 @@ class _Rule(NamedTuple):
 
 
 _RULES: Mapping[str, _Rule] = {
-    **dict.fromkeys(("gpt-2", "default"), _Rule()),
+    **dict.fromkeys(("gpt-2", "default", "exaone4"), _Rule()),
     **dict.fromkeys(("smollm", "starcoder", "refact"), _Rule(single_digits=True)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), _Rule(_LLAMA3, ignore_merges=True, adds_bos=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Rule(_LLAMA3)),
-    "qwen2": _Rule(_QWEN2, normalizer="NFC"),
+    "command-r": _Rule(single_digits=True, normalizer="NFC"),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3"), _Rule(_LLAMA3, ignore_merges=True, adds_bos=True)
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _Rule(_LLAMA3)),
+    "glm4": _Rule(_LLAMA3, ignore_merges=True),
+    **dict.fromkeys(("qwen2", "stablelm2"), _Rule(_QWEN2, normalizer="NFC")),
+    "deepseek-r1-qwen": _Rule(_QWEN2),
+    "seed-coder": _Rule(_SEED),
     "qwen35": _Rule(_QWEN35, normalizer="NFC"),
     "tekken": _Rule(_TEKKEN, ignore_merges=True, adds_bos=True),
     "gpt-4o": _Rule(_GPT4O),

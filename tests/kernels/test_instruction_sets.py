@@ -65,7 +65,7 @@ def weights() -> dict[str, Tensor | QuantizedWeight | BlockWeight]:
     generator = torch.Generator().manual_seed(3)
     made: dict[str, Tensor | QuantizedWeight | BlockWeight] = {
         f"dense {out}x{size}": torch.randn(out, size, generator=generator).bfloat16()
-        for out, size in ((130, 704), (64, 48), (200, 32))
+        for out, size in ((130, 704), (64, 48), (200, 32), (7, 96), (40, 704))
     }
     made |= {f"{form}": random_weight(*form) for form in FORMS}
     made |= {kind: block_weight(kind, 70, 512) for kind in BLOCK_TYPES}

@@ -166,6 +166,9 @@ def test_a_batch_has_max_loras_adapters_and_idle_ones_are_forgotten() -> None:
     held = llm.loras.get(loras[0])  # type: ignore[arg-type]
     assert llm.stats()["memory"]["loras"] == held.updates.nbytes > 0  # that of the other was dropped
     assert llm.loras.get(loras[0]) is held  # type: ignore[arg-type]
+    assert llm.loras.get(loras[0], fresh=True) is not held  # type: ignore[arg-type]
+    llm.loras.forget(loras[0])  # type: ignore[arg-type]
+    assert llm.stats()["memory"]["loras"] == 0
 
 
 def test_ranks_and_scales_of_single_modules(tmp_path: Path) -> None:

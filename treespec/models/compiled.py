@@ -21,7 +21,7 @@ from treespec.errors import KernelError, ModelError
 from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.hidden_states import HiddenStates, without_scales
 from treespec.models.layer import take_experts, take_inputs, take_layer, take_projection
-from treespec.models.low_rank import LowRank, fused_updates
+from treespec.models.low_rank import LowRank, updates_by_matrix
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import take_head_norm
 from treespec.models.per_layer import take_input_table
@@ -219,7 +219,7 @@ class CompiledDecoder(Decoder):
         return Pass(plan.num_rows, self.rotations_to(num_positions), plan.slots, plan, learned, updated)
 
     def updates(self, matrices: Mapping[str, LowRank]) -> CompiledUpdates:
-        return CompiledUpdates(self.library, fused_updates(self.config, matrices))
+        return CompiledUpdates(self.library, updates_by_matrix(self.config, matrices))
 
     def rotations_to(self, num_positions: int) -> Tensor:
         """Return cos and signed sin of every rope by position, fp32 [>= num_positions, 2 * num_ropes, head_dim]."""

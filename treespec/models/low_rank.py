@@ -1,11 +1,9 @@
-"""Low-rank updates of a decoder's products (LoRA, arXiv 2106.09685): W x becomes W x + B (A x) in an adapter's rows.
-
-The updates of matrices that are fused into one product are fused too: A is stacked, and B is block-diagonal.
-"""
+"""Low-rank updates of a decoder's products (LoRA, arXiv 2106.09685): W x becomes W x + B (A x) in an adapter's rows."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.errors import ExactnessError
@@ -13,43 +11,48 @@ from treespec.models.layer import fused_matrices, prepare
 from treespec.models.model_config import ModelConfig
 from treespec_kernels.linear.linear import Linear, LinearImpl
 
-RANK_STEP = 32  # fused ranks are padded to multiples: AMX multiplies 32 inputs at once; zeros change no sum
+RANK_STEP = 32  # ranks of fused updates are padded to multiples; zeros change no sum
 _ROWS = (2, 3, 7, 16, 33, 64)  # sizes of passes whose bits `check_rows` compares
 
 LowRank = tuple[Tensor, Tensor]
 """A [rank, inputs] and B [outputs, rank] of a matrix, scaled."""
 
 
-def fused_updates(
+def updates_by_matrix(
     config: ModelConfig, matrices: Mapping[str, LowRank], fuses_gate: bool = True
-) -> list[dict[str, LowRank]]:
-    """Return each layer's updates by product, from those of decoder parameters, such as `layers.0.q`."""
+) -> list[dict[str, list[LowRank]]]:
+    """Return each layer's updates by product, from those of decoder parameters, such as `layers.0.q`.
+
+    A product of several matrices has one for each, of rank 0 if there is none.
+    """
     shapes, ups = config.shape.parameters(), {name: up for name, (_, up) in matrices.items()}
     prepare(config, ups)  # the order of q and k within a head
-    layers: list[dict[str, LowRank]] = []
+    layers: list[dict[str, list[LowRank]]] = []
     for i in range(config.shape.num_layers):
         layers.append({})
         for product, fused in fused_matrices(config.shape.gated, fuses_gate).items():
             names = [f"layers.{i}.{name}" for name in fused]
-            if any(name in matrices for name in names):
-                parts = [(matrices[name][0], ups[name]) if name in matrices else None for name in names]
-                layers[i][product] = _fused(parts, [shapes[name][0] for name in names])
+            if present := [matrices[name][0] for name in names if name in matrices]:
+                none = [present[0].new_empty(0, present[0].shape[1]), present[0].new_empty(0)]
+                layers[i][product] = [
+                    (matrices[name][0], ups[name]) if name in matrices else (none[0], none[1].view(shapes[name][0], 0))
+                    for name in names
+                ]
     return layers
 
 
-def _fused(parts: Sequence[LowRank | None], outputs: Sequence[int]) -> LowRank:
-    present = [part for part in parts if part is not None]
-    rank, like = sum(len(down) for down, _ in present), present[0][0]
-    down = like.new_zeros(-(-rank // RANK_STEP) * RANK_STEP, like.shape[1])
-    up = like.new_zeros(sum(outputs), len(down))
-    row = column = 0
-    for part, count in zip(parts, outputs, strict=True):
-        if part is not None:
-            end = column + len(part[0])
-            down[column:end], up[row : row + count, column:end] = part
-            column = end
-        row += count
-    return down, up
+def fused_updates(
+    config: ModelConfig, matrices: Mapping[str, LowRank], fuses_gate: bool = True
+) -> list[dict[str, LowRank]]:
+    """Return `updates_by_matrix` with those of a product in one: A is stacked, and B is block-diagonal."""
+    layers = updates_by_matrix(config, matrices, fuses_gate)
+    return [{name: _joined(parts) for name, parts in layer.items()} for layer in layers]
+
+
+def _joined(parts: Sequence[LowRank]) -> LowRank:
+    down, up = torch.cat([down for down, _ in parts]), torch.block_diag(*(up for _, up in parts))
+    padding = -len(down) % RANK_STEP
+    return F.pad(down, (0, 0, 0, padding)), F.pad(up, (0, padding))
 
 
 class Updates:

@@ -2,11 +2,17 @@
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from treespec_kernels.attention.tree_batch import UpdatedRows
 from treespec_kernels.cpu.decoder_library import STRUCTS, PanelLinear
+from treespec_kernels.cpu.huge_pages import HugePages
+
+_Linear = STRUCTS["Linear"]
 
 
 class CompiledUpdates:
@@ -15,17 +21,27 @@ class CompiledUpdates:
     def __init__(
         self,
         library: ctypes.CDLL,  # from `decoder_library.build`
-        # By layer, for "qkv", "o", "gate_up" and "down": A [rank, inputs] and B [outputs, rank] in the library's dtype,
-        # with an even rank; W x becomes W x + B (A x)
-        layers: Sequence[Mapping[str, tuple[Tensor, Tensor]]],
+        # By layer, for "qkv", "o", "gate_up" and "down": A [rank, inputs] and B [outputs, rank] of each matrix of the
+        # product, in the library's dtype, with a rank of 0 if it has no update; W x becomes W x + B (A x)
+        layers: Sequence[Mapping[str, Sequence[tuple[Tensor, Tensor]]]],
     ):
         self._linears: list[PanelLinear] = []  # keeps the tensors alive whose addresses are in the structs
-        self._layers = (STRUCTS["LayerUpdates"] * len(layers))()
+        self._ups: list[ctypes.Array[Any]] = []
+        self._layers, memory = (STRUCTS["LayerUpdates"] * len(layers))(), HugePages(smallest=0)
         for struct, updates in zip(self._layers, layers, strict=True):
-            for name, matrices in updates.items():
-                packed = [PanelLinear(library, matrix, None) for matrix in matrices]
-                setattr(struct, name, STRUCTS["Update"](*(linear.struct for linear in packed)))
-                self._linears += packed
+            for name, parts in updates.items():
+                outputs = [len(up) for _, up in parts]
+                downs = [F.pad(down, (0, 0, 0, len(down) % 2)) for down, _ in parts]  # read in pairs
+                ups = (_Linear * len(parts))(*(_Linear(outputs=count) for count in outputs))
+                for i, (down, up) in enumerate(parts):
+                    if len(down):
+                        self._linears.append(PanelLinear(library, F.pad(up, (0, len(down) % 2)), None, memory=memory))
+                        ups[i] = self._linears[-1].struct
+                    ups[i].stride = sum(outputs)
+                self._ups.append(ups)
+                self._linears.append(PanelLinear(library, torch.cat(downs), None, memory=memory))
+                update = self._linears[-1].struct, ctypes.addressof(ups), len(ups)
+                setattr(struct, name, STRUCTS["Update"](*update))
         self.address = ctypes.addressof(self._layers)
 
     @property

@@ -103,6 +103,7 @@ struct Linear {
     int64_t code, group, factors, has_min, table;
     float base;
     int64_t integer;  // whether activations are quantised too (integer_cpu.h)
+    int64_t narrow;   // outputs of a panel if it has fewer than 64, a multiple of 16 (unquantised weights)
     int64_t streams;  // whether the model's weights exceed the L3 cache, so that no pass finds them there
 };
 
@@ -150,8 +151,10 @@ struct Layer {
     float scalar;   // factor on the residual stream after the layer
 };
 
-struct Update {  // of a product W x: W x + B A x
-    Linear down, up;  // A and B; A has no outputs if there is no update
+struct Update {  // of a product W x, of one matrix or several: W x + B A x, with the A of all of them in one
+    Linear down;        // A, without outputs if there is no update
+    const Linear* ups;  // the B of each matrix, without inputs if it has no update
+    int64_t count;
 };
 
 struct LayerUpdates {  // low-rank updates of an adapter (LoRA)
@@ -304,14 +307,21 @@ class Pass {
     void multiply(const Layer& layer, Linear Layer::*matrix, Update LayerUpdates::*update, const scalar* from,
                   float* to, Then then) const {
         static thread_local std::vector<scalar> low;
+        static thread_local std::vector<Share> ups;
         linear(layer.*matrix, from, n, to, then, threads);
         for (int64_t i = 0; i < batch.num_updated; i++) {
             const UpdatedRows& rows = batch.updated[i];
             const Update& part = ((const LayerUpdates*)rows.layers)[&layer - model.layers].*update;
             if (!part.down.outputs) continue;
-            low.resize(rows.count * part.down.outputs);
+            const int64_t rank = part.down.outputs;
+            low.resize(rows.count * rank);
             linear(part.down, from + rows.first * part.down.inputs, rows.count, low.data(), ROUND, threads);
-            linear(part.up, low.data(), rows.count, to + rows.first * part.up.outputs, ADD, threads);
+            ups.clear();
+            int64_t input = 0, output = 0;
+            for (const Linear* up = part.ups; up < part.ups + part.count; input += up->inputs, output += up++->outputs)
+                if (up->inputs) ups.push_back({up, 0, rows.count, input, output});
+            float* first = to + rows.first * part.ups->stride;
+            dense_product({ups.data(), int64_t(ups.size()), low.data(), first, ADD, threads, rank});
         }
     }
 

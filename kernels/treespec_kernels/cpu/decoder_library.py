@@ -25,7 +25,7 @@ _HEADERS = (
 PARTS = tuple(SOURCE.with_name(f"{name}.h") for name in _HEADERS)  # included headers
 DTYPES = (torch.bfloat16, torch.float32)
 
-_PANEL = 64
+_PANEL, _LANES = 64, 16
 _AT_ONCE = 16 << 20  # bytes to pack before dropping their file pages from memory
 _INT8, _INT4 = -1, -2  # type numbers of integers with scales, in addition to the block types
 
@@ -42,29 +42,31 @@ def build(compiler: tuple[str, ...], head_dim: int, dtype: torch.dtype, folder: 
 
 
 def pack(weights: Sequence[Tensor], memory: HugePages) -> Tensor:
-    """Reorder vertically concatenated weights [outputs, inputs] to [panels, inputs, 64] in `memory`.
+    """Reorder vertically concatenated weights [outputs, inputs] to [panels, inputs, width] in `memory`.
 
-    In bf16, pairs of inputs are adjacent: [panels, inputs / 2, 64, 2]. Reads the weights once.
+    In bf16, pairs of inputs are adjacent: [panels, inputs / 2, width, 2]. Panels have 64 outputs; that of a matrix with
+    fewer is as narrow, in steps of 16. Reads the weights once.
     """
     inputs, dtype, pair = weights[0].shape[1], weights[0].dtype, 2 if weights[0].dtype == torch.bfloat16 else 1
     outputs = sum(len(weight) for weight in weights)
-    panels = -(-outputs // _PANEL)
-    packed = memory.allocate(panels * _PANEL * inputs * dtype.itemsize).view(dtype)
-    packed = packed.view(panels, inputs // pair, _PANEL, pair)
+    width = min(-(-outputs // _LANES) * _LANES, _PANEL)
+    panels = -(-outputs // width)
+    packed = memory.allocate(panels * width * inputs * dtype.itemsize).view(dtype)
+    packed = packed.view(panels, inputs // pair, width, pair)
     packed[-1].zero_()  # the last panel may have padding
     end = 0
     for weight in weights:
         start, end = end, end + len(weight)
         blocks = weight.reshape(len(weight), inputs // pair, pair)
         # Copies whole panels at once; other weights share the partial panels at both ends.
-        first = min(-(-start // _PANEL) * _PANEL, end)
-        last = max(end // _PANEL * _PANEL, first)
+        first = min(-(-start // width) * width, end)
+        last = max(end // width * width, first)
         for begin, stop in ((start, first), (last, end)):
             if begin < stop:
                 rows = blocks[begin - start : stop - start].transpose(0, 1)
-                packed[begin // _PANEL, :, begin % _PANEL : begin % _PANEL + stop - begin] = rows
-        whole = blocks[first - start : last - start].view(-1, _PANEL, inputs // pair, pair)
-        packed[first // _PANEL : last // _PANEL] = whole.transpose(1, 2)
+                packed[begin // width, :, begin % width : begin % width + stop - begin] = rows
+        whole = blocks[first - start : last - start].view(-1, width, inputs // pair, pair)
+        packed[first // width : last // width] = whole.transpose(1, 2)
     return packed
 
 
@@ -116,7 +118,8 @@ class PanelLinear:
         struct.rest = ctypes.addressof(self._parts[-1]) if self._parts else None
         struct.bias = None if bias is None else self._hold(in_panels(bias[:, None]).clone())
         if isinstance(weights[0], Tensor):
-            struct.weight = self._hold(pack(weights, self._memory))
+            packed = pack(weights, self._memory)
+            struct.narrow, struct.weight = packed.shape[2] % _PANEL, self._hold(packed)
             return struct
         sources = (STRUCTS["Source"] * len(weights))()
         tensors: list[Tensor] = []  # keeps the tensors of the sources alive

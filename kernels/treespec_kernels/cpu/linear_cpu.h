@@ -9,12 +9,14 @@
 #include "blocks_cpu.h"
 
 void dense_product(const Product& product) {
-    const int64_t k = product.form().inputs;
+    const int64_t width = product.width;
 #if TILES
-    const TiledShares tiled(product, k % BLOCK ? INT64_MAX : TILED_ROWS);
-    const factor* factors = tiled.has_all ? nullptr : to_factors(product.x, product.rows() * k);
+    const int64_t k = product.form().inputs;
+    // Low-rank products have too few numbers for tiles.
+    const TiledShares tiled(product, k % BLOCK || k != width || product.form().narrow ? INT64_MAX : TILED_ROWS);
+    const factor* factors = tiled.has_all ? nullptr : to_factors(product.x, product.rows() * width);
 #else
-    const factor* factors = to_factors(product.x, product.rows() * k);
+    const factor* factors = to_factors(product.x, product.rows() * width);
 #endif
     product.each_panel([&](const Share& share, int64_t panel) {
 #if TILES
@@ -28,7 +30,10 @@ void dense_product(const Product& product) {
         const FlushDenormals flushing;
         in_parts(share.rows, MANY, [&](int64_t r, int64_t count) {
             const int64_t row = share.first + r;
-            multiply(*share.layer, panel, factors + row * k, count, product.row(row), product.then);
+            with_constant<PANEL / 16>(width_of(*share.layer) / 16, [&](auto parts) {
+                multiply<16 * parts>(*share.layer, panel, factors + row * width + share.input, width, count,
+                                     product.row(row, share.output), product.then);
+            });
         });
     });
 }
@@ -37,7 +42,7 @@ void dense_product(const Product& product) {
 void linear(const Share* shares, int64_t count, const scalar* x, void* out, Then then, int threads) {
     std::vector<Share> rest;
     for (;;) {
-        const Product product{shares, count, x, out, then, threads};
+        const Product product{shares, count, x, out, then, threads, shares->layer->inputs};
         const Linear& form = product.form();
         if (form.integer) integer_product(product);
         else if (form.code) quantized_product(product);

@@ -18,10 +18,17 @@ constexpr int64_t MANY = 32;  // maximum number of rows that share a pass over a
 // less time than with a prefetch distance of 4 KiB (Zen 4), which suits FEW rows.
 constexpr int64_t STRETCH = 48, AHEAD = 16;  // in steps of 4 * PANEL bytes
 
-struct Share { const Linear* layer; int64_t first, rows; };  // a matrix, and the rows that it multiplies
+struct Share {  // a matrix, the rows that it multiplies, and the columns where its inputs and outputs begin
+    const Linear* layer;
+    int64_t first, rows, input = 0, output = 0;
+};
 
-// A product of rows with a matrix, or of consecutive ranges of rows with one matrix each, as those of experts. The matrices
-// have equal sizes and one form; some may have minima and others none.
+inline int64_t width_of(const Linear& layer) { return layer.narrow ? layer.narrow : PANEL; }
+inline int64_t panels_of(const Linear& layer) { return (layer.outputs + width_of(layer) - 1) / width_of(layer); }
+
+// A product of rows with a matrix; or of consecutive ranges of rows with one matrix each, as those of experts, which have
+// equal sizes and one form, but some may have minima and others none; or of all rows with dense matrices, each on columns
+// of its own.
 struct Product {
     const Share* shares;
     const int64_t count;
@@ -29,16 +36,21 @@ struct Product {
     void* out;
     const Then then;
     const int threads;
+    const int64_t width;  // scalars of a row of x
 
     const Linear& form() const { return *shares->layer; }
     int64_t rows() const { return shares[count - 1].first + shares[count - 1].rows; }
-    void* row(int64_t r) const {
-        return (char*)out + r * form().stride * (then == ROUND ? sizeof(scalar) : sizeof(float));
+    void* row(int64_t r, int64_t column = 0) const {
+        return (char*)out + (r * form().stride + column) * (then == ROUND ? sizeof(scalar) : sizeof(float));
     }
     // Calls body(share, panel) for each panel of each matrix.
     template <class Body> void each_panel(const Body& body) const {
-        const int64_t panels = (form().outputs + PANEL - 1) / PANEL;
-        parallel(threads, count * panels, [&](int64_t i) { body(shares[i / panels], i % panels); });
+        int64_t panels = 0;
+        for (int64_t i = 0; i < count; i++) panels = std::max(panels, panels_of(*shares[i].layer));
+        parallel(threads, count * panels, [&](int64_t i) {
+            const Share& share = shares[i / panels];
+            if (i % panels < panels_of(*share.layer)) body(share, i % panels);
+        });
     }
 };
 
@@ -108,11 +120,12 @@ template <int N, class Body> inline __attribute__((always_inline)) void with_all
     }
 }
 
-// Stores the sums of some rows and one panel.
-void finish(const Linear& layer, int64_t panel, const vec (*sums)[VECS], int64_t rows, void* out, Then then) {
+// Stores the sums of some rows and one panel of V vectors.
+template <size_t V>
+void finish(const Linear& layer, int64_t panel, const vec (*sums)[V], int64_t rows, void* out, Then then) {
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t j = 0; j < VECS; j++) {
-            const int64_t column = panel * PANEL + LANES * j, width = std::min(LANES, layer.outputs - column);
+        for (size_t j = 0; j < V; j++) {
+            const int64_t column = (panel * V + j) * LANES, width = std::min(LANES, layer.outputs - column);
             if (width <= 0) break;
             vec y = sums[r][j];
             if (layer.bias) y += load<vec>(layer.bias + column);
@@ -143,19 +156,19 @@ template <class T> inline void keep_in_memory(T& array) { asm volatile("" : "+m"
 
 // Computes even + odd, the sums of a block's chains. body(first, last, acc): adds the products of chains [first, last)
 // to acc[last - first]. Few rows keep both chains in registers; with more, the first one is spilled.
-template <int ROWS, class Body>
-inline __attribute__((always_inline)) void sum_chains(Body body, vec (&sum)[ROWS][COLUMNS]) {
+template <int ROWS, int C, class Body>
+inline __attribute__((always_inline)) void sum_chains(Body body, vec (&sum)[ROWS][C]) {
     constexpr std::integral_constant<int, 0> EVEN;
     constexpr std::integral_constant<int, 1> ODD;
     constexpr std::integral_constant<int, 2> END;
     if constexpr (2 * ROWS <= FEW) {
-        vec acc[2][ROWS][COLUMNS];
+        vec acc[2][ROWS][C];
         clear(acc[0]), clear(acc[1]);
         body(EVEN, END, acc);
         for (int64_t r = 0; r < ROWS; r++)
-            for (int64_t j = 0; j < COLUMNS; j++) sum[r][j] = acc[0][r][j] + acc[1][r][j];
+            for (int64_t j = 0; j < C; j++) sum[r][j] = acc[0][r][j] + acc[1][r][j];
     } else {
-        vec acc[1][ROWS][COLUMNS], even[ROWS][COLUMNS];
+        vec acc[1][ROWS][C], even[ROWS][C];
         clear(acc[0]);
         body(EVEN, ODD, acc);
         std::memcpy(even, acc, sizeof even);
@@ -163,85 +176,87 @@ inline __attribute__((always_inline)) void sum_chains(Body body, vec (&sum)[ROWS
         clear(acc[0]);
         body(ODD, END, acc);
         for (int64_t r = 0; r < ROWS; r++)
-            for (int64_t j = 0; j < COLUMNS; j++) sum[r][j] = even[r][j] + acc[0][r][j];
+            for (int64_t j = 0; j < C; j++) sum[r][j] = even[r][j] + acc[0][r][j];
     }
 }
 
-// Adds the products of a part of a panel with inputs [begin, end), for chains [FIRST, LAST). w: the part's weights for
+// Adds the products of a part of a panel of WIDTH outputs with inputs [begin, end), for chains [FIRST, LAST). w: its weights for
 // the first of them. next: address to prefetch, `fetched` scalars per step of the first chain.
-template <int ROWS, int FIRST, int LAST>
+template <int WIDTH, int ROWS, int C, int FIRST, int LAST>
 inline __attribute__((always_inline)) void accumulate(const scalar* w, const factor* x, int64_t k, int64_t begin,
                                                       int64_t end, const scalar* next, int64_t fetched,
-                                                      vec (&acc)[LAST - FIRST][ROWS][COLUMNS]) {
+                                                      vec (&acc)[LAST - FIRST][ROWS][C]) {
     if (begin >= end) __builtin_unreachable();  // otherwise GCC first writes the sums of an empty range to memory
-    for (int64_t i = begin; i < end; i += PAIR, w += PAIR * PANEL, next += fetched) {
+    for (int64_t i = begin; i < end; i += PAIR, w += PAIR * WIDTH, next += fetched) {
         for (int64_t j = 0; FIRST == 0 && j < fetched; j += 32) __builtin_prefetch(next + j, 0, 2);
 #if IN_PAIRS
         for (int64_t r = 0; r < ROWS; r++) {
             const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + r * k + i));
-            for (int64_t j = 0; j < COLUMNS; j++)
+            for (int64_t j = 0; j < C; j++)
                 acc[0][r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[0][r][j], load<__m512bh>(w + 2 * LANES * j), pair);
         }
 #else
         for (int64_t t = FIRST; t < LAST; t++) {
-            vec now[COLUMNS];
-            for (int64_t j = 0; j < COLUMNS; j++) {
+            vec now[C];
+            for (int64_t j = 0; j < C; j++) {
                 const uvec bits = load<uvec>(w + PAIR * LANES * j);
                 now[j] = (vec)(PAIR == 1 ? bits : t == 0 ? bits << 16 : high_half(bits));
             }
             for (int64_t r = 0; r < ROWS; r++) {
                 const vec factors = splat(x[r * k + i + t]);
-                for (int64_t j = 0; j < COLUMNS; j++) acc[t - FIRST][r][j] = fma(now[j], factors, acc[t - FIRST][r][j]);
+                for (int64_t j = 0; j < C; j++) acc[t - FIRST][r][j] = fma(now[j], factors, acc[t - FIRST][r][j]);
             }
         }
 #endif
     }
 }
 
-// Like `accumulate` with all chains, into COLUMNS vectors of each row of `sums`.
-template <int ROWS>
+// Like `accumulate` with all chains, into C vectors of each row of `sums`.
+template <int WIDTH, int ROWS, int C>
 inline __attribute__((always_inline)) void add_products(const scalar* w, const factor* x, int64_t k, int64_t begin,
                                                         int64_t end, const scalar* next, int64_t fetched,
-                                                        vec (*sums)[VECS], int64_t column) {
+                                                        vec (*sums)[WIDTH / LANES], int64_t column) {
     if constexpr (CHAINS == 1) {
-        vec acc[1][ROWS][COLUMNS];
+        vec acc[1][ROWS][C];
         for (int64_t r = 0; r < ROWS; r++) std::memcpy(acc[0][r], sums[r] + column, sizeof acc[0][r]);
-        accumulate<ROWS, 0, 1>(w, x, k, begin, end, next, fetched, acc);
+        accumulate<WIDTH, ROWS, C, 0, 1>(w, x, k, begin, end, next, fetched, acc);
         for (int64_t r = 0; r < ROWS; r++) std::memcpy(sums[r] + column, acc[0][r], sizeof acc[0][r]);
     } else {
         for (int64_t last; begin < end; begin = last) {
             last = std::min(begin + BLOCK, end);
-            vec sum[ROWS][COLUMNS];
+            vec sum[ROWS][C];
             sum_chains(
                 [&](auto first_chain, auto last_chain, auto& acc) {
-                    accumulate<ROWS, first_chain, last_chain>(w, x, k, begin, last, next, fetched, acc);
+                    accumulate<WIDTH, ROWS, C, first_chain, last_chain>(w, x, k, begin, last, next, fetched, acc);
                 },
                 sum);
             for (int64_t r = 0; r < ROWS; r++)
-                for (int64_t j = 0; j < COLUMNS; j++) sums[r][column + j] += sum[r][j];
-            w += (last - begin) * PANEL, next += (last - begin) / PAIR * fetched;
+                for (int64_t j = 0; j < C; j++) sums[r][column + j] += sum[r][j];
+            w += (last - begin) * WIDTH, next += (last - begin) / PAIR * fetched;
         }
     }
 }
 
-// Multiplies a panel with at most MANY rows.
-void multiply(const Linear& layer, int64_t panel, const factor* x, int64_t rows, void* out, Then then) {
+// Multiplies a panel of WIDTH outputs with at most MANY rows. step: factors between rows of x.
+template <int WIDTH>
+void multiply(const Linear& layer, int64_t panel, const factor* x, int64_t step, int64_t rows, void* out, Then then) {
+    constexpr int C = WIDTH / LANES < COLUMNS ? WIDTH / LANES : COLUMNS, SPLITS = WIDTH / LANES / C;
     const int64_t k = layer.inputs, times = (rows + FEW - 1) / FEW;
-    const scalar* w = (const scalar*)layer.weight + panel * PANEL * k;
-    const bool once = PARTS == 1 && times == 1;  // whether the panel is read only once
-    const int64_t fetched = PAIR * PANEL / PARTS / times;
-    vec sums[MANY][VECS];
-    std::fill_n(&sums[0][0], rows * VECS, vec{});
+    const scalar* w = (const scalar*)layer.weight + panel * WIDTH * k;
+    const bool once = SPLITS == 1 && times == 1;  // whether the panel is read only once
+    const int64_t fetched = PAIR * WIDTH / SPLITS / times;
+    vec sums[MANY][WIDTH / LANES];
+    std::fill_n(&sums[0][0], rows * (WIDTH / LANES), vec{});
     for (int64_t begin = 0, end; begin < k; begin = end) {
-        end = PARTS == 1 ? k : std::min(begin + PAIR * STRETCH, k);
-        const scalar* next = w + end * PANEL;
+        end = SPLITS == 1 ? k : std::min(begin + PAIR * STRETCH, k);
+        const scalar* next = w + end * WIDTH;
         in_parts(rows, FEW, [&](int64_t first, int64_t count) {
             with_constant<FEW>(count, [&](auto number) {
-                for (int64_t part = 0; part < PARTS; part++, next += (end - begin) / PAIR * fetched) {
-                    const scalar* from = w + begin * PANEL + part * PAIR * LANES * COLUMNS;
-                    const scalar* ahead = once ? w + AHEAD * PAIR * PANEL : next;
-                    add_products<number>(from, x + first * k, k, begin, end, ahead, fetched, sums + first,
-                                         part * COLUMNS);
+                for (int64_t part = 0; part < SPLITS; part++, next += (end - begin) / PAIR * fetched) {
+                    const scalar* from = w + begin * WIDTH + part * PAIR * LANES * C;
+                    const scalar* ahead = once ? w + AHEAD * PAIR * WIDTH : next;
+                    add_products<WIDTH, number, C>(from, x + first * step, step, begin, end, ahead, fetched, sums + first,
+                                                   part * C);
                 }
             });
         });

@@ -56,21 +56,47 @@ class LoraCache:
         self._load, self._num_kept = load, num_kept
         self._in_use = WeakValueDictionary[str, Lora]()  # by path
         self._kept: dict[str, Lora] = {}  # the last one asked for at the end
-        self._lock = threading.Lock()
+        self._lock, self._loading = threading.Lock(), threading.Lock()
 
-    def get(self, request: LoRARequest) -> Lora:
-        """Return an adapter. Raises the errors of `load_lora`, and ConfigError for a rank above `max_lora_rank`."""
-        path = os.path.expanduser(request.lora_path)
-        key = os.path.realpath(path) if Path(path).exists() else path
+    def get(self, request: LoRARequest, fresh: bool = False) -> Lora:
+        """Return an adapter; `fresh` reads its files again. Requests with a loaded adapter do not wait for loading.
+
+        Raises the errors of `load_lora`, and ConfigError for a rank above `max_lora_rank`.
+        """
+        key = _key(request)
+        lora = None if fresh else self._used(key)
+        if lora is None:
+            with self._loading:
+                lora = (None if fresh else self._used(key)) or self._load(os.path.expanduser(request.lora_path))
+                self._use(key, lora)
+        return lora
+
+    def forget(self, request: LoRARequest) -> None:
+        """Drop an adapter from memory when its last request has ended."""
         with self._lock:
-            lora = self._in_use.get(key) or self._load(path)
+            self._kept.pop(_key(request), None)
+            self._in_use.pop(_key(request), None)
+
+    def _used(self, key: str) -> Lora | None:
+        lora = self._in_use.get(key)
+        if lora is not None:
+            self._use(key, lora)
+        return lora
+
+    def _use(self, key: str, lora: Lora) -> None:
+        """Keep an adapter as the last one that was asked for."""
+        with self._lock:
             self._in_use[key] = lora
             self._kept.pop(key, None)
             self._kept[key] = lora
             while len(self._kept) > self._num_kept:
                 del self._kept[next(iter(self._kept))]
-        return lora
 
     @property
     def nbytes(self) -> int:
         return sum(lora.updates.nbytes for lora in [*self._in_use.values()])
+
+
+def _key(request: LoRARequest) -> str:
+    path = os.path.expanduser(request.lora_path)
+    return os.path.realpath(path) if Path(path).exists() else path

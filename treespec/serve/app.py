@@ -21,9 +21,9 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from treespec import __version__
 from treespec.async_llm import AsyncLLM, RequestStream
 from treespec.errors import ConfigError, RequestError, TreespecError
-from treespec.lora import LoRARequest
 from treespec.outputs import RequestOutput
 from treespec.sampling_params import SamplingParams
+from treespec.serve.adapters import Adapters
 from treespec.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from treespec.serve.audit import Audit
 from treespec.serve.errors import INTERNAL_ERROR, Guard, ServerError, Shutdown, on_error
@@ -60,12 +60,7 @@ class Server:
         self._shutdown = shutdown
         self._engine, self._options, self._defaults = engine, options, defaults
         self._created = int(time())
-        loras = enumerate(options.loras().items(), start=1)
-        self._loras = {name: LoRARequest(name, number, path) for number, (name, path) in loras}
-        for lora in self._loras.values():
-            if engine.llm.loras is None:
-                raise ConfigError(f"lora_modules={options.lora_modules!r} requires LLM(enable_lora=True)")
-            engine.llm.loras.get(lora)  # errors stop the server before it listens
+        self.adapters = Adapters(engine.llm.loras, options)  # errors stop the server before it listens
         self._metrics = ServerMetrics(engine.llm.engine, options.served_model_name[0])
         factory = engine.llm.request_factory
         self._tokenizer, self._vocab_size = factory.tokenizer, factory.vocab_size
@@ -75,7 +70,8 @@ class Server:
         calls, reasoning = options.tool_call_parser, options.reasoning_parser
         self._calls = CALL_FORMATS.get(str(detect_call_format(template) if calls == "auto" else calls))
         self._reasoning = REASONING_TAGS.get(str(detect_reasoning(template) if reasoning == "auto" else reasoning))
-        self._audit = Audit(engine, options.audit, self._metrics.count_audit) if options.audit else None
+        arguments = options.audit, self._metrics.count_audit, self.adapters.has
+        self._audit = Audit(engine, *arguments) if options.audit else None
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue one prompt or several."""
@@ -100,7 +96,7 @@ class Server:
         self, body: GenerationBody, answer: Answer, prompts: Sequence[Any], request: Request
     ) -> Response:
         params, tokenization = body.sampling_params(self._defaults), body.tokenization()
-        lora = self._loras.get(body.model or "")
+        lora = self.adapters.get(body.model)
         if answer.needs_special_tokens and body.skip_special_tokens is None:
             params.skip_special_tokens = False
 
@@ -176,7 +172,7 @@ class Server:
 
     def _model_name(self, name: str | None) -> str:
         """Return the client's name for the model, or the first one. Raises HTTPException for an unknown name."""
-        names = [*self._options.served_model_name, *self._loras]
+        names = [*self._options.served_model_name, *self.adapters]
         if name is not None and name not in names:
             raise HTTPException(404, f"model {name[:100]!r}; this server has {', '.join(map(repr, names))}")
         return name or names[0]
@@ -251,7 +247,7 @@ class Server:
 
     async def models(self) -> Response:
         """List the model under its names, and the adapters."""
-        names = [*self._options.served_model_name, *self._loras]
+        names = [*self._options.served_model_name, *self.adapters]
         return JSONResponse({"object": "list", "data": [*map(self._model, names)]})
 
     async def model(self, name: str) -> Response:
@@ -262,7 +258,7 @@ class Server:
         model = Model(id=name, created=self._created, object="model", owned_by="treespec")
         llm = self._engine.llm
         document = model.model_dump(exclude_unset=True)
-        if (lora := self._loras.get(name)) is not None:
+        if (lora := self.adapters.get(name)) is not None:
             document |= {"root": lora.lora_path, "parent": self._options.served_model_name[0]}
         return document | {
             "max_model_len": llm.config.max_model_len,
@@ -310,6 +306,8 @@ def create_app(engine: AsyncLLM, options: ServerOptions, defaults: SamplingParam
         "/v1/responses": ("POST", server.responses),
         "/v1/models": ("GET", server.models),
         "/v1/models/{name:path}": ("GET", server.model),
+        "/v1/load_lora_adapter": ("POST", server.adapters.load),
+        "/v1/unload_lora_adapter": ("POST", server.adapters.unload),
         "/tokenize": ("POST", server.tokenize),
         "/detokenize": ("POST", server.detokenize),
         "/health": ("GET", server.health),

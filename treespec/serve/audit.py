@@ -36,11 +36,18 @@ class Audit:
     """Comparison of finished requests with plain decoding, while no other requests run.
 
     Skips requests with a rule that preserves only the distribution ("rejection", "traversal"). `fraction` is the share
-    of the other requests to audit, 0 to 1; `count` is called with the numbers of compared and differing tokens.
+    of the other requests to audit, 0 to 1; `count` is called with the numbers of compared and differing tokens;
+    requests with an adapter for which `has_adapter` is False are skipped.
     """
 
-    def __init__(self, engine: AsyncLLM, fraction: float, count: Callable[[int, int], None]):
-        self._engine, self._fraction, self._count = engine, fraction, count
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        fraction: float,
+        count: Callable[[int, int], None],
+        has_adapter: Callable[[LoRARequest], bool],
+    ):
+        self._engine, self._fraction, self._count, self._has_adapter = engine, fraction, count, has_adapter
         self._due = 0.0
         self._waiting: deque[_Finished] = deque(maxlen=_MOST_WAITING)
         self._task: asyncio.Task[None] | None = None
@@ -76,6 +83,8 @@ class Audit:
                 await asyncio.sleep(_IDLE_CHECK)
                 continue
             finished = self._waiting.popleft()
+            if finished.lora is not None and not self._has_adapter(finished.lora):
+                continue
             try:
                 await self._decode_again(finished)
             except TreespecError as error:

@@ -326,6 +326,21 @@ class DetokenizeBody(Strict):
     tokens: TokenIds
 
 
+class LoadAdapterBody(Strict):
+    """Body of vLLM's `/v1/load_lora_adapter`."""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_path: Annotated[str, Field(min_length=1)]
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(Strict):
+    """Body of vLLM's `/v1/unload_lora_adapter`."""
+
+    lora_name: str
+    lora_int_id: int | None = None  # ignored, as in vLLM
+
+
 def _as_token(key: str) -> int:
     if not key.isascii() or not key.isdecimal():
         raise ConfigError(f"logit_bias: {key[:40]!r} is no token id")

@@ -2,6 +2,7 @@
 
     python perf/llama_server.py --model A.gguf --draft B.gguf --server bin/llama-server --json out.json
     python perf/llama_server.py ... --llama plain: "cache:--spec-type ngram-cache" --questions 2    # other modes
+    python perf/llama_server.py --model random.gguf --shape qwen3-moe --skip starts prompt --temperatures 0 ...
 
 Every question is answered by every mode in turn, so that interference affects all of them: greedily, then sampled with
 a seed. Each mode of llama.cpp is its own server, which stays open; treespec's modes are calls of one engine with the
@@ -16,6 +17,7 @@ else may run on the machine.
 import argparse
 import json
 import os
+import random
 import resource
 import shlex
 import socket
@@ -31,8 +33,9 @@ from typing import Any, NamedTuple
 
 import measuring
 import torch
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3MoeConfig
 
-from treespec import LLM, SamplingParams, SpecConfig
+from treespec import LLM, SamplingParams, SpecConfig, TokenTree
 from treespec_weights.gguf.reader import read_gguf
 
 CODING = (
@@ -64,7 +67,33 @@ LLAMA = {
     "ngram-mod": "--spec-type ngram-mod --spec-ngram-mod-n-match 3 --spec-ngram-mod-n-min 0 --spec-ngram-mod-n-max 4",
 }
 COMMON = "-c 2048 -np 1 --no-ui --cache-ram 0 --offline"
-BENCH = "-npp 128 -ntg 16 -npl 1,8,16 -pps -c 1024 --output-format jsonl"
+# Without -pps, which llama.cpp refuses for models whose rotary positions have sections
+BENCH = "-npp 32 -ntg 16 -npl 1,8,16 -c 1024 --output-format jsonl"
+SHAPES = {
+    "qwen3.5-0.8b": Qwen3_5TextConfig(
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_value_heads=16,
+        linear_num_key_heads=16,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-moe": Qwen3MoeConfig(  # two layers of Qwen3-30B-A3B
+        hidden_size=2048,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        vocab_size=32768,
+    ),
+}
 PATIENCE = 120.0  # maximum seconds until a server is ready
 
 
@@ -80,6 +109,25 @@ class Answer(NamedTuple):
     def rate(self) -> float:
         """Tokens per second without prefill."""
         return (len(self.tokens) - 1) / self.seconds
+
+
+class Noise:
+    """A drafter whose guesses are random."""
+
+    name = "noise"
+
+    def propose(self, requests: Any, max_depths: Any) -> list[TokenTree]:
+        guesses = [[request.tokens[-1]] for request in requests]
+        for tokens, depth in zip(guesses, max_depths, strict=True):
+            tokens += (random.randrange(1000) for _ in range(depth))
+        chains = ((tokens, range(-1, len(tokens) - 1)) for tokens in guesses)
+        return [TokenTree.from_parents(*chain, probs=0.8, source=self.name) for chain in chains]
+
+    def commit(self, requests: Any, paths: Any) -> None:
+        """Learn nothing."""
+
+    def release(self, request: Any) -> None:
+        """Hold nothing."""
 
 
 class Server:
@@ -167,6 +215,22 @@ def answer(llm: LLM, spec: Any, tokens: list[int], max_tokens: int, temperature:
     return Answer(decoded.tokens[0], seconds, decoded.passes, drafted)
 
 
+def transformers_answers(shape: str) -> Callable[..., Answer]:
+    """Return a function that answers with transformers' model of a shape, of random weights in bfloat16."""
+    model = AutoModelForCausalLM.from_config(SHAPES[shape], dtype=torch.bfloat16).eval()
+
+    def generate(tokens: list[int], count: int) -> tuple[list[int], float]:
+        began = time.perf_counter()
+        made = model.generate(torch.tensor([tokens]), max_new_tokens=count, min_new_tokens=count, do_sample=False)
+        return made[0, len(tokens) :].tolist(), time.perf_counter() - began
+
+    def answer(tokens: list[int], max_tokens: int, *_: Any) -> Answer:
+        (_, first), (made, whole) = (generate(tokens, count) for count in (1, max_tokens))
+        return Answer(made, whole - first, max_tokens, 0)
+
+    return answer
+
+
 def starts(llama: Mapping[str, list[str]], args: argparse.Namespace) -> dict[str, Any]:
     """Measure starts in turn, after one start to warm the page cache."""
     ours = [sys.executable, "-m", "treespec", "generate", WARMUP, "--model", str(args.model), "--max-tokens", "1"]
@@ -219,14 +283,20 @@ def rates(answers: Mapping[str, list[Answer]]) -> dict[str, Any]:
 def answers(llm: LLM, servers: Mapping[str, Server], args: argparse.Namespace) -> dict[str, Any]:
     """Answer all questions in all modes, by temperature."""
     specs = {"plain": "off", "lookup": SpecConfig(sources=("lookup",)), "auto": None}
-    if llm.draft_names:
+    if args.draft is None:
+        specs = {"plain": "off", "auto": SpecConfig(sources=(Noise.name,))}
+    elif llm.draft_names:
         specs |= {"draft": SpecConfig(sources=llm.draft_names[:1])}
     modes: dict[str, Callable[..., Answer]] = {f"treespec {name}": partial(answer, llm, s) for name, s in specs.items()}
     modes |= {f"llama.cpp {name}": server.answer for name, server in servers.items()}
+    modes |= {"transformers plain": transformers_answers(args.shape)} if args.shape else {}
     modes = {name: mode for name, mode in modes.items() if not args.only or name in args.only}
-    first = SamplingParams(max_tokens=1)
-    conversations = [[{"role": "user", "content": text}] for text in (WARMUP, *QUESTIONS[: args.questions])]
-    warmup, *prompts = (output.prompt_token_ids for output in llm.chat(conversations, first))
+    if args.shape:
+        warmup, *prompts = ([*range(i + 1, i + 65)] for i in range(args.questions + 1))
+    else:
+        first = SamplingParams(max_tokens=1)
+        conversations = [[{"role": "user", "content": text}] for text in (WARMUP, *QUESTIONS[: args.questions])]
+        warmup, *prompts = (output.prompt_token_ids for output in llm.chat(conversations, first))
     for mode in modes.values():
         mode(warmup, 16, 0.0, 0)
     result = {}
@@ -283,7 +353,8 @@ def main() -> None:
         __doc__, grows=False, threads=2, questions=12, max_tokens=128, prompt=512, starts=3, seconds=10
     )
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, help="without one, random guesses are the draft of nodes='auto'")
+    parser.add_argument("--shape", choices=SHAPES, help="of a model with random weights, also run by transformers")
     parser.add_argument("--server", type=Path, required=True, help="llama-server")
     parser.add_argument("--llama", nargs="+", metavar="NAME:OPTIONS", help="modes of llama.cpp; replaces the default")
     parser.add_argument("--only", nargs="+", metavar="MODE", help="modes to answer in, such as 'treespec auto'")
@@ -291,22 +362,25 @@ def main() -> None:
     parser.add_argument("--skip", nargs="+", default=[], choices=("starts", "prompt", "passes"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    options = dict(mode.split(":", 1) for mode in args.llama) if args.llama else LLAMA
+    options = dict(mode.split(":", 1) for mode in args.llama or ())
+    options = options or (LLAMA if args.draft else {"plain": ""})
+    files = [args.model] if args.draft is None else [args.model, args.draft]
     common = [str(args.server), "-m", str(args.model), "-t", str(args.threads), *COMMON.split()]
     commands = {name: [*common, *shlex.split(text.replace("DRAFT", str(args.draft)))] for name, text in options.items()}
     document: dict[str, Any] = {"setup": measuring.setup(args, "threads", "questions", "max_tokens", "starts")}
-    document["setup"] |= {"models": [_name(args.model), _name(args.draft)], "llama.cpp": options, "common": COMMON}
+    document["setup"] |= {"models": [*map(_name, files)], "llama.cpp": options, "common": COMMON}
     if "starts" not in args.skip:
         document["starts"] = starts(commands, args)
     with ExitStack() as stack:
         servers = {name: stack.enter_context(served(command)) for name, command in commands.items()}
         for server in servers.values():
             server.wait()
-        llm = LLM(args.model, [args.draft], device="cpu", max_num_seqs=1, max_model_len=1024)
+        llm = LLM(args.model, files[1:] or [Noise()], device="cpu", max_num_seqs=1, max_model_len=1024)
         if "prompt" not in args.skip:
             document["prompt"] = prompts_per_second(llm, next(iter(servers.values())), args)
         document["answers"] = answers(llm, servers, args)
         document["peak_mib"] = {f"llama.cpp {name}": server.peak_mib for name, server in servers.items()}
+        document["memory"] = llm.stats()["memory"]
         document["peak_mib"]["treespec"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if "passes" not in args.skip:
         document["passes"] = passes(args)

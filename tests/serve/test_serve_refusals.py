@@ -237,7 +237,7 @@ def test_other_addresses(engine: AsyncLLM, tmp_path: Path) -> None:
         (["--allowed-origins", "[*"], "allowed_origins=['[*']; valid"),
         (["--config", "/absent.yaml"], "/absent.yaml"),
         (["--lora-modules", "a=b", "c"], "lora_modules='c'; valid: NAME=FOLDER, or"),
-        (["--replicas", "2", "--allow-runtime-lora-updating"], "a request would reach only one of --replicas"),
+        (["--replicas", "2", "--allow-runtime-lora-updating"], "would reach only one of replicas=2"),
         (["--uvicorn-log-level", "loud"], "'loud'; valid: 'critical'"),
         (["/absent/model", "--port", "0"], "/absent/model"),
     ],

@@ -130,8 +130,6 @@ def serve(
         api_key=server.api_key or os.environ.get("TREESPEC_API_KEY") or None,
     )
     loras = {}
-    if server.allow_runtime_lora_updating and server.replicas is not None:
-        raise UsageError("--allow-runtime-lora-updating: a request would reach only one of --replicas")
     if (count := len(server.loras())) or server.allow_runtime_lora_updating:
         most = engine_options["max_cpu_loras"] or max(engine_options["max_loras"], count)
         loras = {"enable_lora": True, "max_cpu_loras": most}

@@ -82,6 +82,8 @@ class ServerOptions:
         object.__setattr__(self, "allowed_origins", [*itertools.chain.from_iterable(lists)])
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError(f"ssl_keyfile={self.ssl_keyfile!r} requires ssl_certfile")
+        if self.allow_runtime_lora_updating and self.replicas is not None:
+            raise ConfigError(f"allow_runtime_lora_updating=True would reach only one of replicas={self.replicas}")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path={self.root_path!r}; valid: a path that begins with /")
 

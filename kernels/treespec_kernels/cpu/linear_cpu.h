@@ -23,7 +23,7 @@ void dense_product(const Product& product) {
         if (const scalar* x = tiled.of(share)) {
             for (int64_t r = 0; r < share.rows; r += MANY)
                 multiply_tiles(*share.layer, panel, x + r * k, std::min(MANY, share.rows - r),
-                               product.row(share.first + r), product.then);
+                               product.row(share.first + r, share.output), product.then);
             return;
         }
 #endif

@@ -180,8 +180,8 @@ inline __attribute__((always_inline)) void sum_chains(Body body, vec (&sum)[ROWS
     }
 }
 
-// Adds the products of a part of a panel of WIDTH outputs with inputs [begin, end), for chains [FIRST, LAST). w: its weights for
-// the first of them. next: address to prefetch, `fetched` scalars per step of the first chain.
+// Adds the products of a part of a panel of WIDTH outputs with inputs [begin, end), for chains [FIRST, LAST). w: the
+// part's weights for the first of them. next: address to prefetch, `fetched` scalars per step of the first chain.
 template <int WIDTH, int ROWS, int C, int FIRST, int LAST>
 inline __attribute__((always_inline)) void accumulate(const scalar* w, const factor* x, int64_t k, int64_t begin,
                                                       int64_t end, const scalar* next, int64_t fetched,

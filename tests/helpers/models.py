@@ -8,7 +8,8 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,31 +155,37 @@ def tiny(dtype: torch.dtype = torch.float32) -> tuple[Path, tuple[Path, ...]]:
 DEFAULTS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "draft_quantization": None}
 
 
+_proofs: dict[Any, list[str]] = {}
+
+
+def differing_rows_once(decoder: Decoder, pool: torch.Tensor, *rest: Any) -> list[str]:
+    how = decoder.dtype, decoder.attention.name, decoder.linear, decoder.min_rows, decoder.quantization
+    key = (decoder.config.compute_key, min(pool.shape[2], 17), how, torch.get_num_threads(), rest)
+    if key not in _proofs:
+        _proofs[key] = selftest.differing_rows(decoder, pool, *rest)
+    return _proofs[key]
+
+
+@contextmanager
+def quick_start(proof: Callable[..., list[str]] = differing_rows_once) -> Iterator[None]:
+    """Engines that open while the block runs have `CURVE` for their costs, and this self-test."""
+    with (
+        mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
+        mock.patch("treespec.startup.build.differing_rows", proof),
+    ):
+        yield
+
+
 def open_llm(model: Path, drafts: Iterable[Any] = (), prove: bool | None = False, **options: Any) -> LLM:
     """An engine on the CPU, compiled where it can be, with drafts as they are stored and `CURVE` for its costs.
 
     `prove` runs the self-test, most of the start: True always, False once for each shape, None never, for Triton's
     interpreter, where it takes minutes.
     """
-    proof = {True: selftest.differing_rows, False: _differing_rows_once, None: lambda *_: []}[prove]
-    with (
-        mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
-        mock.patch("treespec.startup.build.differing_rows", proof),
-    ):
+    with quick_start({True: selftest.differing_rows, False: differing_rows_once, None: lambda *_: []}[prove]):
         llm = LLM(model, drafts=list(drafts), **(DEFAULTS | options))
     at_fixed_costs(llm.engine.host.planner)  # what times of this machine would teach is luck
     return llm
-
-
-_proofs: dict[Any, list[str]] = {}
-
-
-def _differing_rows_once(decoder: Decoder, pool: torch.Tensor, *rest: Any) -> list[str]:
-    how = decoder.dtype, decoder.attention.name, decoder.linear, decoder.min_rows, decoder.quantization
-    key = (decoder.config.compute_key, min(pool.shape[2], 17), how, torch.get_num_threads(), rest)
-    if key not in _proofs:
-        _proofs[key] = selftest.differing_rows(decoder, pool, *rest)
-    return _proofs[key]
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.libraries import share_libraries
-from tests.helpers.models import _differing_rows_once, open_llm, tiny, tiny_llm
+from tests.helpers.models import differing_rows_once, open_llm, tiny, tiny_llm
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.planning.draft_plan import Drafted
 from treespec.planning.round_costs import CostCurve, RoundSeconds
@@ -29,7 +29,7 @@ KEY = {"device": "cpu", "processor": "p", "dtype": "float32", "threads": 1, "tor
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share_libraries(tmp_path / "treespec")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("treespec.startup.build.differing_rows", _differing_rows_once)
+    monkeypatch.setattr("treespec.startup.build.differing_rows", differing_rows_once)
     monkeypatch.setattr(costs, "_waiting_seconds", lambda: 0.0)
 
 

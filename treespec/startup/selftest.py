@@ -38,7 +38,7 @@ from treespec_kernels.recurrent.request_state import RecurrentState, StateRows
 logger = logging.getLogger("treespec")
 
 # Around tile boundaries, and six tiles, because torch sums more than four tiles in another order.
-_PREFIXES = (1, PAGE_SIZE - 4, 2 * PAGE_SIZE - 1, 5 * PAGE_SIZE + 30)
+PREFIXES = (1, PAGE_SIZE - 4, 2 * PAGE_SIZE - 1, 5 * PAGE_SIZE + 30)
 _PARENTS = np.array([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7, 8, 9, 11])  # 13 nodes of up to 7 levels, to cross tile boundaries
 _WIDE = np.maximum(np.arange(2 * PAGE_SIZE) - 9, 0)  # parents of a tree too large for packed attention
 _WIDE[0] = -1
@@ -57,8 +57,13 @@ _NODES = 16  # tree size, unless the largest of the rounds is smaller
 _TEMPERATURES = (0.0, 0.8)
 
 
-def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512) -> list[str]:
-    """Compare passes on one layer of each kind; returns a line for each difference. Zeroes the pages that it uses."""
+def differing_rows(
+    model: Decoder, pool: Tensor, largest_pass: int = 512, prefixes: Sequence[int] = PREFIXES
+) -> list[str]:
+    """Compare passes on one layer of each kind; returns a line for each difference. Zeroes the pages that it uses.
+
+    Trees are computed behind prompts of `prefixes` tokens, and around the ends of windows.
+    """
     rng = np.random.default_rng(0)
     model, num_layers = model.layer_subset(_WINDOW)
     pool = pool[:num_layers]
@@ -71,7 +76,7 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512) -> lis
     differences = []
     ends = [end for window in model.windows if window is not None for end in (window, window + PAGE_SIZE)]
     borders = {end - 4 for end in ends if end > 4}  # so that the first position leaves the window of deeper nodes
-    prefixes = [p for p in sorted({*_PREFIXES, *borders}) if p + len(_PARENTS) <= room]
+    prefixes = [p for p in sorted({*prefixes, *borders}) if p + len(_PARENTS) <= room]
     for prefix in prefixes:  # the head does not read the context, so that one prompt suffices
         prompt, head_rows = rng.integers(model.vocab_size, size=prefix), len(_PARENTS) * (prefix == prefixes[0])
         differences += _compare_after_prompt(model, pool, prompt, _PARENTS, place, twin, head_rows)

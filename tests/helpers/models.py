@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from treespec import LLM, RequestOutput, SamplingParams
-from treespec.drafters.base import Drafter, DraftSource
+from treespec.drafters.base import Drafter
 from treespec.drafters.custom_source import CustomSource
 from treespec.models.decoder import Decoder
 from treespec.planning.planner import Planner
@@ -258,14 +258,23 @@ def assert_same_tree(ours: TokenTree, theirs: TokenTree, rtol: float = 0.0) -> N
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol, equal_nan=False)
 
 
-def custom_sources(llm: LLM, *drafters: Drafter) -> list[DraftSource]:
-    """Sources of custom drafters, as if the engine had been built with them."""
-    return [CustomSource(drafter, llm.engine.runner.target.vocab_size) for drafter in drafters]
-
-
 def replace_drafters(llm: LLM, *drafters: Drafter) -> None:
-    """Let custom drafters propose in place of all sources other than SSMs."""
-    llm.engine.sources.others[:] = custom_sources(llm, *drafters)
+    """Let custom drafters propose instead of all sources but SSMs, as if the engine had been built with them."""
+    vocab_size = llm.engine.runner.target.vocab_size
+    llm.engine.sources.others[:] = [CustomSource(drafter, vocab_size) for drafter in drafters]
+
+
+@contextmanager
+def drafting_by(llm: LLM, *drafters: Drafter, beside: bool = False) -> Iterator[None]:
+    """`replace_drafters` while the block runs; with `beside`, the engine's own sources follow the custom drafters."""
+    others = llm.engine.sources.others
+    own = list(others)
+    replace_drafters(llm, *drafters)
+    others += own if beside else []
+    try:
+        yield
+    finally:
+        others[:] = own
 
 
 class OracleDrafter:
@@ -287,7 +296,7 @@ class OracleDrafter:
         self.released: list[str] = []
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
-        return [self._tree(request.tokens, depth) for request, depth in zip(requests, max_depths, strict=True)]
+        return [self.tree(request.tokens, depth) for request, depth in zip(requests, max_depths, strict=True)]
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         for request, path in zip(requests, paths, strict=True):
@@ -296,7 +305,7 @@ class OracleDrafter:
     def release(self, request: Request) -> None:
         self.released.append(request.request_id)
 
-    def _tree(self, tokens: list[int], max_depth: int) -> TokenTree:
+    def tree(self, tokens: list[int], max_depth: int) -> TokenTree:
         truth = next((t for t in self.truths if t[: len(tokens)] == tokens), tokens)
         coming = truth[len(tokens) : len(tokens) + min(self.depth, max_depth)]
         paths: dict[tuple[int, ...], float] = {}

@@ -51,7 +51,7 @@ _LAST = max(map(sum, _SPLITS))
 _HEAD_ROWS = 40  # rows of a compiled head's largest product, which has the same tiles for more rows
 _WINDOW = 90  # maximum window in the test; sums within a tile do not depend on the number of tiles
 # Of captured rounds:
-_PROMPTS = (60, 3)  # lengths in tokens; the first repeats, so that lookup proposes; outputs cross a page boundary
+PROMPTS = (60, 3)  # lengths in tokens; the first repeats, so that lookup proposes; outputs cross a page boundary
 _PERIOD = 16  # tokens after which a prompt repeats
 _NODES = 16  # tree size, unless the largest of the rounds is smaller
 _TEMPERATURES = (0.0, 0.8)
@@ -261,7 +261,13 @@ def proven_rounds(
     return None
 
 
-def differing_rounds(host: HostExecutor, scheduler: Scheduler, rounds: Rounds, max_tokens: int = 12) -> list[str]:
+def differing_rounds(
+    host: HostExecutor,
+    scheduler: Scheduler,
+    rounds: Rounds,
+    max_tokens: int = 12,
+    lengths: Sequence[int] = PROMPTS,  # of the prompts
+) -> list[str]:
     """Compare captured rounds with plain decoding on an idle engine; returns a line for each difference."""
     runner, length = host.runner, host.max_model_len
     looks_up = any(isinstance(source, LookupDrafter) for source in host.sources.others)
@@ -270,17 +276,17 @@ def differing_rounds(host: HostExecutor, scheduler: Scheduler, rounds: Rounds, m
     captured = GraphExecutor(runner, sources, rounds._replace(planners=copy.deepcopy(rounds.planners)), length)
     plainly, by_rounds = (Engine(runner, scheduler, sources, trial, executor) for executor in (None, captured))
     try:
-        return _differing(plainly, by_rounds, min(_NODES, rounds.limits.nodes[-1]), max_tokens)
+        return _differing(plainly, by_rounds, min(_NODES, rounds.limits.nodes[-1]), max_tokens, lengths)
     finally:
         for request in [*scheduler.running, *scheduler.waiting]:
             plainly.finish(request, "abort")
 
 
-def _differing(host: Engine, captured: Engine, nodes: int, max_tokens: int) -> list[str]:
+def _differing(host: Engine, captured: Engine, nodes: int, max_tokens: int, lengths: Sequence[int]) -> list[str]:
     """Return the differences between an engine without and one with captured rounds of `nodes` nodes."""
     longest = host.host.max_model_len
     max_tokens = min(max_tokens, longest - 1)
-    lengths = [min(length, longest - max_tokens) for length in _PROMPTS]
+    lengths = [min(length, longest - max_tokens) for length in lengths]
     period = np.random.default_rng(0).integers(host.runner.target.vocab_size, size=_PERIOD)
     prompts = [np.resize(period, length).tolist() for length in lengths]
     plain = SpecConfig.resolve("off", SpecConfig())

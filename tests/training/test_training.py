@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.helpers.commands import run
 from tests.helpers.gguf_files import metadata_of, write_gguf
-from tests.helpers.models import make_llama, new_folder
+from tests.helpers.models import CURVE, make_llama, new_folder
 from tests.helpers.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import ConfigError, ModelError
@@ -33,7 +33,7 @@ from treespec.training.muon import Float32Muon, orthogonalize
 from treespec.training.report import measure_drafts
 from treespec.training.run import TrainingRun, by_benefit, held_out, train_drafts
 from treespec.training.settings import TrainingSettings
-from treespec.training.sizing import choose_size
+from treespec.training.sizing import choose_size, measure_level
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
 from treespec.training.student import make_student, open_model, open_student, read_vocabulary, write_student
 from treespec.training.texts import ROWS, WINDOW, Texts, tokenize_texts
@@ -535,7 +535,7 @@ def test_muon_in_float32_makes_torchs_steps() -> None:
 
 
 @pytest.mark.slow
-def test_sizes_follow_from_measured_passes() -> None:
+def test_sizes_follow_from_measured_passes(target: Path) -> None:
     """Costs in proportion to layers and width, of a target whose pass takes 100 such units."""
     config = LlamaConfig(hidden_size=256, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2)
 
@@ -546,3 +546,9 @@ def test_sizes_follow_from_measured_passes() -> None:
 
     assert [chosen(unit) for unit in (0.5, 1.5, 2.0, 99.0)] == [(6, None), (2, None), (2, 192), (2, 64)]
     assert chosen(99.0, layers=3) == (3, None) and chosen(1.0, hidden=128) == (6, 128)
+
+    def write(layers: int, width: int | None, folder: Path) -> None:
+        write_student(make_student(open_model(target), layers, width, target_ids, [0]), folder, target_ids, VOCAB)
+
+    target_ids = np.array([*range(64), -1])
+    assert measure_level(target, write, {"compile": False}, 1, None) == (CURVE.draft_seconds, CURVE.verify(1.0))

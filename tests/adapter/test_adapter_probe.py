@@ -153,10 +153,9 @@ def test_widened_models_have_the_bits_of_wide_ones(kind: str) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_large_weights_are_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treespec.adapter.upcast.CHUNK", 100)
+def test_large_weights_are_widened_in_parts() -> None:
     layer, x = nn.Linear(32, 50, dtype=torch.bfloat16), torch.randn(2, 7, 32, dtype=torch.bfloat16)
-    with torch.inference_mode(), UpcastMode(torch.float64):
+    with torch.inference_mode(), UpcastMode(torch.float64, chunk=100):
         found = layer(x)
     wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
     torch.testing.assert_close(found, wanted)

@@ -104,7 +104,7 @@ def found_after(
     """A request of these tokens, its tree, and what was found for it."""
     request = request_of(tokens, spec)
     tree = propose(drafter, request, depth)
-    found = drafter._search(request, depth, 0.0)
+    found = drafter.search(request, depth, 0.0)
     assert found is not None
     return request, tree, found[1]
 

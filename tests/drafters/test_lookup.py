@@ -163,7 +163,7 @@ def test_compiled_and_numpy_agree_to_the_bit(seed: int, remembers: int) -> None:
         if number == 2 * DECAY_ROUNDS:
             for drafter in drafters:
                 drafter.forget(requests)
-        lasts = [{name: text._last for name, text in drafter.texts.items()} for drafter in drafters]
+        lasts = [{name: text.last for name, text in drafter.texts.items()} for drafter in drafters]
         assert lasts[0] == lasts[1] and drafters[0].remembered == drafters[1].remembered
     assert nodes > 500 and past >= (5 if remembers > 1 else 0), "there were guesses"
     one, other = drafters

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -302,18 +301,26 @@ def test_texts_that_nothing_predicts_do_not_end_drafting_for_others() -> None:
     assert passes[:, 2].mean() < 1.1 * fresh
 
 
+class Recorded(Planner):
+    """Keeps what was drafted in every round."""
+
+    def __init__(self, curve: CostCurve):
+        super().__init__(curve)
+        self.drafted: list[Drafted] = []
+
+    def observe(self, *round: Any) -> None:
+        self.drafted.append(round[4])
+        super().observe(*round)
+
+
 def modelled_speedup(llm: LLM, spec: SpecConfig, tokens: int) -> tuple[float, float]:
     """(speed-up over plain decoding, share of rounds with drafting), in the cost curve's seconds."""
-    engine, cost = llm.engine, llm.engine.host.planner.costs.curve
-    drafted: list[Drafted] = []
-    observe = Planner.observe
-
-    def observed(planner: Planner, *round: Any) -> None:
-        drafted.append(round[4])
-        observe(planner, *round)
-
-    with mock.patch.object(Planner, "observe", observed), watch(engine) as rounds:
+    planner, cost = llm.engine.host.planner, llm.engine.host.planner.costs.curve
+    assert isinstance(planner, Recorded)
+    planner.drafted.clear()
+    with watch(llm.engine) as rounds:
         llm.generate(random_prompts((40,)), greedy(tokens), spec=spec)
+    drafted = planner.drafted
     seconds = sum(float(cost.verify(len(each.tree))) for each in rounds)
     seconds += sum(cost.draft(d) for d in drafted)
     return tokens * float(cost.verify(1)) / seconds, sum(d.levels > 0 for d in drafted) / len(rounds)
@@ -326,7 +333,7 @@ def drafts() -> dict[str, LLM]:
     bad = make_draft(new_folder("bad") / "bad", target, 10, 3.0)
     llms = {"good": open_llm(target, [good[0]], max_num_seqs=4), "bad": open_llm(target, [bad], max_num_seqs=4)}
     for llm in llms.values():
-        llm.engine.host.planner = at_fixed_costs(Planner(COST))
+        llm.engine.host.planner = at_fixed_costs(Recorded(COST))
     return llms
 
 

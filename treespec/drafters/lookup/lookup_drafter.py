@@ -90,7 +90,7 @@ class _Text:
         self._address = address_of(self._buffer)
         self.misses = 0  # searches since the last accepted proposal
         self.owner = next(_owners)  # owner id in the history
-        self._num_remembered, self._last = begin, 0
+        self._num_remembered, self.last = begin, 0
 
     def should_search(self) -> bool:
         """Count a search and return whether to run it: after many misses, only every second or fourth one runs."""
@@ -109,7 +109,7 @@ class _Text:
 
     def add_to(self, history: History | CompiledHistory) -> None:
         new = self._buffer[self._num_remembered : self._length]
-        self._last, self._num_remembered = history.add(self.owner, self._last, new), self._length
+        self.last, self._num_remembered = history.add(self.owner, self.last, new), self._length
 
     @property
     def window(self) -> np.ndarray:
@@ -170,7 +170,7 @@ class LookupDrafter(DraftSource):
             self._remember(request)
         found: dict[str, tuple[TokenTree, Matches]] = {}  # tree and matches by request id
         for request, depth in zip(requests, max_depths, strict=True):
-            if depth and (searched := self._search(request, depth, least_value)) is not None:
+            if depth and (searched := self.search(request, depth, least_value)) is not None:
                 found[request.request_id] = searched
         return Proposals({request_id: tree for request_id, (tree, _) in found.items()}, partial(self._commit, found))
 
@@ -186,7 +186,7 @@ class LookupDrafter(DraftSource):
             text.update(request.tokens)
             text.add_to(self._history)
 
-    def _search(self, request: Request, depth: int, least_value: float) -> tuple[TokenTree, Matches] | None:
+    def search(self, request: Request, depth: int, least_value: float) -> tuple[TokenTree, Matches] | None:
         """Search continuations of a request's text; None without a match, or if this round's search is skipped."""
         spec, counts, text = request.spec, self.own_counts.get(request.request_id), self._text(request)
         looks_up, owner = spec.allows("lookup", "lookup"), text.owner if spec.allows("suffix", "suffix") else None

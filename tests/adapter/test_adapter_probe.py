@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.architectures import VOCAB, make_model, open_adapter_llm
+from tests.helpers.architectures import VOCAB, logits_by, make_model, open_adapter_llm
 from tests.helpers.faults import FAULTS, WINDOW_FAULTS, Fault, open_with
 from tests.helpers.models import random_prompts
 from treespec.adapter.decoder import PackedLinear
@@ -48,15 +48,10 @@ def noisy(kind: str, dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
-@torch.no_grad()
 def distance(model: Any, own: str, other: Any, others: str) -> float:
     """The largest distance between the rows of two models' logits, each with an attention by name."""
     [prompt] = random_prompts([76], vocab=VOCAB)
-    found = []
-    for each, name in ((model, own), (other, others)):
-        before, each.config._attn_implementation = each.config._attn_implementation, name
-        found.append(each(torch.tensor([prompt]), use_cache=False).logits[0].float())
-        each.config._attn_implementation = before
+    found = logits_by(model, prompt, own), logits_by(other, prompt, others)
     spread = (found[1] - found[1].mean(1, keepdim=True)).square().mean(1)
     return float(((found[0] - found[1]).square().mean(1) / spread).max().sqrt())
 
@@ -142,21 +137,17 @@ def test_widened_models_have_the_bits_of_wide_ones(kind: str) -> None:
     """A bfloat16 model in the mode computes what its float32 copy computes, and stays what it is."""
     model = make_model(kind, torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    tokens = torch.tensor(random_prompts([76], vocab=VOCAB))
+    [tokens] = random_prompts([76], vocab=VOCAB)
     wide = make_model(kind, torch.bfloat16).float()
-    for each in (model, wide):
-        each.config._attn_implementation = "eager"
-    with torch.inference_mode():
-        with UpcastMode(torch.float32):
-            found = model(tokens, use_cache=False).logits
-        assert torch.equal(found, wide(tokens, use_cache=False).logits)
+    with UpcastMode(torch.float32):
+        found = logits_by(model, tokens, "eager")
+    assert torch.equal(found, logits_by(wide, tokens, "eager"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_large_weights_are_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treespec.adapter.upcast.CHUNK", 100)
+def test_large_weights_are_widened_in_parts() -> None:
     layer, x = nn.Linear(32, 50, dtype=torch.bfloat16), torch.randn(2, 7, 32, dtype=torch.bfloat16)
-    with torch.inference_mode(), UpcastMode(torch.float64):
+    with torch.inference_mode(), UpcastMode(torch.float64, chunk=100):
         found = layer(x)
     wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
     torch.testing.assert_close(found, wanted)

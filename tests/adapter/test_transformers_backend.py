@@ -17,7 +17,7 @@ from transformers.models.stablelm import modeling_stablelm
 
 from tests.helpers.architectures import VOCAB, continuations, logits_after, make_model, open_adapter_llm, saved
 from tests.helpers.exactness import Run, assert_exact, differences, run
-from tests.helpers.models import CURVE, OracleDrafter, greedy, make_llama, new_folder, random_prompts
+from tests.helpers.models import OracleDrafter, greedy, make_llama, new_folder, quick_start, random_prompts
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.adapter.decoder import AdapterDecoder
 from treespec.adapter.route import Window, configs_of, routed, window_below
@@ -27,6 +27,7 @@ from treespec.adapter.trace import run as run_rows
 from treespec.cache.kv_cache import KVCache
 from treespec.errors import CheckpointError, ConfigError, ExactnessError, KernelError, ModelError
 from treespec.models.attention import CpuAttention
+from treespec.startup.selftest import differing_rows
 from treespec_kernels.attention.tree_batch import RequestRows
 
 pytestmark = pytest.mark.slow
@@ -182,7 +183,7 @@ def test_fixed_rows_are_proven_with_passes_of_that_size() -> None:
     """A product that rounds differently in larger passes, which an engine with fixed rows never makes."""
     model = make_model("stablelm")
     model.model.layers[0].mlp.register_forward_hook(lambda _, args, out: out * (1 + (out.shape[1] > 32) * 2**-20))
-    with mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE):
+    with quick_start(differing_rows):
         llm = LLM(model, device="cpu", max_model_len=256)
     assert llm.stats()["frozen"]["exactness"] == "bit-identical at 32 fixed rows"
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import BENCH, lend
 from tests.helpers.models import random_prompts, tiny_llm
 
 
@@ -20,5 +21,4 @@ def ids_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def lent_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """`treespec bench` gets an engine that is there already."""
-    engine = tiny_llm()  # before anything that the command prints is captured
-    monkeypatch.setattr("treespec.bench.run.LLM", lambda *given, **options: engine)
+    lend(tiny_llm(), monkeypatch, BENCH)

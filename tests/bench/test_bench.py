@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers.commands import run
+from tests.helpers.commands import BENCH, lend, run
 from tests.helpers.models import make_llama, new_folder, open_llm, tiny
 from tests.helpers.tokenizers_made import TEXT, byte_level, save_tokenizer
+from treespec import LLM
 from treespec.bench.measure import MEANING, Sample
 from treespec.bench.modes import PLAIN, Mode, our_modes, peer_modes, select
 from treespec.bench.options import Options
@@ -238,10 +239,11 @@ def test_prints_tables_or_a_document(ids_file: Path, lent_engine: None, tmp_path
 
 def test_grown_figures_say_so(tmp_path: Path, ids_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafts = tiny()
-    monkeypatch.setattr(
-        "treespec.bench.run.LLM",
-        lambda model, given, spec, **rest: open_llm(model, [drafts[0]] if given else [], max_num_seqs=1),
-    )
+
+    def opened(model: Any, given: Any, spec: Any, **rest: Any) -> LLM:
+        return open_llm(model, drafts[:1] if given else [], max_num_seqs=1)
+
+    lend(opened, monkeypatch, BENCH)
     sizes = "--samples 2 --max-tokens 8 --repeats 1 --warmup 0 --only tree-ssms-n16 --grow 4M".split()
     given = ["--model", target, "--draft", drafts[0], "--prompts", ids_file, *sizes]
     ran = run("bench", *given, "--out", tmp_path / "out.json")
@@ -290,6 +292,6 @@ def test_text_prompts_need_a_tokenizer(ids_file: Path, lent_engine: None) -> Non
 
 def test_a_user_s_models_may_have_no_draft(tmp_path: Path, ids_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_llama(new_folder("alone"), 5)
-    monkeypatch.setattr("treespec.bench.run.LLM", lambda model, drafts, spec, **rest: open_llm(model, drafts))
+    lend(lambda model, drafts, spec, **rest: open_llm(model, drafts), monkeypatch, BENCH)
     document = bench(Options(model=target, prompts=ids_file, max_tokens=8, repeats=1, only=("hf-*",)))
     assert document["drafts"] == [] and all(mode["mismatches"] == 0 for mode in document["runs"][0]["modes"])

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,8 +28,7 @@ def test_random_interleavings_give_the_tokens_and_bits_of_requests_alone(seed: i
     asked = random_requests(seed, 9, (200, 150), 40, (8, 24))
 
     def twice_in_few_pages() -> list[dict[int, RequestOutput]]:
-        check = mock.patch.object(llm.engine, "check_integrity", llm.engine.cache.check_integrity)
-        with few_pages(llm, 14), check:
+        with few_pages(llm, 14):
             return [run_at_random_times(llm, asked, seed, aborts=0.05) for _ in range(2)]
 
     assert_as_alone(plain, llm, asked, twice_in_few_pages)

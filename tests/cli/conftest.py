@@ -1,9 +1,12 @@
 """Models that commands load, and an engine that they are lent instead."""
 
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 
 from tests.helpers.commands import lend
-from tests.helpers.models import CURVE, _differing_rows_once, tiny
+from tests.helpers.models import quick_start, tiny
 from tests.helpers.speech import speaking_folder, speaking_llm
 from treespec import LLM, SpecConfig
 
@@ -14,13 +17,11 @@ def llm() -> LLM:
 
 
 @pytest.fixture
-def models(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def models() -> Iterator[list[str]]:
     """Options that name a target and two drafts; their costs are known and stay, and their proofs are made once."""
-    monkeypatch.setattr("treespec.startup.build.differing_rows", _differing_rows_once)
-    monkeypatch.setattr("treespec.startup.cost_measurement.load", lambda key: CURVE)
-    monkeypatch.setattr("treespec.planning.round_costs.RoundCosts.learn", lambda *_: None)
     drafts = [part for draft in tiny()[1][:2] for part in ("--draft", str(draft))]
-    return ["--model", str(speaking_folder()), *drafts]
+    with quick_start(), mock.patch("treespec.planning.round_costs.RoundCosts.learn", lambda *_: None):
+        yield ["--model", str(speaking_folder()), *drafts]
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """`treespec generate` at a temperature: seeds, truncation, rules, several outputs, and what --check can say of them."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 import treespec.sampling.sampler
 from tests.helpers.commands import lend, run
 from tests.helpers.models import tiny_llm
-from treespec import LLM, SamplingParams
+from treespec import LLM, SamplingParams, SpecConfig
 
 PROMPT = "5 6 7"
 IDS = [5, 6, 7]
@@ -24,15 +25,16 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 @pytest.fixture
 def asked(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What commands ask `load_llm` for; its speculation is used."""
+    """What commands ask of `LLM`; its speculation is used."""
     given: list[Any] = []
 
-    def load(model: Any, drafts: Any, spec: Any, *rest: Any, **options: Any) -> LLM:
-        given.append((drafts, spec, *rest, options))
-        monkeypatch.setattr(loaded, "spec", type(loaded.spec).resolve(spec, loaded.spec))
-        return loaded
+    def opened(model: Any, drafts: Any, spec: Any, max_num_seqs: int = 1, **options: Any) -> LLM:
+        given.append({"spec": spec, "max_num_seqs": max_num_seqs})
+        llm = copy.copy(loaded)
+        llm.spec = SpecConfig.resolve(spec, loaded.spec)
+        return llm
 
-    monkeypatch.setattr("treespec.cli.generate.load_llm", load)
+    lend(opened, monkeypatch)
     return given
 
 
@@ -56,7 +58,7 @@ def test_a_seed_that_was_drawn_is_reported_and_gives_the_same(loaded: LLM) -> No
 def test_check_decodes_with_the_same_seed(rule: str, asked: list[Any]) -> None:
     ran = run(*HOT, "--check", "--verification", rule, "--json")
     assert ran.document["identical"] is True
-    assert asked[0][1].verification == rule
+    assert asked[0]["spec"].verification == rule
     ran = run(*HOT, "--check", "--verification", rule, "--seed", 3)
     assert ran.stderr.splitlines()[-2] == "identical to plain decoding with seed 3: 12 tokens"
 
@@ -80,7 +82,7 @@ def test_several_outputs(asked: list[Any], loaded: LLM) -> None:
     [expected] = loaded.generate(IDS, params, spec="off")
     assert [each["token_ids"] for each in document["outputs"]] == [each.token_ids for each in expected.outputs]
     assert document["token_ids"] == document["outputs"][0]["token_ids"] and document["identical"] is True
-    assert asked[0][-2] == 3, "decoded side by side"
+    assert asked[0]["max_num_seqs"] == 3, "decoded side by side"
     lines = run(*HOT, "--samples", 3, "--seed", 2).stdout.splitlines()
     assert lines[::2] == [f"--- output {i} of 3 ---" for i in (1, 2, 3)]
     for line, each in zip(lines[1::2], expected.outputs, strict=True):

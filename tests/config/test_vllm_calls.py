@@ -191,6 +191,5 @@ def broken(ids: list[int]) -> str:
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(option: str, value: Any, message: str) -> None:
-    loading = mock.patch("treespec.llm.build", side_effect=AssertionError("loaded"))
-    with loading, pytest.raises((ConfigError, OSError), match=message):
-        LLM(tiny()[0], drafts=[], **{option: value})
+    with pytest.raises((ConfigError, OSError), match=message):
+        LLM("/absent/model", drafts=[], **{option: value})

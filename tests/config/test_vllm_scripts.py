@@ -5,13 +5,12 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from tests.helpers.commands import ROOT
 from tests.helpers.loras import make_lora
-from tests.helpers.models import CURVE, _differing_rows_once, open_llm, quick, tiny
+from tests.helpers.models import open_llm, quick, quick_start, tiny
 from tests.helpers.serving import TEMPLATE
 from tests.helpers.speech import speaking_folder
 from tests.helpers.vllm_scripts import ANSWERED, IMPORTS, SERVED, Script, ported
@@ -46,11 +45,7 @@ def run(folder: Path, tmp_path: Path) -> Iterator[Callable[[Script], dict[str, A
         exec(compile(ported(script.text), "script", "exec"), names)
         return names
 
-    with (
-        mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
-        mock.patch("treespec.startup.build.differing_rows", _differing_rows_once),
-        mock.patch("treespec.startup.build._search_library", lambda *_: None),
-    ):
+    with quick_start():
         yield play
 
 

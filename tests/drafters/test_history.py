@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.enumeration import paths_of
-from tests.helpers.lookups import BOTH, PAST, ask, inside, new, propose, request_of, write
+from tests.helpers.lookups import BOTH, PAST, ask, new, propose, request_of, write
 from tests.helpers.models import quick, random_prompts
 from treespec import SpecConfig
 from treespec.drafters.lookup.history import History
@@ -104,7 +104,7 @@ def found_after(
     """A request of these tokens, its tree, and what was found for it."""
     request = request_of(tokens, spec)
     tree = propose(drafter, request, depth)
-    found = drafter._search(request, depth, 0.0)
+    found = drafter.search(request, depth, 0.0)
     assert found is not None
     return request, tree, found[1]
 
@@ -133,7 +133,7 @@ def test_places_by_votes(behind: list[int], places: dict[int, int]) -> None:
     assert (found.classes[0, 1:] == -1).all() and (found.lengths[0, 1:] == -1).all()
     assert (found.lengths[1, 1:] == 3).all()
     for node, prob in zip(tree.tokens.tolist()[1:], tree.probs.tolist()[1:], strict=True):
-        assert prob == PRIOR_TRIALS * inside(drafter).prior[places[node], 3] / PRIOR_TRIALS, "nothing was counted yet"
+        assert prob == PRIOR_TRIALS * drafter.prior[places[node], 3] / PRIOR_TRIALS, "nothing was counted yet"
 
 
 def test_votes_are_counted_at_each_node() -> None:
@@ -158,7 +158,7 @@ def test_a_token_of_both_sources_has_the_larger_probability() -> None:
         _, tree, found = found_after(drafter, [*own, 7, 30, 4, 5, 0, 1, 2, 3], BOTH, depth=2)
         (seven,) = np.flatnonzero(tree.parents == 0)
         assert tree.tokens[seven] == 7 and found.classes[:, seven].tolist() == [0, UNANIMOUS]
-        both = inside(drafter).prior[[0, UNANIMOUS], found.lengths[:, seven]].tolist()
+        both = drafter.prior[[0, UNANIMOUS], found.lengths[:, seven]].tolist()
         assert tree.probs[seven] == pytest.approx(max(both)) and max(both) == both[larger] > min(both)
         assert tree.sources_of(seven) == NAMES == ("lookup", "suffix")
         assert sorted(tree.draw_sources[tree.draw_nodes == seven].tolist()) == [0, 1]

@@ -5,7 +5,7 @@ import pytest
 
 from tests.helpers.enumeration import paths_of
 from tests.helpers.libraries import LIBRARIES
-from tests.helpers.lookups import LOOKUP, PAST, ask, inside, new, propose, request_of
+from tests.helpers.lookups import LOOKUP, PAST, ask, new, propose, request_of
 from tests.helpers.models import quick
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
@@ -59,7 +59,7 @@ def test_a_round_is_counted_after_the_next_was_proposed() -> None:
     request.tokens += [3, 9]
     _, count_second = ask(drafter, request, 1)
     count_first(0, *found)
-    late, counts = inside(drafter).counts, inside(prompt := new()).counts
+    late, counts = drafter.counts, (prompt := new()).counts
     _, count = ask(prompt, request_of([7, 1, 2, 3, 9, 2, 5, 1, 2]), 2)
     count(0, *found)
     assert late.hits.sum() == 1 and (late.cells == counts.cells).all()
@@ -163,14 +163,14 @@ def test_compiled_and_numpy_agree_to_the_bit(seed: int, remembers: int) -> None:
         if number == 2 * DECAY_ROUNDS:
             for drafter in drafters:
                 drafter.forget(requests)
-        lasts = [{name: text._last for name, text in inside(drafter).texts.items()} for drafter in drafters]
+        lasts = [{name: text.last for name, text in drafter.texts.items()} for drafter in drafters]
         assert lasts[0] == lasts[1] and drafters[0].remembered == drafters[1].remembered
     assert nodes > 500 and past >= (5 if remembers > 1 else 0), "there were guesses"
-    kept, others = (inside(drafter) for drafter in drafters)
-    assert_same(kept.counts.cells, others.counts.cells)
-    assert kept.own.keys() == others.own.keys()
-    for request_id, own in kept.own.items():
-        assert_same(own.cells, others.own[request_id].cells)
+    one, other = drafters
+    assert_same(one.counts.cells, other.counts.cells)
+    assert one.own_counts.keys() == other.own_counts.keys()
+    for request_id, own in one.own_counts.items():
+        assert_same(own.cells, other.own_counts[request_id].cells)
 
 
 def assert_same(mine: np.ndarray, theirs: np.ndarray) -> None:

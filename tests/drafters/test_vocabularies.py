@@ -80,9 +80,9 @@ def folders() -> dict[str, Path]:
     return made
 
 
-def by_text(text: bool = True) -> Any:
+def by_text(text: bool = True, little: float = 0.5) -> Any:
     """While it lasts, drafts with another tokenizer write text however much they share, or where they share little."""
-    return mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 1.1 if text else 0.5)
+    return mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 1.1 if text else little)
 
 
 @functools.cache
@@ -295,7 +295,7 @@ def test_samples_aborts_and_streams_leave_nothing_behind() -> None:
 def test_nothing_is_drafted_where_it_does_not_pay() -> None:
     llm = llm_of("unigram")
     drafter = cross_tokenizer_drafters_of(llm)[0]
-    with mock.patch.object(drafter, "_forward", wraps=drafter._forward) as passes:
+    with mock.patch.object(drafter.model, "forward", wraps=drafter.model.forward) as passes:
         (output,) = llm.generate(random_prompts((20,)), greedy(150), spec=SpecConfig(sources=("ssm",)))
     assert output.metrics.target_passes > 100
     assert passes.call_count < 100

@@ -4,11 +4,11 @@ import functools
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
+from tests.drafters.test_vocabularies import by_text
 from tests.helpers.models import change_rows, edit_config, new_folder, open_llm
 from tests.helpers.tokenizers_made import letters, save_tokenizer
 from tests.sampling.test_sampled_distribution import ALPHA, PROMPT, sampled, timeless
@@ -49,7 +49,7 @@ def folders() -> tuple[Path, Path, Path]:
 
 def sampling_llm(*drafts: Path, text: bool = False, **options: Any) -> LLM:
     options |= {"max_num_seqs": 32, "max_model_len": 64, "draft_quantization": "auto"}
-    with mock.patch("treespec_weights.vocabularies.LEAST_SHARE", 1.1 if text else 0.0):
+    with by_text(text, little=0.0):
         llm = timeless(open_llm(folders()[0], drafts, **options))
     for drafter in translating(llm):
         drafter.pass_value.pays = lambda expected: expected > 0.01  # type: ignore[method-assign]

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from tests.helpers.exactness import Run, assert_every_node_exact, assert_exact, run, threads
 from tests.helpers.models import (
-    CURVE,
     OracleDrafter,
     at_fixed_costs,
     exact_in,
@@ -19,6 +17,7 @@ from tests.helpers.models import (
     greedy,
     open_llm,
     quick,
+    quick_start,
     random_prompts,
     replace_drafters,
     tiny,
@@ -30,6 +29,7 @@ from treespec import LLM, SpecConfig
 from treespec.errors import ExactnessError
 from treespec.models import attention
 from treespec.models.decoder import Decoder
+from treespec.startup.selftest import differing_rows
 from treespec_kernels.attention import tree_attention_cpu
 from treespec_kernels.linear.linear import Linear, onednn_available
 from treespec_weights import default_names
@@ -169,7 +169,7 @@ def oracle_llm(dtype: torch.dtype) -> LLM:
 @pytest.mark.skipif("target" not in default_names(), reason="no embedded models in this checkout")
 @exact_in_compiled
 def test_the_embedded_models(dtype: torch.dtype) -> None:
-    with mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE):
+    with quick_start(differing_rows):
         llm = LLM(device="cpu", dtype=dtype, max_model_len=256)
     at_fixed_costs(llm.engine.host.planner)
     prompts = ["def fibonacci(n):\n", "The result is"]

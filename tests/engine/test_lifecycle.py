@@ -1,7 +1,9 @@
 """Requests come and go: continuous batching, metrics, and what aborts, early leavers and Ctrl-C leave behind."""
 
 import gc
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -9,7 +11,7 @@ import pytest
 
 from tests.helpers.models import greedy, open_llm, random_prompts, tiny, tiny_llm, tokens_of
 from tests.helpers.sharing import assert_clean
-from tests.helpers.speech import checked
+from tests.helpers.speech import around_steps, checked
 from treespec import LLM, SpecConfig
 
 TREE = SpecConfig(nodes=16, max_depth=5)
@@ -141,19 +143,16 @@ def test_stats_add_up() -> None:
 
 def test_abort_of_a_waiting_and_of_an_unknown_request() -> None:
     llm = tiny_llm(ssms=(), max_num_seqs=1)
-    steps = 0
-    step = llm.engine.step
+    steps = itertools.count(1)
 
-    def step_and_abort() -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == 2:
-            waiting = [request.request_id for request in llm.engine.scheduler.waiting]
-            llm.abort(waiting[0])
+    @contextmanager
+    def abort_before_the_second() -> Iterator[None]:
+        if next(steps) == 2:
+            llm.abort(llm.engine.scheduler.waiting[0].request_id)
             llm.abort("never heard of")
-        return step()
+        yield
 
-    with mock.patch.object(llm.engine, "step", step_and_abort):
+    with around_steps(llm, abort_before_the_second):
         a, b, c = llm.generate(random_prompts((3, 4, 5)), greedy(4))
     assert [o.outputs[0].finish_reason for o in (a, b, c)] == ["length", "abort", "length"]
     assert b.outputs[0].token_ids == [] and b.metrics.target_passes == 0 and b.metrics.acceptance_length == 0.0

@@ -1,10 +1,11 @@
 """NaN and infinity: they end the request that computes them, alone, and leave nothing in its pages."""
 
+import itertools
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.helpers.models import (
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.sampled import tokens_of
 from tests.helpers.sharing import assert_clean
-from tests.helpers.speech import altered_logits, checked
+from tests.helpers.speech import altered_logits, around_steps, checked
 from treespec import LLM, SpecConfig
 from treespec.errors import ModelError, RequestError
 from treespec.request import Request
@@ -93,20 +94,17 @@ def test_a_poisoned_prompt_that_is_given_up_before_it_fails(how: str) -> None:
     (prompt,) = safe_prompts(100)
     expected = tokens_of(llm.generate(prompt, greedy(8)))
     bad = [POISON] * 60
-    calls = 0
-    step = llm.engine.step
+    calls = itertools.count(1)
 
-    def step_then_leave() -> Any:
-        nonlocal calls
-        calls += 1
-        touched = step()
-        if calls == 3:
+    @contextmanager
+    def leave_after_three() -> Iterator[None]:
+        yield
+        if next(calls) == 3:
             if how == "interrupt":
                 raise KeyboardInterrupt
             llm.abort(llm.engine.scheduler.running[0].request_id)
-        return touched
 
-    with mock.patch.object(llm.engine, "step", step_then_leave):
+    with around_steps(llm, leave_after_three):
         try:
             llm.generate(bad, greedy(4))
         except KeyboardInterrupt:
@@ -124,8 +122,8 @@ def test_a_poisoned_node_off_the_path_changes_nothing(value: float) -> None:
     assert not any(POISON in truth for truth in truths)
 
     class Poisoner(OracleDrafter):
-        def _tree(self, tokens: list[int], max_depth: int) -> TokenTree:
-            tree = super()._tree(tokens, max_depth)
+        def tree(self, tokens: list[int], max_depth: int) -> TokenTree:
+            tree = super().tree(tokens, max_depth)
             paths = {
                 tuple(tree.tokens[tree.path_to(n)[1:]].tolist()): float(tree.probs[n]) for n in range(1, len(tree))
             }

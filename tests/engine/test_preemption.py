@@ -54,13 +54,13 @@ def test_rules_that_draw_at_random_go_on_with_their_draws() -> None:
     params = [SamplingParams(max_tokens=80, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
     ssms = llm.engine.sources.ssms
     assert ssms is not None
-    grow = ssms._grow
+    propose = ssms.propose
 
-    def watched(trees: Any) -> None:
-        grow(trees)
-        drawn.extend((request.request_id, id(request.sampler.draft_oracle)) for request in trees.requests)
+    def watched(requests: Any, *rest: Any) -> Any:
+        drawn.extend((request.request_id, id(request.sampler.draft_oracle)) for request in requests)
+        return propose(requests, *rest)
 
-    with mock.patch.object(ssms, "_grow", watched):
+    with mock.patch.object(ssms, "propose", watched):
         outputs = llm.generate(random_prompts((60, 50, 40, 30)), params, spec)
     assert all(len(output.outputs[0].token_ids) == 80 for output in outputs)
     assert llm.stats()["num_preemptions"] and len(set(drawn)) == 4, "one source of draws for each request"
@@ -144,11 +144,11 @@ def test_a_long_prompt_neither_starves_nor_is_starved() -> None:
     engine.add_request("running", {"prompt_token_ids": other}, greedy(190), spec="off")
     engine.step()
     engine.add_request("long", {"prompt_token_ids": long}, greedy(5), spec="off")
-    shorter, ended = iter(random_prompts((9,) * 300)), list[str]()
+    shorter, asked, ended = iter(random_prompts((9,) * 300)), ["running"], list[str]()
 
     def add_another() -> None:
-        prompt = next(shorter)
-        engine.add_request(f"short {prompt}", {"prompt_token_ids": prompt}, greedy(6), spec="off")
+        asked.append(f"short {len(asked)}")
+        engine.add_request(asked[-1], {"prompt_token_ids": next(shorter)}, greedy(6), spec="off")
 
     for _ in range(3):
         add_another()
@@ -160,7 +160,7 @@ def test_a_long_prompt_neither_starves_nor_is_starved() -> None:
         llm.engine.check_integrity()
         assert len(ended) < 200, "the long prompt is starved"
     assert 3 <= ended.index("long") <= MOST_PASSED + 4 and ended[0] != "long"
-    engine.abort_request(list(engine._open))
+    engine.abort_request([name for name in asked if name not in ended])
     while engine.has_unfinished_requests():
         engine.step()
 
@@ -168,12 +168,12 @@ def test_a_long_prompt_neither_starves_nor_is_starved() -> None:
 class PagedRounds(ScriptedRounds):
     """Scripted rounds of requests that are told apart by their maximum length, whose pages must hold their trees."""
 
-    def _result(self, request: RoundInput, proposal: Any, levels: int) -> RoundResult:
+    def result(self, request: RoundInput, proposal: Any, levels: int) -> RoundResult:
         at, text = request.context_len + 1, self.texts[request.max_len]
         assert len(request.pages) * PAGE_SIZE >= at + SCRATCH, "a round without pages"
         assert text[at - len(request.new_tokens) : at] == request.new_tokens
-        self._texts[request.pages[0]] = text
-        return super()._result(request, proposal, levels)
+        self.texts_by_page[request.pages[0]] = text
+        return super().result(request, proposal, levels)
 
     texts: dict[int, list[int]]
 

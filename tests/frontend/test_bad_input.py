@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.models import CURVE, edit_config, greedy, make_llama, open_llm, random_prompts, tiny, tiny_llm
+from tests.helpers.models import (
+    edit_config,
+    greedy,
+    make_llama,
+    open_llm,
+    quick_start,
+    random_prompts,
+    tiny,
+    tiny_llm,
+)
 from tests.helpers.speech import add_tokenizer
 from treespec import LLM, SamplingParams, SpecConfig, errors
 from treespec.errors import CheckpointError, ConfigError, DraftError, KernelError, ModelError
-from treespec.startup import cost_measurement as costs
 
 # --- parameters
 
@@ -122,9 +130,8 @@ LLM_CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("options", "error", "message"), LLM_CASES)
 def test_llm(options: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "load", lambda key: CURVE)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(error, match=re.escape(message)):
+    with quick_start(), pytest.raises(error, match=re.escape(message)):
         LLM(**({"model": tiny()[0], "device": "cpu", "max_model_len": 64} | options))
 
 

@@ -14,7 +14,7 @@ import torch
 from tests.helpers.models import (
     OracleDrafter,
     at_fixed_costs,
-    custom_sources,
+    drafting_by,
     greedy,
     open_llm,
     random_prompts,
@@ -36,6 +36,7 @@ from treespec.tree import TokenTree
 from treespec_kernels.tree.device_trees import SEED_BIT
 
 NODES = (1, 8)
+CURVE = CostCurve(NODES, (1.0, 1.1), 0.1)
 CHAINS = SpecConfig(nodes=8, sources=("ssm",))
 
 
@@ -49,9 +50,8 @@ class ScriptedRounds:
 
     def __init__(self, truths: Sequence[tuple[list[int], list[int]]], accepts: int | None):
         self.truths, self.accepts = truths, accepts  # prompts, and these with what follows
-        self._texts: dict[int, list[int]] = {}
-        curve = CostCurve(NODES, (1.0, 1.1), 0.1)
-        self.planners = {2: at_fixed_costs(Planner(curve, self.limits))}
+        self.texts_by_page: dict[int, list[int]] = {}
+        self.planners = {2: at_fixed_costs(Planner(CURVE, self.limits))}
         self.seen: list[tuple[list[RoundInput], int, int]] = []
         self.proposals: list[list[TokenTree | None]] = []  # by round
         self.followed: list[int] = []  # numbers of the rounds behind which the next one was launched
@@ -74,7 +74,7 @@ class ScriptedRounds:
         proposals = [None] * len(requests) if search is None else list(search())
         self.proposals.append(proposals)
         self.seen.append((list(requests), levels, nodes))
-        self._results = [self._result(*row, levels) for row in zip(requests, proposals, strict=True)]
+        self._results = [self.result(*row, levels) for row in zip(requests, proposals, strict=True)]
         self.in_flight = True
 
     def verify(self) -> Callable[[], list[RoundResult]]:
@@ -92,15 +92,15 @@ class ScriptedRounds:
     def seconds(self) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def _result(self, request: RoundInput, proposal: TokenTree | None, levels: int) -> RoundResult:
+    def result(self, request: RoundInput, proposal: TokenTree | None, levels: int) -> RoundResult:
         knows = np.array(self.knows[: len(request.weights)], dtype=np.float32)
         read_probs = np.repeat(knows[:, None], len(request.new_tokens) - 1, 1)
         if self.accepts is None:
             return chain([0, 0], 0, read_probs)._replace(path=np.zeros(0, dtype=np.int64))
         at = request.context_len + 1
-        if request.pages[0] not in self._texts:  # its first round: all that is there is the prompt
-            self._texts[request.pages[0]] = next(text for prompt, text in self.truths if len(prompt) == at)
-        rest = self._texts[request.pages[0]]
+        if request.pages[0] not in self.texts_by_page:  # its first round: all that is there is the prompt
+            self.texts_by_page[request.pages[0]] = next(text for prompt, text in self.truths if len(prompt) == at)
+        rest = self.texts_by_page[request.pages[0]]
         assert rest[at - len(request.new_tokens) : at] == request.new_tokens
         drafted = min(self.accepts, levels, request.max_depth)
         return chain(rest[at - 1 : at + drafted + 1], 1, read_probs)
@@ -118,9 +118,9 @@ def chain(tokens: Sequence[int], mask: int, read_probs: np.ndarray) -> RoundResu
 class SeededRounds(ScriptedRounds):
     """Rounds in which the SSMs say nothing: what is accepted is what the seeds have right."""
 
-    def _result(self, request: RoundInput, proposal: TokenTree | None, levels: int) -> RoundResult:
+    def result(self, request: RoundInput, proposal: TokenTree | None, levels: int) -> RoundResult:
         self.accepts = levels
-        result = super()._result(request, proposal, levels)
+        result = super().result(request, proposal, levels)
         text = [int(result.rows[0, 0]), *result.tokens]
         right = 0 if proposal is None else len(proposal.match(text[1:])) - 1
         most = min(right, levels, request.max_depth)
@@ -167,19 +167,22 @@ def test_what_rounds_emit_reaches_the_requests(accepts: int) -> None:
 def test_what_ssms_have_missed_is_not_charged_to_a_round() -> None:
     """They read a prompt once, and the planner would take drafting to be as slow as that."""
     llm, rounds, prompts, _ = scripted(1)
-    catch_up, slow, took = CapturedSsms.catch_up, [], []
+    slow, took = [], []
 
-    def slowly(ssms: CapturedSsms, requests: Sequence[Request], width: int) -> bool:
-        if missed := catch_up(ssms, requests, width):
-            slow.append(requests)
-            time.sleep(0.5)
-        return missed
+    class Slow(CapturedSsms):
+        def catch_up(self, requests: Sequence[Request], width: int) -> bool:
+            if missed := super().catch_up(requests, width):
+                slow.append(requests)
+                time.sleep(0.5)
+            return missed
 
-    def observe(planner: Planner, requests: Any, trees: Any, emitted: Any, seconds: RoundSeconds, *rest: Any) -> None:
-        took.append(sum(seconds) - seconds.read)
+    class Watched(Planner):
+        def observe(self, requests: Any, trees: Any, emitted: Any, seconds: RoundSeconds, *rest: Any) -> None:
+            took.append(sum(seconds) - seconds.read)
 
-    with mock.patch.object(CapturedSsms, "catch_up", slowly), mock.patch.object(Planner, "observe", observe):
-        llm.generate(prompts[1:], greedy(6), spec=SpecConfig(sources=("ssm",)))
+    llm.engine.captured.ssms = Slow(llm.engine.sources.ssms)
+    rounds.planners = {2: Watched(CURVE, rounds.limits)}
+    llm.generate(prompts[1:], greedy(6), spec=SpecConfig(sources=("ssm",)))
     assert rounds.seen and len(slow) == 1 and max(took) < 0.5
 
 
@@ -196,14 +199,14 @@ def test_custom_drafters_propose_for_captured_rounds() -> None:
     llm, rounds, prompts, plain = scripted(0, SeededRounds)
     oracle = OracleDrafter([[*p, *t] for p, t in zip(prompts, plain, strict=True)], 3, wrong=0)
     spec = SpecConfig(nodes=8, sources=("oracle",))
-    with mock.patch.object(llm.engine.sources, "others", custom_sources(llm, oracle)):
+    with drafting_by(llm, oracle):
         outputs = llm.generate(prompts, greedy(9), spec=spec)
         assert tokens_of(outputs) == [tokens[:9] for tokens in plain]
         assert rounds.seen and all(output.metrics.accepted_by_source["oracle"] >= 4 for output in outputs)
         assert oracle.committed.keys() == {output.request_id for output in outputs} and len(oracle.released) == 2
-        rounds._texts.clear()
-        broken = mock.patch.object(oracle, "propose", side_effect=KeyError("a bug"))
-        with broken, pytest.raises(DraftError, match="propose raised KeyError: 'a bug'"):
+        rounds.texts_by_page.clear()
+        oracle.propose = mock.Mock(side_effect=KeyError("a bug"))  # type: ignore[method-assign]
+        with pytest.raises(DraftError, match="propose raised KeyError: 'a bug'"):
             llm.generate(prompts[:1], greedy(9), spec=spec)
     llm.engine.check_integrity()
 
@@ -260,7 +263,7 @@ def test_a_launched_round_without_requests_is_waited_for() -> None:
     assert rounds.in_flight
     engine.abort_request("1")
     assert not rounds.in_flight and llm.engine.scheduler.is_idle
-    rounds._texts.clear()
+    rounds.texts_by_page.clear()
     assert tokens_of(llm.generate(prompts, greedy(9), spec=CHAINS)) == [tokens[:9] for tokens in plain]
 
 
@@ -284,27 +287,17 @@ def test_a_round_is_launched_ahead_if_it_is_likely(
 def test_pages_that_a_launch_ahead_wrote_to_are_zeroed(place: int, zeroed: bool) -> None:
     """It may have written NaN, which nothing has checked."""
     llm, _, prompts, plain = scripted(0)
-    stop, scrubs = plain[0][place], []
+    stop, cache = plain[0][place], llm.engine.cache
     assert stop not in plain[0][:place]
-    release, cache = llm.engine.cache.release, llm.engine.cache
-
-    def watched(owner: str, scrub: bool = False) -> None:
-        scrubs.append(scrub)
-        release(owner, scrub)
-
-    with mock.patch.object(cache, "release", watched):
-        llm.generate(prompts[:1], greedy(30, stop_token_ids=[stop]), spec="off")
-    assert scrubs == [zeroed]
+    cache.scrub(np.arange(cache.num_pages + 1))
+    llm.generate(prompts[:1], greedy(30, stop_token_ids=[stop]), spec="off")
+    assert cache.pools[0].any() != zeroed
 
 
 def test_a_round_is_not_launched_early_if_a_waiting_request_could_join_it() -> None:
     llm, rounds, prompts, plain = scripted(0)
-    repeated = [*prompts, *prompts]
-    with mock.patch.object(rounds, "truths", [*rounds.truths, *rounds.truths]):
-        engine, _ = steps_of(llm, prompts, CHAINS)
-        engine.abort_request(["0", "1"])
-        params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 5, 4)]
-        outputs = llm.generate(repeated[:3], params, spec=CHAINS)
+    params = [greedy(count) for count in (2, 5, 4)]
+    outputs = llm.generate([*prompts, prompts[0]], params, spec=CHAINS)
     assert tokens_of(outputs) == [plain[0][:2], plain[1][:5], plain[0][:4]]
     assert [len(requests) for requests, _, _ in rounds.seen] == [2, 2, 2, 2, 2, 1]
 
@@ -345,9 +338,9 @@ def test_seeds_of_both_sources_keep_their_names() -> None:
     written, prompt = [200, *past, 201, 202, 203, *both], [202, 203, *both, 210, *own, 211]
     output = [*own, *past, 202, 203, *both]
     rounds.truths = [(written[:1], written), (prompt, prompt + output)]
-    rounds._texts.clear()
+    rounds.texts_by_page.clear()
     llm.generate(written[:1], greedy(len(written) - 1), spec=spec)
-    rounds._texts.clear()
+    rounds.texts_by_page.clear()
     metrics = llm.generate(prompt, greedy(len(output)), spec=spec)[0].metrics
     # Four at a time, and one of the target's own. Of the first ten 2 to 5 and 7 to 10 are guessed; of the next ones 4
     # to 7, as the history needs three, and 9 and 10; then four behind 202, from the text alone, and four from both.

@@ -1,18 +1,20 @@
 """Tiny random models of many architectures, in transformers' own code: what the adapter's tests share."""
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.models import CURVE, at_fixed_costs, new_folder, randomize
+from tests.helpers import models
+from tests.helpers.models import at_fixed_costs, new_folder, randomize
 from treespec import LLM
+from treespec.startup.selftest import differing_rows
 
 VOCAB = 97
 TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 0}
@@ -78,14 +80,9 @@ def saved(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Path]:
     return model, folder
 
 
-@contextmanager
-def quick_start() -> Iterator[None]:
+def quick_start() -> AbstractContextManager[None]:
     """Engines start with `CURVE` for their costs, and prove their bits behind one prompt only: a whole model runs."""
-    with (
-        mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
-        mock.patch("treespec.startup.selftest._PREFIXES", (60,)),
-    ):
-        yield
+    return models.quick_start(partial(differing_rows, prefixes=(60,)))
 
 
 def open_adapter_llm(model: Any, drafts: Sequence[Any] = (), **options: Any) -> LLM:
@@ -105,10 +102,15 @@ def continuations(model: Any, prompts: Sequence[list[int]], count: int) -> list[
 
 
 @torch.no_grad()
+def logits_by(model: Any, tokens: Sequence[int], attention: str) -> Tensor:
+    """float32 [tokens, vocab], by transformers' own forward with its attention of this name."""
+    before, model.config._attn_implementation = model.config._attn_implementation, attention
+    try:
+        return model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
+    finally:
+        model.config._attn_implementation = before
+
+
 def logits_after(model: Any, prefix: Sequence[int]) -> Tensor:
     """float32 [vocab], by transformers' own eager forward over the whole prefix."""
-    implementation, model.config._attn_implementation = model.config._attn_implementation, "eager"
-    try:
-        return model(torch.tensor([list(prefix)]), use_cache=False).logits[0, -1].float()
-    finally:
-        model.config._attn_implementation = implementation
+    return logits_by(model, prefix, "eager")[-1]

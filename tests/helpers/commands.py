@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,8 +47,15 @@ def take_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def lend(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `generate` and `tree` use an engine that is there already, and --check measure as few runs as it may."""
-    for command in ("generate", "tree"):
-        monkeypatch.setattr(f"treespec.cli.{command}.load_llm", lambda *_, **__: llm)
+LOADERS = tuple(f"treespec.cli.{command}.load_llm" for command in ("generate", "tree", "chat"))
+BENCH = ("treespec.bench.run.LLM",)
+
+
+def lend(engine: LLM | Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, loaders: Sequence[str] = LOADERS) -> None:
+    """Let commands use an engine that is there already, or what a function opens with the arguments of `LLM`.
+
+    --check measures as few runs as it may.
+    """
+    for loader in loaders:
+        monkeypatch.setattr(loader, (lambda *_, **__: engine) if isinstance(engine, LLM) else engine)
     monkeypatch.setattr("treespec.cli.generate.MEASURED_SECONDS", 0)

@@ -1,12 +1,11 @@
 """Drafters that search texts, and requests for them: shared by the tests of both sources."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from treespec import SpecConfig
-from treespec.drafters.lookup.lookup_drafter import Counts, LookupDrafter
+from treespec.drafters.lookup.lookup_drafter import LookupDrafter
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
@@ -47,16 +46,3 @@ def write(drafter: LookupDrafter, tokens: list[int], spec: SpecConfig = PAST) ->
     request = request_of(tokens[:1], spec)
     request.tokens += tokens[1:]
     drafter.release(request)
-
-
-class Inside(NamedTuple):
-    """What a drafter keeps: counts over all requests and by request, texts, and the prior."""
-
-    counts: Counts
-    own: dict[str, Counts]
-    texts: dict[str, Any]
-    prior: np.ndarray
-
-
-def inside(drafter: LookupDrafter) -> Inside:
-    return Inside(drafter._counts, drafter._own, drafter._texts, drafter._prior)

@@ -8,7 +8,8 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import treespec_weights
 from treespec import LLM, RequestOutput, SamplingParams
-from treespec.drafters.base import Drafter, DraftSource
+from treespec.drafters.base import Drafter
 from treespec.drafters.custom_source import CustomSource
 from treespec.models.decoder import Decoder
 from treespec.planning.planner import Planner
@@ -52,6 +54,11 @@ _root = tempfile.TemporaryDirectory(prefix="treespec-tests-")
 def new_folder(name: str) -> Path:
     """An empty folder that lives as long as the test process."""
     return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_root.name))
+
+
+def embed_models_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the embedded models be those in a folder."""
+    monkeypatch.setattr(treespec_weights, "models_folder", lambda group="default": folder / group)
 
 
 @functools.cache
@@ -154,31 +161,37 @@ def tiny(dtype: torch.dtype = torch.float32) -> tuple[Path, tuple[Path, ...]]:
 DEFAULTS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "draft_quantization": None}
 
 
+_proofs: dict[Any, list[str]] = {}
+
+
+def differing_rows_once(decoder: Decoder, pool: torch.Tensor, *rest: Any) -> list[str]:
+    how = decoder.dtype, decoder.attention.name, decoder.linear, decoder.min_rows, decoder.quantization
+    key = (decoder.config.compute_key, min(pool.shape[2], 17), how, torch.get_num_threads(), rest)
+    if key not in _proofs:
+        _proofs[key] = selftest.differing_rows(decoder, pool, *rest)
+    return _proofs[key]
+
+
+@contextmanager
+def quick_start(proof: Callable[..., list[str]] = differing_rows_once) -> Iterator[None]:
+    """Engines that open while the block runs have `CURVE` for their costs, and this self-test."""
+    with (
+        mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
+        mock.patch("treespec.startup.build.differing_rows", proof),
+    ):
+        yield
+
+
 def open_llm(model: Path, drafts: Iterable[Any] = (), prove: bool | None = False, **options: Any) -> LLM:
     """An engine on the CPU, compiled where it can be, with drafts as they are stored and `CURVE` for its costs.
 
     `prove` runs the self-test, most of the start: True always, False once for each shape, None never, for Triton's
     interpreter, where it takes minutes.
     """
-    proof = {True: selftest.differing_rows, False: _differing_rows_once, None: lambda *_: []}[prove]
-    with (
-        mock.patch("treespec.startup.cost_measurement.load", lambda key: CURVE),
-        mock.patch("treespec.startup.build.differing_rows", proof),
-    ):
+    with quick_start({True: selftest.differing_rows, False: differing_rows_once, None: lambda *_: []}[prove]):
         llm = LLM(model, drafts=list(drafts), **(DEFAULTS | options))
     at_fixed_costs(llm.engine.host.planner)  # what times of this machine would teach is luck
     return llm
-
-
-_proofs: dict[Any, list[str]] = {}
-
-
-def _differing_rows_once(decoder: Decoder, pool: torch.Tensor, *rest: Any) -> list[str]:
-    how = decoder.dtype, decoder.attention.name, decoder.linear, decoder.min_rows, decoder.quantization
-    key = (decoder.config.compute_key, min(pool.shape[2], 17), how, torch.get_num_threads(), rest)
-    if key not in _proofs:
-        _proofs[key] = selftest.differing_rows(decoder, pool, *rest)
-    return _proofs[key]
 
 
 @functools.cache
@@ -251,14 +264,23 @@ def assert_same_tree(ours: TokenTree, theirs: TokenTree, rtol: float = 0.0) -> N
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol, equal_nan=False)
 
 
-def custom_sources(llm: LLM, *drafters: Drafter) -> list[DraftSource]:
-    """Sources of custom drafters, as if the engine had been built with them."""
-    return [CustomSource(drafter, llm.engine.runner.target.vocab_size) for drafter in drafters]
-
-
 def replace_drafters(llm: LLM, *drafters: Drafter) -> None:
-    """Let custom drafters propose in place of all sources other than SSMs."""
-    llm.engine.sources.others[:] = custom_sources(llm, *drafters)
+    """Let custom drafters propose instead of all sources but SSMs, as if the engine had been built with them."""
+    vocab_size = llm.engine.runner.target.vocab_size
+    llm.engine.sources.others[:] = [CustomSource(drafter, vocab_size) for drafter in drafters]
+
+
+@contextmanager
+def drafting_by(llm: LLM, *drafters: Drafter, beside: bool = False) -> Iterator[None]:
+    """`replace_drafters` while the block runs; with `beside`, the engine's own sources follow the custom drafters."""
+    others = llm.engine.sources.others
+    own = list(others)
+    replace_drafters(llm, *drafters)
+    others += own if beside else []
+    try:
+        yield
+    finally:
+        others[:] = own
 
 
 class OracleDrafter:
@@ -280,7 +302,7 @@ class OracleDrafter:
         self.released: list[str] = []
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[TokenTree]:
-        return [self._tree(request.tokens, depth) for request, depth in zip(requests, max_depths, strict=True)]
+        return [self.tree(request.tokens, depth) for request, depth in zip(requests, max_depths, strict=True)]
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         for request, path in zip(requests, paths, strict=True):
@@ -289,7 +311,7 @@ class OracleDrafter:
     def release(self, request: Request) -> None:
         self.released.append(request.request_id)
 
-    def _tree(self, tokens: list[int], max_depth: int) -> TokenTree:
+    def tree(self, tokens: list[int], max_depth: int) -> TokenTree:
         truth = next((t for t in self.truths if t[: len(tokens)] == tokens), tokens)
         coming = truth[len(tokens) : len(tokens) + min(self.depth, max_depth)]
         paths: dict[tuple[int, ...], float] = {}

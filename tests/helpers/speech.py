@@ -5,7 +5,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 
 from tests.helpers.exactness import prefixes_of
-from tests.helpers.models import VOCAB, OracleDrafter, custom_sources, new_folder, open_llm, tiny
+from tests.helpers.models import VOCAB, OracleDrafter, drafting_by, new_folder, open_llm, tiny
 from treespec import LLM
 from treespec.engine.runner import Choices
 from treespec.request import Request
@@ -69,26 +69,35 @@ def scripted(llm: LLM, sequences: Sequence[Sequence[int]], depth: int = 8) -> It
         return results
 
     oracle = OracleDrafter(sequences, depth)
-    with (
-        mock.patch.object(llm.engine.runner, "forward", forward),
-        mock.patch.object(llm.engine.sources, "others", custom_sources(llm, oracle)),
-    ):
+    with mock.patch.object(llm.engine.runner, "forward", forward), drafting_by(llm, oracle):
         yield oracle
+
+
+@contextmanager
+def around_steps(llm: LLM, around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Run every step of the engine inside a context of its own while the block runs."""
+    original = llm.engine.step
+
+    def step() -> list[Request]:
+        with around():
+            return original()
+
+    with mock.patch.object(llm.engine, "step", step):
+        yield
 
 
 @contextmanager
 def checked(llm: LLM) -> Iterator[list[list[str]]]:
     """Check the engine after each step while the block runs; collects the running requests of every step."""
     running: list[list[str]] = []
-    original = llm.engine.step
 
-    def step() -> list[Request]:
-        touched = original()
+    @contextmanager
+    def step() -> Iterator[None]:
+        yield
         llm.engine.check_integrity()
         running.append([request.request_id for request in llm.engine.scheduler.running])
-        return touched
 
-    with mock.patch.object(llm.engine, "step", step):
+    with around_steps(llm, step):
         yield running
 
 

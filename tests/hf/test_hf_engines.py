@@ -79,15 +79,14 @@ def test_an_engine_has_room_for_the_rows_of_the_call(model: Any) -> None:
 def test_where_memory_is_short(model: Any) -> None:
     """Room to spare goes first, then rows at once; then the message names what the caller can lower."""
     page = 64 * 2 * 4 * model.config.num_hidden_layers * model.config.hidden_size
-    with mock.patch("treespec.startup.memory.free_memory", lambda device: 8 * page):
+    with mock.patch("treespec.startup.memory.free_memory") as free:
+        free.return_value = 8 * page
         assert torch.equal(by_trees(model, random_ids(4)), plainly(model, random_ids(4)))
-    [llm] = kept(model)
-    assert llm.config.max_model_len < 512
-    with (
-        mock.patch("treespec.startup.memory.free_memory", lambda device: page),
-        pytest.raises(RequestError, match=r"one row of 209 tokens.*lower max_new_tokens"),
-    ):
-        by_trees(model, random_ids(), max_new_tokens=200)
+        [llm] = kept(model)
+        assert llm.config.max_model_len < 512
+        free.return_value = page
+        with pytest.raises(RequestError, match=r"one row of 209 tokens.*lower max_new_tokens"):
+            by_trees(model, random_ids(), max_new_tokens=200)
 
 
 def test_time_runs_from_the_first_round_on(model: Any) -> None:

@@ -20,6 +20,10 @@ def logits_of(model: Any) -> Tensor:
     return model(input_ids=random_ids(), use_cache=False).logits
 
 
+def attentions_of(model: Any) -> list[str]:
+    return [config._attn_implementation for config in configs_of(model)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("own", ["sdpa", "eager"])
 def test_another_thread_runs_the_model_as_it_is(own: str, model: Any) -> None:
@@ -44,12 +48,12 @@ def test_another_thread_runs_the_model_as_it_is(own: str, model: Any) -> None:
     for place, same in seen.items():
         assert len(same) > 4 and all(same), f"{place}: {same.count(False)} of {len(same)} passes elsewhere differ"
     assert torch.equal(ids, model.generate(random_ids(), max_new_tokens=2, do_sample=False))
-    assert {config._attn_implementation for config in configs_of(model)} == {own}
+    assert {*attentions_of(model)} == {own}
 
 
 def test_routes_that_overlap_leave_nothing_behind(model: Any) -> None:
     configs = configs_of(model)
-    before = [config._attn_implementation for config in configs]
+    before = attentions_of(model)
     wanted = logits_of(model)
     first, second = routed(configs, lambda call: call.value), implementation(configs, "eager")
     release, entered = threading.Event(), threading.Event()
@@ -63,11 +67,11 @@ def test_routes_that_overlap_leave_nothing_behind(model: Any) -> None:
     with first:
         other.start()
         entered.wait()
-    assert {config._attn_implementation for config in configs} == {NAME}
+    assert {*attentions_of(model)} == {NAME}
     twin = copy.deepcopy(model)  # it keeps the name for good
     assert torch.equal(logits_of(model), wanted)
     release.set()
     other.join()
-    assert [config._attn_implementation for config in configs] == before
+    assert attentions_of(model) == before
     assert torch.equal(logits_of(model), wanted)
     torch.testing.assert_close(logits_of(twin), wanted, rtol=1e-4, atol=1e-4)

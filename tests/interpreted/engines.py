@@ -13,7 +13,7 @@ import torch
 from tests.helpers.models import LONGROPE, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from treespec import LLM, RequestOutput, SpecConfig
 from treespec.engine.executor import Execution
-from treespec.graphs.batch_round import BatchRound
+from treespec.engine.host_executor import HostExecutor
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec_kernels.aot.launches import Launch, Pointer
 
@@ -33,10 +33,31 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float16", "prove": None}
 
 @contextlib.contextmanager
 def captured_rounds() -> Iterator[None]:
-    """Asserts that a captured round runs."""
-    with mock.patch.object(BatchRound, "draft", autospec=True, side_effect=BatchRound.draft) as run:
+    """Asserts that all rounds are captured."""
+    with mock.patch.object(HostExecutor, "propose", side_effect=AssertionError("step by step")):
         yield
-    assert run.call_count, "no round was captured"
+
+
+@contextlib.contextmanager
+def step_by_step(llm: LLM) -> Iterator[None]:
+    """No round is captured."""
+    engine = llm.engine
+    captured, executors = engine.captured, engine.executors
+    engine.captured, engine.executors = None, [engine.host]
+    try:
+        yield
+    finally:
+        engine.captured, engine.executors = captured, executors
+
+
+@contextlib.contextmanager
+def captured_at_start(proven: bool = False) -> Iterator[None]:
+    """Engines capture rounds when they open, and measure them once; with `proven`, they compare their tokens, too."""
+    with (
+        mock.patch("treespec.startup.build.is_interpreted", lambda: not proven),
+        mock.patch.multiple("treespec.graphs.capture", is_interpreted=lambda: False, _REPEATS=1),
+    ):
+        yield
 
 
 def trees_as_plain(llm: LLM, prompts: Sequence[list[int]], params: Any, spec: SpecConfig) -> list[RequestOutput]:
@@ -62,10 +83,7 @@ def open_on_gpu() -> LLM:
         make_draft(root / "near", target, 1, 0.05),
         make_llama(root / "other", 9, torch.float16, **(LONG | {"hidden_size": 48})),
     ]
-    with (
-        mock.patch("treespec.graphs.capture.is_interpreted", lambda: False),
-        mock.patch("treespec.graphs.capture._REPEATS", 1),
-    ):
+    with captured_at_start():
         return open_llm(target, drafts, spec=TREES, max_num_seqs=2, max_model_len=128, **ON_GPU)
 
 

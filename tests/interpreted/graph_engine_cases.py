@@ -18,7 +18,7 @@ from treespec.graphs.capture import MAX_DEPTH
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput
 from treespec.graphs.verify_stage import RoundResult, VerifyStage
-from treespec.startup import selftest
+from treespec.startup.selftest import differing_rounds
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +90,10 @@ def test_the_proof_at_start(llm: LLM) -> None:
     rounds = engine.captured.rounds
     learned = engine.host.planner, rounds.planners, engine.sources.others, engine.stats
     before, failing = pickle.dumps(learned), mock.Mock(propose=mock.Mock(side_effect=KeyError("no such prompt")))
-    with (
-        torch.inference_mode(),
-        mock.patch.object(selftest, "_PROMPTS", (18, 3)),
-        mock.patch.object(VerifyStage, "results", spoilt),
-        mock.patch.object(engine.sources, "others", [failing, *engine.sources.others]),
-    ):
-        found = selftest.differing_rounds(engine.host, engine.scheduler, rounds, max_tokens=2)
+    engine.sources.others.insert(0, failing)
+    with torch.inference_mode(), mock.patch.object(VerifyStage, "results", spoilt):
+        found = differing_rounds(engine.host, engine.scheduler, rounds, max_tokens=2, lengths=(18, 3))
+    engine.sources.others.remove(failing)
     assert found == [f"trees of 16 nodes at temperature 0.8 for {count} of 2 requests" for count in (1, 2)]
     engine.check_integrity()
     assert engine.scheduler.is_idle and pickle.dumps(learned) == before

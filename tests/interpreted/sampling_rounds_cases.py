@@ -1,15 +1,12 @@
 """Sampling parameters inside captured rounds."""
 
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from tests.helpers.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts
-from tests.interpreted.engines import SMALL, TREES, TRITON, told
+from tests.interpreted.engines import SMALL, TREES, TRITON, captured_rounds, step_by_step, told
 from treespec import LLM, SamplingParams, SpecConfig
-from treespec.engine.host_executor import HostExecutor
-from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.verify_stage import MAX_LOGPROBS
 
 PROMPTS = random_prompts([3, 9, 5], vocab=64)  # they outnumber the batch, so that some join and leave
@@ -36,9 +33,9 @@ def sampled(**params: Any) -> SamplingParams:
 
 def assert_equal(llm: LLM, params: Any, prompts: list[list[int]] = PROMPTS) -> list[Any]:
     """Captured trees, captured plain decoding and plain decoding step by step agree in every bit."""
-    with mock.patch.object(GraphExecutor, "serves", lambda executor, request: False):
+    with step_by_step(llm):
         expected = told(llm, prompts, params, "off")
-    with mock.patch.object(HostExecutor, "propose", side_effect=AssertionError("step by step")):
+    with captured_rounds():
         for spec in ("off", TREES):
             assert told(llm, prompts, params, spec) == expected
     llm.engine.check_integrity()

@@ -13,10 +13,19 @@ from triton.runtime.errors import OutOfResources
 from tests.helpers.drafting import make_target
 from tests.helpers.families import TYPICAL, WINDOW, make_model, small
 from tests.helpers.heads_made import TargetShape, write_eagle1, write_eagle3
-from tests.helpers.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
-from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, TREES, leave, rounds_wait_for_nothing
+from tests.helpers.models import (
+    greedy,
+    make_draft,
+    make_llama,
+    new_folder,
+    open_llm,
+    quick_start,
+    random_prompts,
+    tokens_of,
+)
+from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, TREES, captured_at_start, leave, rounds_wait_for_nothing
 from tests.simulated_gpu import Gpu
-from treespec import RoundRecord, SpecConfig
+from treespec import LLM, RoundRecord, SpecConfig
 from treespec.cache.kv_cache import KVCache
 from treespec.engine.host_executor import HostExecutor
 from treespec.errors import ConfigError, KernelError
@@ -65,11 +74,9 @@ def test_a_program_that_does_not_wait_is_noticed(gpu: Gpu, kernel: Any, refused:
 
 
 @pytest.mark.parametrize("form", [None, WeightForm(4, 32)])
-def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@mock.patch.multiple(pass_chain, REPLAYS=2, LAYERS=2, takes_pdl=lambda device: True)
+def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None) -> None:
     """Captured and replayed: every launch of the chain has the option, every program waits, and bits stay the same."""
-    monkeypatch.setattr(pass_chain, "REPLAYS", 2)
-    monkeypatch.setattr(pass_chain, "LAYERS", 2)
-    monkeypatch.setattr(pass_chain, "takes_pdl", lambda device: True)
     shape = KernelShape(torch.float16, 16, 4, 2, 32, 64, 100, quantized=form)
     setting = Setting(shape, torch.device("cuda"), nodes=2, context=3, groups=2)
     for case in cases_of("programmatic_launch", setting):
@@ -86,10 +93,10 @@ def test_the_check_of_programmatic_launches(gpu: Gpu, form: WeightForm | None, m
         right(*given, pdl=pdl, out=out, **named)
         return out.add_(pdl)
 
-    monkeypatch.setattr(pass_chain, "rms_norm_triton", planted)
-    case.check(LaunchConfig())
-    with pytest.raises(AssertionError, match="differs from the chain without PDL"):
-        case.check(LaunchConfig(pdl=True))
+    with mock.patch.object(pass_chain, "rms_norm_triton", planted):
+        case.check(LaunchConfig())
+        with pytest.raises(AssertionError, match="differs from the chain without PDL"):
+            case.check(LaunchConfig(pdl=True))
 
 
 @pytest.mark.parametrize("measured", [None, False])
@@ -191,13 +198,10 @@ def test_a_gpu_that_is_not_the_threads_own(gpu: Gpu) -> None:
 
 def test_a_kernel_that_does_not_fit(gpu: Gpu) -> None:
     target = make_llama(new_folder("large") / "target", 0, torch.float16, **LONG)
-    refused = OutOfResources(122880, 101376, "shared memory")
+    refused = mock.Mock(side_effect=OutOfResources(122880, 101376, "shared memory"))
     message = r"does not run on cuda:0: out of resource: shared memory, Required: 122880.*treespec autotune"
-    with (
-        mock.patch("treespec.startup.selftest.differing_rows", side_effect=refused),
-        pytest.raises(KernelError, match=message),
-    ):
-        open_llm(target, [], device="cuda", dtype="float16", prove=True)
+    with quick_start(refused), pytest.raises(KernelError, match=message):
+        LLM(target, [], device="cuda", dtype="float16")
 
 
 @pytest.mark.parametrize(
@@ -205,10 +209,8 @@ def test_a_kernel_that_does_not_fit(gpu: Gpu) -> None:
     [((10, 0), "3.7.1", True), ((10, 3), "3.6.0", True), ((10, 0), "3.10.0", False), ((9, 0), "3.6.0", False)],
 )
 def test_doubts(gpu: Gpu, capability: tuple[int, int], version: str, doubted: bool) -> None:
-    with (
-        mock.patch("torch.cuda.get_device_capability", lambda device: capability),
-        mock.patch("triton.__version__", version),
-    ):
+    gpu.properties.major, gpu.properties.minor = capability
+    with mock.patch("triton.__version__", version):
         doubts = known_issue(torch.device("cuda"))
     assert (doubts is not None) == doubted and (doubts is None or f"Triton {version} may" in doubts)
 
@@ -221,11 +223,7 @@ def test_captured_rounds_that_give_other_tokens(gpu: Gpu, caplog: pytest.LogCapt
         host.runner.cache.pools[0].fill_(torch.nan)
         return ["trees of 16 nodes"]
 
-    with (
-        mock.patch("treespec.startup.build.is_interpreted", lambda: False),
-        mock.patch("treespec.startup.build.captured_rounds"),
-        mock.patch("treespec.startup.selftest.differing_rounds", differing),
-    ):
+    with captured_at_start(proven=True), mock.patch("treespec.startup.selftest.differing_rounds", differing):
         llm = open_llm(target, [], spec=TREES, max_num_seqs=1, **ON_GPU)
     assert llm.engine.captured is None and not llm.engine.cache.pools[0].any()
     [warning] = [record.getMessage() for record in caplog.records if record.name == "treespec"]
@@ -243,11 +241,7 @@ def test_rounds_that_cuda_does_not_capture(gpu: Gpu, caplog: pytest.LogCaptureFi
         run(stage, *args)
         stage.target.pool.sum().item()
 
-    with (
-        mock.patch("treespec.startup.build.is_interpreted", lambda: False),
-        mock.patch("treespec.graphs.capture.is_interpreted", lambda: False),
-        mock.patch.object(VerifyStage, "run", waiting),
-    ):
+    with captured_at_start(proven=True), mock.patch.object(VerifyStage, "run", waiting):
         llm = open_llm(target, [], spec=TREES, max_num_seqs=1, **ON_GPU)
     assert llm.stats()["frozen"]["rounds"] == "step by step"
     [warning] = [record for record in caplog.records if (record.name, record.levelname) == ("treespec", "WARNING")]

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from tests.helpers.models import greedy, tokens_of
-from tests.interpreted.engines import PROMPTS, SHORT, TREES, leave, open_on_gpu, rounds_wait_for_nothing, told
+from tests.interpreted.engines import (
+    PROMPTS,
+    SHORT,
+    TREES,
+    leave,
+    open_on_gpu,
+    rounds_wait_for_nothing,
+    step_by_step,
+    told,
+)
 from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, RoundRecord
 from treespec.bench.measure import profiled
@@ -42,7 +51,7 @@ def test_rounds_replay_graphs(gpu: Gpu, llm: LLM) -> None:
         greedy(2, allowed_token_ids=some),
         greedy(4, temperature=0.9, seed=3, top_k=30, top_p=0.9, frequency_penalty=1.0, logprobs=1),
     ]
-    with mock.patch.object(GraphExecutor, "serves", lambda executor, request: False):
+    with step_by_step(llm):
         expected = told(llm, SHORT, mixed, "off")
     assert set(expected[0][0]) <= set(some)
     with rounds_wait_for_nothing(gpu):
@@ -59,7 +68,7 @@ def test_rounds_launched_ahead(gpu: Gpu, llm: LLM) -> None:
     """The device writes what the host would. One request ends by a token that no launch could foresee."""
     followed: list[tuple[bool, bool]] = []
     sampling: dict[str, Any] = {"temperature": 0.9, "seed": 3}
-    with mock.patch.object(GraphExecutor, "serves", lambda executor, request: False):
+    with step_by_step(llm):
         plain = tokens_of(llm.generate(PROMPTS, [greedy(10), greedy(10, **sampling)], spec="off"))
     params = [greedy(10), greedy(10, stop_token_ids=[plain[1][5]], **sampling)]
     expected = [plain[0], plain[1][: plain[1].index(plain[1][5]) + 1]]

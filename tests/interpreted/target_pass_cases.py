@@ -12,12 +12,11 @@ import torch
 from tests.helpers.drafting import make_target
 from tests.helpers.heads_made import TargetShape, write_eagle3
 from tests.helpers.models import OracleDrafter, greedy, make_llama, new_folder, open_llm, tokens_of
-from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, SHORT, TREES, told
+from tests.interpreted.engines import LONG, ON_GPU, PROMPTS, SHORT, TREES, step_by_step, told
 from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, SamplingParams, SpecConfig
+from treespec.drawing.recording import watch
 from treespec.graphs import batch_round, target_pass
-from treespec.graphs.graph_executor import GraphExecutor
-from treespec.startup import memory
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.launch.switches import without
 
@@ -86,8 +85,7 @@ def test_trees_of_a_drafter(gpu: Gpu, target: Path) -> None:
     assert gpu.replays > before
     found = passes.num_graphs
     gpu.launches.backwards = True
-    with mock.patch.object(target_pass, "run_then_capture", side_effect=AssertionError("captured again")):
-        assert tokens_of(llm.generate(PROMPTS, greedy(6), spec=TREES)) == plain
+    assert tokens_of(llm.generate(PROMPTS, greedy(6), spec=TREES)) == plain
     gpu.launches.backwards = False
     assert passes.num_graphs == found > 0
     llm.engine.check_integrity()
@@ -105,19 +103,12 @@ def test_other_products(target: Path, options: dict[str, Any]) -> None:
 def test_trees_that_are_too_large_for_graphs(target: Path, plain: list[list[int]]) -> None:
     """The engine was built for 8 nodes and depth 2; a call may ask for more."""
     llm = with_a_drafter(target, plain, 4, wrong=4)
-    limits = llm.engine.runner.captured._limits
+    limits = llm.engine.captured.rounds.limits
     assert limits.nodes[-1] == 8 and limits.max_depth == 2
-    sizes, run = [], type(llm.engine.runner).forward
-
-    def watched(runner: Any, requests: Any, trees: Any) -> Any:
-        sizes.extend((len(tree), int(tree.depths.max())) for tree in trees)
-        return run(runner, requests, trees)
-
     for larger in (SpecConfig(nodes=12, max_depth=2), SpecConfig(nodes=8, max_depth=4)):
-        sizes.clear()
-        with mock.patch.object(type(llm.engine.runner), "forward", watched):
+        with watch(llm.engine) as rounds:
             assert tokens_of(llm.generate(SHORT, greedy(6), spec=larger)) == plain
-        assert any(nodes > 8 or depth > 2 for nodes, depth in sizes)
+        assert any(len(each.tree) > 8 or each.tree.depths.max() > 2 for each in rounds)
     llm.engine.check_integrity()
 
 
@@ -154,12 +145,8 @@ def test_where_graphs_do_not_run(
         llm.engine.cache.pools[0][:, :, request.pages[page], :, offset:] = torch.nan
         return logits + 1
 
-    patch = (
-        mock.patch.object(target_pass, "run_then_capture", fails)
-        if raises
-        else mock.patch.object(target_pass._Graph, "replay", differing)
-    )
-    with patch, caplog.at_level(logging.WARNING, "treespec"):
+    planted = (target_pass, "run_then_capture", fails) if raises else (target_pass._Graph, "replay", differing)
+    with mock.patch.object(*planted), caplog.at_level(logging.WARNING, "treespec"):
         first = llm.generate(SHORT[:1], greedy(1), spec=TREES)
     assert tokens_of(first) == [plain[0][:1]]
     assert ("cannot capture" if raises else "differs in bits") in caplog.text
@@ -178,14 +165,13 @@ def test_a_graph_that_cannot_be_captured_later(
     params = greedy(3, temperature=0.8, seed=3)
     with mock.patch.object(batch_round, "capture_replay", full), caplog.at_level(logging.WARNING, "treespec"):
         sampled = tokens_of(llm.generate(SHORT, params))
-    assert full.called and "cannot capture" in caplog.text
-    calls = full.call_count
-    with mock.patch.object(batch_round, "capture_replay", full):
+        calls = full.call_count
+        assert calls and "cannot capture" in caplog.text
         assert tokens_of(llm.generate(SHORT, params)) == sampled
         before = gpu.replays
         assert tokens_of(llm.generate(SHORT, greedy(3))) == expected and gpu.replays > before
     assert full.call_count == calls
-    with mock.patch.object(GraphExecutor, "serves", lambda executor, request: False):
+    with step_by_step(llm):
         assert tokens_of(llm.generate(SHORT, params)) == sampled
     llm.engine.check_integrity()
 
@@ -195,7 +181,7 @@ def test_max_num_batched_tokenss_by_free_memory(gpu: Gpu) -> None:
     target = make_llama(new_folder("wide") / "target", 0, torch.float16, **(LONG | {"vocab_size": 150_000}))
     chunks = []
     for gib in (1.7, 1.9, 8.0):
-        with mock.patch.object(memory, "free_memory", lambda device, gib=gib: int(gib * 2**30)):
-            llm = open_llm(target, [], spec="off", max_num_seqs=1, **ON_GPU)
+        gpu.free = int(gib * 2**30)
+        llm = open_llm(target, [], spec="off", max_num_seqs=1, **ON_GPU)
         chunks.append(llm.config.max_num_batched_tokens)
     assert chunks == [512, 1024, 2048]

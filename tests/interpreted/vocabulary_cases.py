@@ -1,19 +1,17 @@
 """Drafts of other vocabularies on the Triton kernels."""
 
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from tests.helpers.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from tests.helpers.tokenizers_made import letters, permuted, resized, save_tokenizer
-from tests.interpreted.engines import SMALL, TRITON
+from tests.interpreted.engines import SMALL, TRITON, captured_rounds
 from treespec import SpecConfig
 from treespec.drafters.cross_tokenizer.translated import TranslatedDrafter
 from treespec.drawing.recording import watch
-from treespec.graphs.batch_round import BatchRound
+from treespec.graphs.capture import stack_sizes
 from treespec_weights.draft_vocabulary import rank_tokens
 
 OWN, PADDED = 64, 72
@@ -38,22 +36,21 @@ def test_padded_drafts_in_captured_rounds(folders: dict[str, Path]) -> None:
     """A draft with fewer tokens than the target and one with more have other heads, and so each is a stack."""
     llm = open_llm(folders["wide"], [folders["small"], folders["large"]], spec=SPEC, max_num_seqs=2, **TRITON)
     assert set(llm.stats()["draft_vocabularies"].values()) == {"padded"}
+    assert stack_sizes([model.config for model in llm.engine.sources.ssms.models]) == [1, 1]
     prompts = [[OWN + 1, 3, PADDED - 1], random_prompts([9], vocab=PADDED)[0]]
-    guesses = []
-
-    def draft(self: BatchRound, *arguments: object) -> None:
-        original(self, *arguments)  # type: ignore[arg-type]
-        guesses.append(self._drafts._tokens.amax((1, 2, 3)))  # by source
-        assert [stack.groups for stack in self._drafts.stacks] == [1, 1]
-
-    original = BatchRound.draft
     params = [greedy(3), greedy(7, temperature=0.9, seed=3)]  # the second is alone in a batch at last
-    with mock.patch.object(BatchRound, "draft", draft):
+    with captured_rounds(), watch(llm.engine) as rounds:
         trees = llm.generate(prompts, params, spec=SPEC)
     assert tokens_of(trees) == tokens_of(llm.generate(prompts, params, spec="off"))
     assert sum(sum(o.metrics.accepted_by_source.values()) for o in trees) > 2
-    largest = torch.stack(guesses).amax(0)
-    assert largest[0] < OWN and OWN < largest[1] < PADDED
+    guessed = [
+        (name, token)
+        for each in rounds
+        for node, token in enumerate(each.tree.tokens.tolist())
+        for name in each.tree.sources_of(node)
+    ]
+    small, large = (max(token for name, token in guessed if name == draft) for draft in llm.draft_names[:2])
+    assert small < OWN < large < PADDED
     llm.engine.check_integrity()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -61,7 +62,7 @@ def refusal(*arguments: object) -> str:
 # --- cost curves
 
 
-def test_a_curve_is_stored_shown_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_curve_is_stored_shown_and_used(tmp_path: Path) -> None:
     assert "no curves are stored" in run("--show").stdout
     measured = document(*models(), "--seconds", 0.3, "--threads", THREADS)
     [curve] = measured["curves"]
@@ -79,11 +80,6 @@ def test_a_curve_is_stored_shown_and_used(tmp_path: Path, monkeypatch: pytest.Mo
     table = [line.split() for line in lines[head + 1 : head + 1 + len(curve["rows"])]]
     assert [int(row[0]) for row in table] == curve["rows"] and table[0][2] == "1.00"
     assert "ssm-2" in shown and measured["file"] in shown and "best" not in shown
-
-    def must_not_measure(*_: Any) -> None:
-        raise AssertionError("the stored curve was not used")
-
-    monkeypatch.setattr(costs, "measure", must_not_measure)
     target, drafts = tiny()
     used = LLM(target, list(drafts[:2])).stats()["cost_curve"]
     assert used["rows"] == curve["rows"] and used["verify_seconds"] == curve["verify_seconds"]
@@ -91,6 +87,12 @@ def test_a_curve_is_stored_shown_and_used(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # --- numbers of threads
+
+
+def run_children(child: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a function stand for the processes that measure, of a machine with two cores."""
+    monkeypatch.setattr(autotune, "thread_counts", lambda: [1, 2])
+    monkeypatch.setattr(subprocess, "run", child)
 
 
 def test_each_number_of_threads_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +108,7 @@ def test_each_number_of_threads_has_a_process_of_its_own(monkeypatch: pytest.Mon
         stored = json.dumps({"curves": [costs.load_all()[-1]]})
         return subprocess.CompletedProcess(command, 0, stored, "")
 
-    monkeypatch.setattr(autotune, "thread_counts", lambda: [1, 2])
-    monkeypatch.setattr(subprocess, "run", child)
+    run_children(child, monkeypatch)
     measured = document(*models(), "--seconds", 0.1)
     assert seen == [("1", "1"), ("2", "2")]
     assert [curve["key"]["threads"] for curve in measured["curves"]] == [1, 2]
@@ -124,9 +125,8 @@ def test_what_children_are_given_and_how_they_fail(monkeypatch: pytest.MonkeyPat
         asked.append(command[command.index("--quantization") + 1])
         return subprocess.CompletedProcess(command, *ended.pop(0), "Traceback")
 
-    monkeypatch.setattr(subprocess, "run", child)
+    run_children(child, monkeypatch)
     assert autotune.measure_in_children([1], 1.0, quantization="int8") == [{}]
-    monkeypatch.setattr(autotune, "thread_counts", lambda: [1, 2])
     assert document("--quantization", "int4", code=2)["error"]["message"] == "what is wrong"
     with pytest.raises(RuntimeError, match="ended with 1"):
         autotune.measure_in_children([1], 1.0, quantization="int8")

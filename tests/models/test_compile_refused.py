@@ -4,7 +4,7 @@ too."""
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,18 +12,19 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.helpers.models import CURVE, make_llama, new_folder, tiny
+from tests.helpers.models import make_llama, new_folder, quick_start, tiny
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM
 from treespec.errors import ConfigError, ExactnessError, KernelError
 from treespec.models.decoder import Decoder
-from treespec.startup import cost_measurement as costs
+from treespec.startup.selftest import differing_rows
 from treespec_kernels.cpu.cpu_library import compile_library, find_compiler
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "load", lambda key: CURVE)
+def nothing_is_measured() -> Iterator[None]:
+    with quick_start(differing_rows):
+        yield
 
 
 def small_llm(model: Path, **options: Any) -> LLM:
@@ -106,8 +107,8 @@ def test_a_damaged_library_is_built_anew(damage: str, tmp_path: Path) -> None:
 def test_without_a_cache_folder_libraries_are_built_for_each_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "file").write_text("where a folder should be")
-    monkeypatch.setattr(costs, "cache_folder", lambda: tmp_path / "file")
+    (tmp_path / "treespec").write_text("where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", f"{find_compiler()[0]} -O0")
     assert is_compiled(tiny()[0])
     assert caplog.text.count("cannot cache compiled libraries") == 1 and "set XDG_CACHE_HOME" in caplog.text
@@ -127,15 +128,13 @@ def test_auto_needs_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         is_compiled(tiny()[0], compile=True)
 
 
-@contextmanager
-def not_exact(*linear: str) -> Iterator[None]:
+def not_exact(*linear: str) -> AbstractContextManager[None]:
     """The self-test finds differences in passes with these linear layers, and in no others."""
 
     def differing(decoder: Decoder, *rest: Any) -> list[str]:
         return ["row 1 of 2 differs"] if decoder.linear in linear else []
 
-    with mock.patch("treespec.startup.build.differing_rows", differing):
-        yield
+    return quick_start(differing)
 
 
 def test_auto_takes_the_eager_pass_where_the_compiled_one_is_not_exact(caplog: pytest.LogCaptureFixture) -> None:

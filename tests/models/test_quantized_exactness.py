@@ -33,7 +33,6 @@ from treespec.startup.cost_measurement import cost_key
 from treespec.startup.memory import weight_bytes
 from treespec_kernels.comparison import assert_close
 from treespec_kernels.cpu.compiled_linear import CompiledLinear
-from treespec_kernels.cpu.cpu_library import CompileError
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
 from treespec_weights import convert_checkpoint, load_weights
 
@@ -194,13 +193,12 @@ def test_what_the_engine_says() -> None:
     assert isinstance(engine(torch.float32, "int8", False).engine.runner.target.layers[0].down, CompiledLinear)
 
 
-def without_a_compiler() -> Any:
-    return mock.patch("treespec.startup.load.find_compiler", side_effect=CompileError("no C++ compiler"))
-
-
-def test_without_a_compiler_it_says_so_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_it_says_so_and_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, drafts = tiny(torch.float32)
-    with without_a_compiler(), caplog.at_level(logging.WARNING, "treespec"):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with caplog.at_level(logging.WARNING, "treespec"):
         llm = open_llm(target, drafts, compile=False, quantization="int4", prove=True)
     assert "quantised weights are held as torch.float32" in caplog.text
     assert_exact(llm, run(llm, random_prompts(LENGTHS[:3]), greedy(8)), SPECS[0])
@@ -209,13 +207,13 @@ def test_without_a_compiler_it_says_so_and_goes_on(caplog: pytest.LogCaptureFixt
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("case", TYPICAL.values(), ids=TYPICAL)
-def test_int8_of_every_family(case: Case, tmp_path: Path) -> None:
+def test_int8_of_every_family(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the dequantised weights; the reference of these is in tests/weights/test_quantize.py."""
     source, oracle = make_model(tmp_path / "model", case, 3), OracleDrafter([], 6, vocab=VOCAB)
     llm = open_llm(source, [oracle], compile=False, quantization="int8")
     assert llm.stats()["frozen"]["quantization"] == "int8"
-    with without_a_compiler():
-        held = open_llm(source, compile=False, quantization="int8")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    held = open_llm(source, compile=False, quantization="int8")
     (tokens,) = random_prompts((70,), vocab=VOCAB)
     assert_close(our_logits(llm, tokens), our_logits(held, tokens), max_error=1e-3, rms_error=2e-5)
     plain = run(llm, random_prompts((3, 40, 70), vocab=VOCAB), greedy(12))

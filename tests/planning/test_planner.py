@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -42,7 +41,7 @@ def planner_at(gain: float, requests: list[Request], cost: CostCurve = COST) -> 
     """Time is worth `gain` times what plain decoding makes of it; tokens of all requests are worth the same."""
     planner = Planner(cost)
     planner.draft_plans(requests, 256, others_wait=True)
-    planner._state.gain = gain
+    planner.state.gain = gain
     planner.draft_plans(requests, 256, others_wait=True)
     return planner
 
@@ -81,7 +80,7 @@ def test_ssms_are_expected_where_a_first_level_pays(batch: int) -> None:
     planner, dear = Planner(COST), Planner(dataclasses.replace(COST, draft_seconds=1.0))
     assert planner.expects_ssms(requests) and not dear.expects_ssms(requests)
     planner.draft_plans(requests, 256)
-    planner._state.ssms.pause_left = 9
+    planner.state.ssms.pause_left = 9
     assert not planner.expects_ssms(requests), "they rest in batches of this size"
     assert planner.expects_ssms([request_of() for _ in range(8)]), "and in no other"
 
@@ -143,7 +142,7 @@ def test_measured_seconds_correct_the_curve() -> None:
             planner.observe([request], [tree], [2], RoundSeconds(*(slowness * seconds)), Drafted(1, 1, 1))
         assert planner.costs.curve.draft_seconds == pytest.approx(3 * COST.draft_seconds, rel=0.1)
         assert planner.costs.host("drafted") == pytest.approx(1e-4, rel=0.01)
-        modelled = planner_at(planner._state.gain, [request])
+        modelled = planner_at(planner.state.gain, [request])
         rules, masses = (planner.level_rule(), modelled.level_rule()), np.linspace(0.05, 1, 20)
         first = [rule.worth_a_level(np.zeros(20, dtype=np.int64), masses, np.ones(20)).sum() for rule in rules]
         assert first[0] <= first[1]
@@ -210,7 +209,7 @@ def test_a_plan_says_why_it_asks_no_sources() -> None:
         (cheap, 9, 9, ("drafting_paused", "model_free_paused")),
     ):
         planner.draft_plans([request := request_of()], 256)
-        planner._state.ssms.pause_left, planner._state.model_free.pause_left = ssms, model_free
+        planner.state.ssms.pause_left, planner.state.model_free.pause_left = ssms, model_free
         [plan] = planner.draft_plans([request], 256, lambda _: 0)
         assert plan.plain_reasons == reasons
     assert cheap.draft_plans([request], 256)[0].plain_reasons == ("model_free_paused",), "an engine without SSMs"
@@ -243,7 +242,7 @@ def test_a_request_that_failed_does_not_count() -> None:
     planner.draft_plans(requests, 256)
     trees = planner.cut(requests, [tree_of(3, {(5,): 0.9})] * 3)
     planner.observe(requests[1:], trees[1:], [4, 4], RoundSeconds(1e-3, 0.0, 1e-3, 1e-4), Drafted(1, 1, 3))
-    assert planner._state.gain > 1.2
+    assert planner.state.gain > 1.2
 
 
 def test_a_long_prompt_is_not_read_for_a_few_tokens() -> None:
@@ -302,18 +301,26 @@ def test_texts_that_nothing_predicts_do_not_end_drafting_for_others() -> None:
     assert passes[:, 2].mean() < 1.1 * fresh
 
 
+class Recorded(Planner):
+    """Keeps what was drafted in every round."""
+
+    def __init__(self, curve: CostCurve):
+        super().__init__(curve)
+        self.drafted: list[Drafted] = []
+
+    def observe(self, *round: Any) -> None:
+        self.drafted.append(round[4])
+        super().observe(*round)
+
+
 def modelled_speedup(llm: LLM, spec: SpecConfig, tokens: int) -> tuple[float, float]:
     """(speed-up over plain decoding, share of rounds with drafting), in the cost curve's seconds."""
-    engine, cost = llm.engine, llm.engine.host.planner.costs.curve
-    drafted: list[Drafted] = []
-    observe = Planner.observe
-
-    def observed(planner: Planner, *round: Any) -> None:
-        drafted.append(round[4])
-        observe(planner, *round)
-
-    with mock.patch.object(Planner, "observe", observed), watch(engine) as rounds:
+    planner, cost = llm.engine.host.planner, llm.engine.host.planner.costs.curve
+    assert isinstance(planner, Recorded)
+    planner.drafted.clear()
+    with watch(llm.engine) as rounds:
         llm.generate(random_prompts((40,)), greedy(tokens), spec=spec)
+    drafted = planner.drafted
     seconds = sum(float(cost.verify(len(each.tree))) for each in rounds)
     seconds += sum(cost.draft(d) for d in drafted)
     return tokens * float(cost.verify(1)) / seconds, sum(d.levels > 0 for d in drafted) / len(rounds)
@@ -326,7 +333,7 @@ def drafts() -> dict[str, LLM]:
     bad = make_draft(new_folder("bad") / "bad", target, 10, 3.0)
     llms = {"good": open_llm(target, [good[0]], max_num_seqs=4), "bad": open_llm(target, [bad], max_num_seqs=4)}
     for llm in llms.values():
-        llm.engine.host.planner = at_fixed_costs(Planner(COST))
+        llm.engine.host.planner = at_fixed_costs(Recorded(COST))
     return llms
 
 

@@ -155,7 +155,7 @@ def test_a_fixed_tree_beside_adaptive_and_plain_ones() -> None:
         "an int is obeyed, whatever it costs"
     )
     assert [plan.plain_reasons for plan in plans] == [("drafting_cost",), (), ("off",)]
-    planner._state.ssms.pause_left = 9
+    planner.state.ssms.pause_left = 9
     assert planner.draft_plans(requests, 10**7)[0].plain_reasons == ("drafting_paused",)
 
 

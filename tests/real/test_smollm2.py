@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
 import treespec.hf
+from tests.helpers.architectures import logits_by
 from tests.helpers.faults import FAULTS, open_with
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.adapter.decoder import open_adapter
@@ -61,16 +62,6 @@ def wanted(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts]
 
 
-@torch.no_grad()
-def logits_of(model: Any, tokens: list[int], attention: str) -> torch.Tensor:
-    """float32 [tokens, vocab]."""
-    before, model.config._attn_implementation = model.config._attn_implementation, attention
-    try:
-        return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
-    finally:
-        model.config._attn_implementation = before
-
-
 def check_tokens(model: Any, prompts: list[list[int]], wanted: list[list[int]], found: list[list[int]]) -> None:
     """Equal to transformers' up to a near tie, and not only at the beginning."""
     compared = 0
@@ -80,7 +71,7 @@ def check_tokens(model: Any, prompts: list[list[int]], wanted: list[list[int]], 
         compared += same
         if same < COUNT:
             text = prompt + theirs[:same]
-            eager, sdpa = (logits_of(model, text, name)[len(prompt) - 1 :] for name in ("eager", "sdpa"))
+            eager, sdpa = (logits_by(model, text, name)[len(prompt) - 1 :] for name in ("eager", "sdpa"))
             first, second = eager.topk(2).indices.T[:, :, None]
             gaps = [(each.gather(1, first) - each.gather(1, second)).flatten() for each in (eager, sdpa)]
             rounding = float((gaps[0] - gaps[1]).abs().max())

@@ -133,7 +133,7 @@ grammar.SECONDS = 0.01
 def spin():
     while True: pass
 try:
-    grammar._run_with_large_stack(spin, "regex")
+    grammar.run_with_large_stack(spin, "regex")
 except RequestError as error:
     print(error)
 """

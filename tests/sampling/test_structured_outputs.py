@@ -9,7 +9,7 @@ import pytest
 
 from tests.drafters.test_vocabularies import llm_of
 from tests.helpers.forms import CLOSED, ENGINES, FORMS, PROMPTS, SPECS, asked, check_form, every_engine, grammars
-from tests.helpers.models import OracleDrafter, custom_sources, open_llm
+from tests.helpers.models import OracleDrafter, drafting_by, open_llm
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.sampled import DRAWN, TREE
 from tests.helpers.sharing import assert_clean
@@ -115,8 +115,7 @@ def test_no_row_is_spent_on_what_cannot_follow(opened: Callable[[], LLM], temper
     params = asked(CLOSED, temperature=temperature, seed=1)
     (plain,) = llm.generate(PROMPTS[0], params, "off")
     oracle = OracleDrafter([[*plain.prompt_token_ids, *plain.outputs[0].token_ids]], 4, wrong=3, bushy=True)
-    sources = [*custom_sources(llm, oracle), *llm.engine.sources.others]
-    with mock.patch.object(llm.engine.sources, "others", sources), watch(llm.engine) as rounds:
+    with drafting_by(llm, oracle, beside=True), watch(llm.engine) as rounds:
         (output,) = llm.generate(PROMPTS[0], params, TREE)
     assert output.outputs == plain.outputs
     nodes, proposers = 0, set()
@@ -163,7 +162,7 @@ def test_what_must_follow_is_accepted_without_any_draft() -> None:
         (output,) = llm.generate("x", params, spec)
         assert output.outputs == plain.outputs and set(output.metrics.accepted_by_source) == {"grammar"}
         assert output.metrics.acceptance_length > 2.5
-    backoffs = llm.engine.host.planner._state
+    backoffs = llm.engine.host.planner.state
     backoffs.model_free.pause_left = backoffs.ssms.pause_left = 10**6  # nobody is asked to guess, but this is no guess
     (output,) = llm.generate("x", params)
     assert output.outputs == plain.outputs and set(output.metrics.accepted_by_source) == {"grammar"}

@@ -246,16 +246,14 @@ def test_refused_options(options: list[str], message: str) -> None:
     assert message in run("serve", *options, code=2).stderr
 
 
-def test_ports_and_templates_are_refused_before_the_model_is_read(
-    tmp_path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("treespec.async_llm.AsyncLLM.from_engine_args", None)
+def test_ports_and_templates_are_refused_before_the_model_is_read(tmp_path: Path, llm: LLM) -> None:
+    """It has no weights."""
+    given, model = tmp_path / "given.jinja", tmp_path / "model"
+    shutil.copytree(llm.model_path, model, ignore=shutil.ignore_patterns("*.safetensors"))
     (held,) = bind("127.0.0.1", 0)
     with held:
-        assert "already in use" in run("serve", "--port", held.getsockname()[1], code=2).stderr
-    given, model = tmp_path / "given.jinja", tmp_path / "model"
+        assert "already in use" in run("serve", model, "--port", held.getsockname()[1], code=2).stderr
     given.write_text("{{ messages }}\n{% if %}")
-    shutil.copytree(llm.model_path, model, ignore=shutil.ignore_patterns("*.safetensors"))
     (model / "chat_template.jinja").write_text("{% endfor %}")
     for arguments, message in (([model, "--chat-template", given], "line 2"), ([model], f"of {model}, line 1")):
         assert f"{message}: " in run("serve", *arguments, "--port", "0", code=2).stderr

@@ -46,11 +46,16 @@ class Gpu:
         replays: how many graphs were replayed.
         captures: streams, and the capture that goes on.
         current: the number of the GPU that kernels are launched on; this one is 0, another one is only a number.
+        free: bytes of its memory that count as free.
+        properties: of the device, as torch has them.
     """
 
     def __init__(self) -> None:
         self.waits: list[str] = []
         self.replays = self.current = 0
+        self.free = MEMORY
+        sizes = {"total_memory": MEMORY, "multi_processor_count": 132, "L2_cache_size": 50 << 20}
+        self.properties = SimpleNamespace(name="Simulated GPU", major=9, minor=0, **sizes)
         self.launches = Launches(self)
         self.captures = Captures(self)
         self._late: list[Callable[[], None]] = []
@@ -236,9 +241,7 @@ def simulated_gpu() -> Iterator[Gpu]:
     """A process with a GPU, in Triton's interpreter. Engines of it must not outlive the context."""
     gpu = Gpu()
     torch._C._ensureCUDADeviceGuardSet()
-    properties = SimpleNamespace(
-        name="Simulated GPU", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132, L2_cache_size=50 << 20
-    )
+    properties = gpu.properties
     replaced: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
@@ -249,7 +252,7 @@ def simulated_gpu() -> Iterator[Gpu]:
         "get_device_name": lambda device=None: properties.name,
         "get_device_capability": lambda device=None: (properties.major, properties.minor),
         "get_device_properties": lambda device=None: properties,
-        "mem_get_info": lambda device=None: (MEMORY, MEMORY),
+        "mem_get_info": lambda device=None: (gpu.free, MEMORY),
         "memory_reserved": lambda device=None: 0,
         "max_memory_allocated": lambda device=None: 0,
         "empty_cache": gpu.captures.check_cache,
@@ -264,19 +267,19 @@ def simulated_gpu() -> Iterator[Gpu]:
         "graph": gpu.captures.capture,
         "is_current_stream_capturing": lambda: gpu.capturing is not None,
     }
+    allocator = {
+        "_cuda_endAllocateToPool": gpu.captures.end_allocation,
+        "_cuda_releasePool": lambda device, pool: None,
+    }
+    factories = {name: _through_host(getattr(torch, name)) for name in ("tensor", "as_tensor")}
     with contextlib.ExitStack() as stack:
-        for name, function in replaced.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, function))
-        allocator = {
-            "_cuda_endAllocateToPool": gpu.captures.end_allocation,
-            "_cuda_releasePool": lambda device, pool: None,
-        }
-        for name, function in allocator.items():
-            stack.enter_context(mock.patch.object(torch._C, name, function))
-        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
-        for name in ("tensor", "as_tensor"):
-            stack.enter_context(mock.patch.object(torch, name, _through_host(getattr(torch, name))))
-        stack.enter_context(mock.patch.object(Tensor, "to", _with_index(Tensor.to)))
+        for owner, functions in (
+            (torch.cuda, replaced),
+            (torch._C, allocator),
+            (torch, {"Generator": _Generator} | factories),
+            (Tensor, {"to": _with_index(Tensor.to)}),
+        ):
+            stack.enter_context(mock.patch.multiple(owner, **functions))
         stack.enter_context(gpu.launches.patched())
         stack.enter_context(gpu.mode)
         yield gpu

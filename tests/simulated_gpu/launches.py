@@ -49,14 +49,12 @@ class Launches:
             at = [size - 1 - i for size, i in zip(builder.grid_dim, (x, y, z), strict=True)]
             place(builder, *(at if self.backwards else (x, y, z)))
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(interpreter.InterpretedFunction, "run", run))
-            stack.enter_context(mock.patch.object(builder, "set_grid_idx", turned))
-            stack.enter_context(mock.patch.object(cuda, "gdc_wait", order.wait))
-            stack.enter_context(mock.patch.object(cuda, "gdc_launch_dependents", order.release))
-            stack.enter_context(mock.patch.object(builder, "create_inline_asm", _prefetch))
-            for name in ACCESSES:
-                stack.enter_context(mock.patch.object(builder, name, order.checked(getattr(builder, name))))
+        accesses = {name: order.checked(getattr(builder, name)) for name in ACCESSES}
+        with (
+            mock.patch.object(interpreter.InterpretedFunction, "run", run),
+            mock.patch.multiple(cuda, gdc_wait=order.wait, gdc_launch_dependents=order.release),
+            mock.patch.multiple(builder, set_grid_idx=turned, create_inline_asm=_prefetch, **accesses),
+        ):
             yield
 
     def _launch(self, original: Any, function: Any, args: Any, grid: Any, kwargs: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.architectures import make_model
-from tests.helpers.commands import run
+from tests.helpers.commands import lend, run
 from tests.helpers.models import embedded_draft, open_llm
 from treespec import LLM, SamplingParams
 from treespec.errors import ConfigError, ModelError, RequestError
@@ -241,7 +241,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
 def test_a_conversation_in_the_terminal(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gives_all_pages_back: None
 ) -> None:
-    monkeypatch.setattr("treespec.cli.chat.load_llm", lambda *_, **__: llm)
+    lend(llm, monkeypatch)
     system, params = {"role": "system", "content": "Be brief."}, SamplingParams(max_tokens=6)
 
     def answered(*messages: dict[str, str]) -> dict[str, str]:
@@ -280,8 +280,7 @@ def test_a_conversation_in_the_terminal(
     ran = run(*command, stdin=f"{USER['content']}\n{again['content']}\n")
     assert ran.stdout == f"{begun['content']}\n{answered(USER, begun, again)['content']}\n"
 
-    bare = open_llm(model_folder(tmp_path / "bare", None))
-    monkeypatch.setattr("treespec.cli.chat.load_llm", lambda *_, **__: bare)
+    lend(open_llm(model_folder(tmp_path / "bare", None)), monkeypatch)
     assert "no chat template" in run("chat", code=2).stderr
     assert "--temperature" in run("chat", "--top-p", 0.5, code=2).stderr
     assert "--no-spec is plain" in run("chat", "--no-spec", "--nodes", 4, code=2).stderr

@@ -59,8 +59,8 @@ def test_a_text_has_no_fewer_tokens(name: str, parts: list[str], text: str) -> N
     assert (tokenizer.least_tokens("ab" * 10_000) > 50) == TOKENIZERS[name][1]
 
 
-def test_a_text_that_cannot_fit_is_not_tokenized(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.request_factory.tokenizer, "_encode", None)
+def test_a_text_that_cannot_fit_is_not_tokenized(llm: LLM) -> None:
+    """The message would have its exact length."""
     with pytest.raises(RequestError, match=r"at most 255 of a prompt of at least \d+ tokens"):
         llm.generate("ab " * 100_000)
 

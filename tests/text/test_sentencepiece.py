@@ -1,11 +1,10 @@
 """Models whose tokenizer is a sentencepiece model alone: read where the packages for it are installed, and refused with
 the command that installs them where they are not."""
 
-import importlib.util
 import io
 import shutil
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,12 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     """Hide installed packages."""
-    real = importlib.util.find_spec
-
-    def find_spec(name: str, *rest: Any) -> Any:
-        return None if name in modules else real(name, *rest)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    for name in modules:
+        monkeypatch.setitem(sys.modules, name, None)
 
 
 def test_it_is_read_as_sentencepiece_reads_it(folder: Path) -> None:

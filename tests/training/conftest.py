@@ -12,12 +12,6 @@ from tests.helpers.exactness import threads
 @pytest.fixture(scope="module", autouse=True)
 def quick_runs() -> Iterator[None]:
     """Lessons and steps are small, without threads; engines start quickly, and decode every prompt once."""
-    few = {"STEP_TOKENS": 512, "EPOCHS": 3, "REPORT_PROMPTS": 3}
-    with (
-        threads(1),
-        quick_start(),
-        mock.patch("treespec.training.report.REPEATS", 1),
-        mock.patch("treespec.training.lessons.PER_SHARD", 10),
-        mock.patch.multiple("treespec.training.run", **few),
-    ):
+    few = {"STEP_TOKENS": 512, "EPOCHS": 3, "REPORT_PROMPTS": 3, "REPEATS": 1, "PER_SHARD": 10}
+    with threads(1), quick_start(), mock.patch.multiple("treespec.training.run", **few):
         yield

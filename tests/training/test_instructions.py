@@ -3,7 +3,6 @@
 import importlib
 import json
 import shutil
-import sys
 import sysconfig
 from collections import Counter
 from importlib import metadata
@@ -26,9 +25,8 @@ def test_the_script_holds_out_packages_kinds_and_phrasings(tmp_path: Path, monke
     monkeypatch.setattr(metadata, "distributions", lambda: installed)
     monkeypatch.syspath_prepend(WEIGHTS)
     written = importlib.import_module("treespec_training.instructions")
-    command = ["write_instructions", "--out", str(tmp_path), "--per-kind", "4", "--heldout-per-kind", "4"]
-    monkeypatch.setattr(sys, "argv", command)
-    load_script(WEIGHTS / "write_instructions.py").main()
+    arguments = ["--out", str(tmp_path), "--per-kind", "4", "--heldout-per-kind", "4"]
+    load_script(WEIGHTS / "write_instructions.py").main(arguments)
     train, held, texts = (
         [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "heldout", "texts")

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,22 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.helpers.commands import run
 from tests.helpers.gguf_files import metadata_of, write_gguf
-from tests.helpers.models import make_llama, new_folder
+from tests.helpers.models import CURVE, make_llama, new_folder
 from tests.helpers.tokenizers_made import TEXT, byte_level, save_tokenizer
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.errors import ConfigError, ModelError
 from treespec.planning.round_costs import CostCurve
-from treespec.text.training_prompts import SYNTHETIC, TrainingPrompt, read_training_prompts, user_turn
+from treespec.text.prompt_tokenizer import load_tokenizer
+from treespec.text.training_prompts import MAX_FILE_BYTES, SYNTHETIC, TrainingPrompt, read_training_prompts, user_turn
 from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
 from treespec.training.files import replacing
 from treespec.training.lessons import TOP, Lessons, LessonWriter, best_batch, prompts_of_shard, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, optimizers_for, train
 from treespec.training.muon import Float32Muon, orthogonalize
 from treespec.training.report import measure_drafts
-from treespec.training.run import by_benefit, held_out, train_drafts
+from treespec.training.run import TrainingRun, by_benefit, held_out, train_drafts
 from treespec.training.settings import TrainingSettings
-from treespec.training.sizing import choose_size
+from treespec.training.sizing import choose_size, measure_level
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
 from treespec.training.student import make_student, open_model, open_student, read_vocabulary, write_student
 from treespec.training.texts import ROWS, WINDOW, Texts, tokenize_texts
@@ -94,14 +94,12 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
         read_training_prompts([tmp_path], chat=False)
 
 
-def test_texts_of_any_encoding_and_length(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("treespec.text.training_prompts.MAX_FILE_BYTES", 20_000)
+def test_texts_of_any_encoding_and_length(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for encoding in ("utf-8-sig", "utf-16", "utf-32", "utf-16-le", "latin-1"):
         (tmp_path / f"{encoding}.txt").write_text("Größe\n", encoding)
     (tmp_path / "list.json").write_text('[{"text": "Größe"}]', "utf-8-sig")
-    (tmp_path / "large.txt").write_text("x" * 20_001)
+    (tmp_path / "large.txt").touch()
+    os.truncate(tmp_path / "large.txt", MAX_FILE_BYTES + 1)
     lines = {"spaces": "word " * 3000, "minified": "x" * 10_000, "lines": "line\n" * 600 + "x" * 5000 + "\n" * 9}
     for name, line in lines.items():
         (tmp_path / f"{name}.txt").write_text(line)
@@ -113,7 +111,7 @@ def test_texts_of_any_encoding_and_length(
     assert all(len(passage) <= 4096 for passages in found.values() for passage in passages)
     assert all(passage.endswith(" ") for passage in found["spaces"])
     log = caplog.text
-    assert "skipped 1 of the files" in log and "large.txt: larger than 0 MiB" in log
+    assert "skipped 1 of the files" in log and "large.txt: larger than 16 MiB" in log
     assert "skipped 2 of the files" in log and "latin-1.txt: binary, or in an encoding other than UTF-8" in log
 
 
@@ -133,12 +131,11 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, folder: bool) -> None
 def test_lessons_hold_what_the_target_writes(llm: LLM, tmp_path: Path) -> None:
     """Of that, test_a_killed_run_resumes_to_the_same_weights has more."""
     prompts = [TrainingPrompt(TEXT[i * 300 : (i + 1) * 300], f"group {i % 3}") for i in range(40)]
-    with mock.patch("treespec.training.lessons.PER_SHARD", 32):
-        for number in (1, 0):
-            with closing(LessonWriter(llm, prompts, tmp_path, 12, seed=5)) as writer:
-                writer.write(number)
-        with closing(LessonWriter(llm, prompts, tmp_path / "cut", 12, seed=5)) as writer:
-            num_tokens = writer.write(0, lambda tokens: tokens < 40)
+    for number in (1, 0):
+        with closing(LessonWriter(llm, prompts, tmp_path, 12, seed=5, per_shard=32)) as writer:
+            writer.write(number)
+    with closing(LessonWriter(llm, prompts, tmp_path / "cut", 12, seed=5, per_shard=32)) as writer:
+        num_tokens = writer.write(0, lambda tokens: tokens < 40)
     cut, whole = (Lessons.load([shard_path(folder, 0)]) for folder in (tmp_path / "cut", tmp_path))
     assert cut.generated.sum() == num_tokens >= 40 and len(cut) == writer.batch, "the last shard has what there is"
     for i, (start, end) in enumerate(itertools.pairwise(cut.starts)):
@@ -154,18 +151,19 @@ def test_lessons_hold_what_the_target_writes(llm: LLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_chat_model_writes_prompts_itself(llm: LLM, tmp_path: Path) -> None:
-    tokenizer, data = llm.get_tokenizer(), [TrainingPrompt(TEXT[:300], "text")]
-    with mock.patch.object(tokenizer, "chat_template", "{{ messages[0].content }}"), pytest.raises(ConfigError):
+def test_a_chat_model_writes_prompts_itself(target: Path, tmp_path: Path) -> None:
+    tokenizer, data = load_tokenizer(None, target), [TrainingPrompt(TEXT[:300], "text")]
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ConfigError):
         user_turn(tokenizer)
-    template = mock.patch.object(tokenizer, "chat_template", "Q: {{ messages[0].content }}\nA:")
-    with template, mock.patch("treespec.training.lessons.PER_SHARD", 16):
-        assert user_turn(tokenizer) == (tokenizer.encode("Q: "), tokenizer.encode("\n")[0])
-        for folder, starts in ((tmp_path / "whole", [(0, 1)]), (tmp_path / "resumed", [(0,), (1,)])):
-            for numbers in starts:
-                with closing(LessonWriter(llm, data, folder, 12, seed=5, synthetic=0.5)) as writer:
-                    for number in numbers:
-                        writer.write(number)
+    tokenizer.chat_template = "Q: {{ messages[0].content }}\nA:"
+    llm = LLM(target, drafts=[], tokenizer=tokenizer, compile=False, max_model_len=512)
+    assert user_turn(tokenizer) == (tokenizer.encode("Q: "), tokenizer.encode("\n")[0])
+    for folder, starts in ((tmp_path / "whole", [(0, 1)]), (tmp_path / "resumed", [(0,), (1,)])):
+        for numbers in starts:
+            with closing(LessonWriter(llm, data, folder, 12, seed=5, synthetic=0.5)) as writer:
+                for number in numbers:
+                    writer.write(number)
     shards = [shard_path(tmp_path / "whole", number) for number in (0, 1)]
     assert [path.read_bytes() for path in shards] == [
         (tmp_path / "resumed" / path.name).read_bytes() for path in shards
@@ -178,8 +176,7 @@ def test_a_chat_model_writes_prompts_itself(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_shards_follow_each_other_and_grow() -> None:
-    with mock.patch("treespec.training.lessons.PER_SHARD", 16):
-        shards = [prompts_of_shard(number) for number in range(40)]
+    shards = [prompts_of_shard(number) for number in range(40)]
     assert shards[0] == range(16) and all(a.stop == b.start for a, b in itertools.pairwise(shards))
     assert [len(shard) for shard in shards[::16]] == [16, 32, 48]
 
@@ -419,22 +416,23 @@ def test_training_starts_from_a_draft(target: Path, trained: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trained: Path, tmp_path: Path) -> None:
     """Killed and interrupted while lessons are written, and interrupted while specialists are trained."""
-    out, left = tmp_path / "out", tmp_path / "left"
-    write, check, progress, calls, passes = LessonWriter.write, PauseRequest.check, Budget.progress, 0, 0
+    out, left, settings = tmp_path / "out", tmp_path / "left", {"target": target, "data": [data], **OPTIONS}
+    progress, calls = Budget.progress, 0
 
-    def kill(writer: LessonWriter, number: int, on_pass: Callable[[int], bool]) -> int:
-        num_tokens = write(writer, number, on_pass)
-        if number:
-            shutil.copytree(out, left)  # before anything cleans up
-            raise RuntimeError("killed")
-        return num_tokens
+    class Killed(PauseRequest):
+        def check(self) -> None:
+            if shard_path(out / "work" / "lessons", 1).exists():
+                shutil.copytree(out, left)  # before anything cleans up
+                raise RuntimeError("killed")
 
-    def interrupt_lessons(pause: PauseRequest) -> None:
-        nonlocal passes
-        passes += 1
-        if passes == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        check(pause)
+    class Interrupted(PauseRequest):
+        passes = 0
+
+        def check(self) -> None:
+            self.passes += 1
+            if self.passes == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            super().check()
 
     def interrupt(budget: Budget, step: int, elapsed: float) -> float:
         nonlocal calls
@@ -443,15 +441,16 @@ def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trai
             os.kill(os.getpid(), signal.SIGINT)
         return progress(budget, step, elapsed)
 
-    with mock.patch.object(LessonWriter, "write", kill), pytest.raises(RuntimeError, match="killed"):
-        train_drafts(target, [data], out, **OPTIONS)
+    with pytest.raises(RuntimeError, match="killed"):
+        TrainingRun(TrainingSettings(out=out, **settings), Killed()).run()
     shutil.rmtree(out)
     left.rename(out)
     (out / "work" / ".generalist.ckpt.1.tmp").write_text("half of a checkpoint")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
-    with mock.patch.object(PauseRequest, "check", interrupt_lessons):
-        run("train", "--target", target, "--data", data, "--out", out, *flags, "--resume", code=130)
-    assert passes == 3, "an interruption does not wait for the end of the shard"
+    pause = Interrupted()
+    with pytest.raises(Paused), pause.listening():
+        TrainingRun(TrainingSettings(out=out, resume=True, **settings), pause).run()
+    assert pause.passes == 3, "an interruption does not wait for the end of the shard"
     with mock.patch.object(Budget, "progress", interrupt):
         run("train", "--target", target, "--data", data, "--out", out, *flags, "--resume", code=130)
     assert (out / "work" / "specialist-1.ckpt").exists() and not (out / "report.json").exists()
@@ -536,22 +535,20 @@ def test_muon_in_float32_makes_torchs_steps() -> None:
 
 
 @pytest.mark.slow
-def test_sizes_follow_from_measured_passes(tmp_path: Path) -> None:
+def test_sizes_follow_from_measured_passes(target: Path) -> None:
     """Costs in proportion to layers and width, of a target whose pass takes 100 such units."""
     config = LlamaConfig(hidden_size=256, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=2)
 
     def chosen(unit: float, layers: int | None = None, hidden: int | None = None) -> tuple[int, int | None]:
-        size = [0, 0]
-
-        def write(count: int, width: int | None, folder: Path) -> None:
-            size[:] = count, width or 256
-
-        def llm(*args: Any, **options: Any) -> Any:
-            curve = mock.Mock(draft_seconds=unit * size[0] * size[1] / 256, verify=lambda rows: 100.0)
-            return mock.Mock(**{"engine.host.planner.costs.curve": curve})
-
-        with mock.patch("treespec.training.sizing.LLM", llm):
-            return choose_size("target", write, config, 12, layers, hidden, {})
+        return choose_size(
+            lambda count, width: (unit * count * (width or 256) / 256, 100.0), config, 12, layers, hidden
+        )
 
     assert [chosen(unit) for unit in (0.5, 1.5, 2.0, 99.0)] == [(6, None), (2, None), (2, 192), (2, 64)]
     assert chosen(99.0, layers=3) == (3, None) and chosen(1.0, hidden=128) == (6, 128)
+
+    def write(layers: int, width: int | None, folder: Path) -> None:
+        write_student(make_student(open_model(target), layers, width, target_ids, [0]), folder, target_ids, VOCAB)
+
+    target_ids = np.array([*range(64), -1])
+    assert measure_level(target, write, {"compile": False}, 1, None) == (CURVE.draft_seconds, CURVE.verify(1.0))

@@ -194,7 +194,7 @@ def test_what_needs_safetensors_or_the_package(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OptionError, match="is a GGUF file"):
         time_loading(path)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    reader._read_header.cache_clear()
+    path = shutil.copy(path, tmp_path / "unread.gguf")
     with pytest.raises(CheckpointError, match=r"need the package gguf, .*: pip install 'treespec\[gguf\]'"):
         open_llm(path)
 

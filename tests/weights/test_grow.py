@@ -54,13 +54,10 @@ VARIANTS = {"tied": {"tie_word_embeddings": True}, "biases": {"attention_bias": 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 3 * VOCAB])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_grown_logits_are_the_small_model_s(
-    variant: str, vocab: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("treespec_weights.grow.SHARD_BYTES", 1 << 20)
+def test_grown_logits_are_the_small_model_s(variant: str, vocab: int, tmp_path: Path) -> None:
     small = make_llama(tmp_path / "small", 0, rms_norm_eps=1e-3, **VARIANTS[variant])
     shape = larger(small, vocab)
-    grow_checkpoint(small, tmp_path / "grown", shape, seed=1)
+    grow_checkpoint(small, tmp_path / "grown", shape, seed=1, shard_bytes=1 << 20)
     assert verify_checkpoint(tmp_path / "grown").ok and len(list((tmp_path / "grown").glob("*.safetensors"))) > 2
     (tokens,) = random_prompts([40])
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.1)):

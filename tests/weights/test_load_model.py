@@ -149,17 +149,14 @@ def test_values_that_are_no_json_stay_out_of_the_report(folder: Path, key: str) 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_verify_finds_a_single_value_wherever_it_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, value: str
-) -> None:
-    monkeypatch.setattr("treespec_weights.verify.CHUNK", 100)
+def test_verify_finds_a_single_value_wherever_it_stands(tmp_path: Path, dtype: torch.dtype, value: str) -> None:
     tensors = {"empty": torch.zeros(0, 3, dtype=dtype)}
     for place in (0, 1, 63, 64, 98, 99, 100, 164, 199, 200, 205, 206):
         values = torch.randn(9, 23)
         values.view(-1)[place] = float(value)
         tensors[str(place)] = values.to(dtype)
     save_file(tensors, tmp_path / "model.safetensors")
-    problems = [problem for problem in verify_checkpoint(tmp_path).problems if problem.kind == "value"]
+    problems = [problem for problem in verify_checkpoint(tmp_path, chunk=100).problems if problem.kind == "value"]
     found = {problem.where: problem.message.split("the first at ")[1] for problem in problems}
     assert found == {repr(t): str([int(t) // 23, int(t) % 23]) for t in tensors if t != "empty"}
 

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import treespec_weights
-from tests.helpers.models import make_llama, new_folder
+from tests.helpers.models import embed_models_of, make_llama, new_folder
 from treespec_weights import (
     LLAMA,
     CheckpointConfigError,
@@ -190,7 +189,7 @@ def test_config_defaults() -> None:
 
 
 def test_embedded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(treespec_weights, "models_folder", lambda group: tmp_path / group)
+    embed_models_of(tmp_path, monkeypatch)
     with pytest.raises(FileNotFoundError, match=r"no embedded model 'target'.* the weights are missing"):
         default_folder("target")
     (tmp_path / "default").mkdir()

@@ -20,9 +20,9 @@ class UpcastMode(TorchDispatchMode):
     with float32 or float64 rounding, without a wider copy of the model and without changes visible to other threads.
     """
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, chunk: int = CHUNK):
         super().__init__()
-        self.dtype, self._paused = dtype, False
+        self.dtype, self._chunk, self._paused = dtype, chunk, False
         self._narrow = {torch.bfloat16, torch.float16} | ({torch.float32} if dtype == torch.float64 else set())
 
     @contextmanager
@@ -43,7 +43,7 @@ class UpcastMode(TorchDispatchMode):
             raise NotImplementedError(f"{func} reinterprets bits and cannot be upcast")
         if func is _aten.embedding.default:  # a gather does not round, and the table may be large
             return self._wide(func(*args, **kwargs))
-        if func is _aten.linear.default and args[1].numel() > CHUNK and args[1].dtype in self._narrow:
+        if func is _aten.linear.default and args[1].numel() > self._chunk and args[1].dtype in self._narrow:
             return self._linear(*args, **kwargs)
         if func._schema.is_mutable:
             self._check_written(func, args, kwargs)
@@ -60,7 +60,7 @@ class UpcastMode(TorchDispatchMode):
         return self._wide_dtype(value)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        x, rows = self._wide(x), max(CHUNK // weight.shape[1], 1)
+        x, rows = self._wide(x), max(self._chunk // weight.shape[1], 1)
         out = x.new_empty(*x.shape[:-1], len(weight))
         for first in range(0, len(weight), rows):
             chunk = self._wide(weight[first : first + rows])

@@ -76,6 +76,11 @@ class DraftSource(ABC):
         """Number of stored tokens of earlier outputs."""
         return 0
 
+    @property
+    def held(self) -> set[str]:
+        """Ids of the requests that it keeps state of: those it was asked for and has not released."""
+        return set()
+
     def may_draft(self, request: Request) -> bool:
         return request.spec.allows(self.name, self.name)
 

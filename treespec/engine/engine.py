@@ -264,6 +264,8 @@ class Engine:
         if self.scheduler.is_idle:
             assert self.cache.num_free == self.cache.num_pages, "an idle engine holds pages"
             assert self.cache.states is None or not self.cache.states.num_held, "an idle engine holds states"
+            held = [request_id for source in self.sources for request_id in source.held]
+            assert not held, f"the drafters of an idle engine hold {held}"
 
 
 @one_thread()

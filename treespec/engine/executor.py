@@ -68,13 +68,13 @@ class StageClock:
     (planning, merging and cutting trees), forward, verify, commit, update; host between them, and idle between steps.
     """
 
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._stage, self._since = "idle", time.perf_counter()
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds, self._now = dict.fromkeys(STAGES, 0.0), now
+        self._stage, self._since = "idle", now()
 
     def enter(self, stage: str) -> str:
         """Enter a stage and return the previous one."""
-        now = time.perf_counter()
+        now = self._now()
         self.seconds[self._stage] += now - self._since
         ended, self._stage, self._since = self._stage, stage, now
         return ended

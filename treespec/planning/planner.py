@@ -145,7 +145,7 @@ class Planner:
         Call it between rounds only, because it overwrites the state of the current batch.
         """
         self._begin(requests)
-        pauses = self._state.ssms.pause_left and all(request.drafted is not None for request in requests)
+        pauses = self.state.ssms.pause_left and all(request.drafted is not None for request in requests)
         return not pauses and any(self._first_level_pays())
 
     def draft_plans(
@@ -164,7 +164,7 @@ class Planner:
         if all(request.spec.is_plain for request in requests):
             return [OFF] * len(requests)
         self._count_pauses()
-        state = self._state
+        state = self.state
         for request in requests:
             if request.drafted is None:
                 self._begin_request(request)
@@ -198,7 +198,7 @@ class Planner:
         unread: Callable[[Request], int] | None,  # as in `draft_plans`
     ) -> DraftPlan:
         """Return a request's plan for the host executor."""
-        spec, state, count = request.spec, self._state, self.round.size
+        spec, state, count = request.spec, self.state, self.round.size
         depth = min(spec.max_depth, len(spec.branching or ()) or spec.max_depth, request.room(max_model_len))
         if spec.is_plain:
             return OFF
@@ -251,13 +251,13 @@ class Planner:
         self.round = PlannedRound(requests, self.costs.batch, [1.0] * len(requests))
 
     def _count_pauses(self) -> None:
-        for backoff in (self._state.ssms, self._state.model_free):
+        for backoff in (self.state.ssms, self.state.model_free):
             backoff.pause_left = max(backoff.pause_left - 1, 0)
 
     def _begin_request(self, request: Request) -> None:
         """End the pauses: losses on earlier texts say little about a new one."""
         request.drafted = DraftedMeans()
-        for backoff in (self._state.ssms, self._state.model_free):
+        for backoff in (self.state.ssms, self.state.model_free):
             backoff.pause_left = 0
         if self._yield is not None:
             self._yield.recover(RETRIED)
@@ -285,7 +285,7 @@ class Planner:
                 adaptive_depth = max(adaptive_depth, depth)
             elif depth:
                 levels = max(levels, min(depth, spec.max_nodes - 1))
-        drafts = adaptive_depth and not self._state.ssms.pause_left
+        drafts = adaptive_depth and not self.state.ssms.pause_left
         shape = tree_yield.best_shape(self.costs, adaptive_depth) if drafts else (0, 1)
         self.round.adaptive_depth = adaptive_depth
         levels = max(levels, shape[0])
@@ -299,7 +299,7 @@ class Planner:
             elif not limit:
                 plans.append(OFF if request.spec.is_plain else NO_ROOM)
             else:
-                plans.append(DRAFTING_PAUSED if self._state.ssms.pause_left else DRAFTING_COST)
+                plans.append(DRAFTING_PAUSED if self.state.ssms.pause_left else DRAFTING_COST)
         self.round.asks_sources = any(plan.levels for plan in plans)
         return plans
 
@@ -313,7 +313,7 @@ class Planner:
         """Update the means with a round in which SSMs drafted."""
         count, costs = self.round.size, self.costs
         later = max(costs.speculative(rows, drafted) - costs.speculative(2 * count, Drafted(1, 1, count)), 0.0)
-        self._state.drafted.add(sum(emitted) / len(requests) - 1, later)
+        self.state.drafted.add(sum(emitted) / len(requests) - 1, later)
         for request, tokens in zip(requests, emitted, strict=True):
             if request.drafted is not None:
                 request.drafted.add(tokens - 1, later)
@@ -324,7 +324,7 @@ class Planner:
         A request's own mean is weighted with the mean of all requests. While a request may spend time on learning its
         own mean, the gain is at least the `cost` of a first level, in tokens.
         """
-        of_all, gains = self._state.drafted, list[float]()
+        of_all, gains = self.state.drafted, list[float]()
         for request in self.round.batch:
             means = request.drafted or DraftedMeans()
             own = means.rounds / (means.rounds + PRIOR_ROUNDS)
@@ -345,7 +345,7 @@ class Planner:
     @property
     def _prices(self) -> tuple[float, float]:
         if self.round.prices is None:
-            count, rate = self.round.size, max(self._state.gain, 1.0) * sum(self.round.token_weights) / self.costs.plain
+            count, rate = self.round.size, max(self.state.gain, 1.0) * sum(self.round.token_weights) / self.costs.plain
             rows = self.costs.verify(count + ROW_WINDOW) - self.costs.verify(count)
             self.round.prices = rate, rate * rows / ROW_WINDOW
         return self.round.prices
@@ -372,7 +372,7 @@ class Planner:
         return self._prices[1] / max(self.round.token_weights)
 
     @property
-    def _state(self) -> _BatchSizeState:
+    def state(self) -> _BatchSizeState:
         size = self.round.size.bit_length()
         if size not in self._states:
             self._states[size] = _BatchSizeState(2 ** (size - 1))
@@ -394,7 +394,7 @@ class Planner:
             return self.round.rule
         (rate, row), curve = self._prices, self.costs.curve
         start, level = rate * curve.draft_start_seconds, rate * curve.draft_seconds + row
-        gain = max(self._state.gain, 1.0) * self._drafted_gain(start + level + 1e-6)
+        gain = max(self.state.gain, 1.0) * self._drafted_gain(start + level + 1e-6)
         self.round.rule = LevelRule(
             self.calibration,
             gain,
@@ -485,14 +485,14 @@ class Planner:
         if self._yield is not None:
             self._yield.recover()
         if not drafted.levels:
-            means = self._state.drafted, *(request.drafted for request in requests)
+            means = self.state.drafted, *(request.drafted for request in requests)
             for estimate in (*self._calibrations.values(), *means):
                 if estimate is not None:
                     estimate.recover(RECOVERY)
 
     def _observe_gain(self, requests: Sequence[Request], emitted: Sequence[int], drafted: Drafted, rows: int) -> None:
         """Update the gain over plain decoding, and the backoff, with a speculating round."""
-        state, weight_of = self._state, dict(zip(self.round.batch, self.round.token_weights, strict=True))
+        state, weight_of = self.state, dict(zip(self.round.batch, self.round.token_weights, strict=True))
         weights = [weight_of[request] for request in requests]  # excludes failed requests of the batch
         rounds = self.costs.speculative(rows, drafted) / self.costs.plain
         gain = sum(w * tokens for w, tokens in zip(weights, emitted, strict=True)) / sum(weights) / rounds

@@ -78,7 +78,7 @@ class Grammars:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"structured_outputs: {form.form} cannot be compiled: {error}") from None
         limits = LLParserLimits(verbose_errors=False)
-        parser = _run_with_large_stack(
+        parser = run_with_large_stack(
             partial(LLMatcher, self._tokenizer, source, log_level=0, limits=limits), form.form
         )
         if parser.is_error():
@@ -140,7 +140,7 @@ class _PlainTextTokenizer:
         return tokens
 
 
-def _run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatcher":
+def run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatcher":
     """Run a call in a thread with a large stack.
 
     A chain of 800 references, `{"$ref": ...}`, overflows the usual 8 MB and kills the process. If a constraint passes

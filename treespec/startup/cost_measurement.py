@@ -112,6 +112,29 @@ def processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+class MachineClock:
+    """The time on this machine, and how much of it threads of this process spend waiting for a CPU."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def waited(self) -> float:
+        """Return for how long threads were ready and had no CPU, summed; 0.0 where Linux does not tell."""
+        waited = 0
+        for file in Path("/proc/self/task").glob("*/schedstat"):
+            with suppress(OSError, IndexError, ValueError):  # of a thread that has ended, or a kernel without figures
+                waited += int(file.read_text().split()[1])
+        return waited / 1e9
+
+    def watch_other_work(self) -> Callable[[], bool]:
+        """Return a function that tells whether other work has taken CPUs from this process since this call."""
+        waited, start = self.waited(), self.now()
+        return lambda: self.waited() - waited > _BUSY * (self.now() - start)
+
+
+CLOCK = MachineClock()
+
+
 @torch.inference_mode()
 def measure(
     runner: Runner,  # of an idle engine
@@ -121,6 +144,7 @@ def measure(
     # cache limits their size
     seconds: float = 1.0,
     advance: Callable[[float], None] = lambda fraction: None,  # progress callback, called with the completed fraction
+    clock: MachineClock = CLOCK,
 ) -> CostCurve:
     """Measure the cost curve with passes over scratch requests. Uses the minimum time of several runs."""
     cache = runner.cache
@@ -139,7 +163,7 @@ def measure(
             _occupy(runner, request, slots, has_state=request is requests[0])  # the others are for drafts
         if long is not None:
             _occupy(runner, long, len(long.tokens) - 1 + LONG_ROWS)
-        [first] = least_seconds([partial(star_pass, runner, requests[0], 1)], 1)
+        [first] = least_seconds([partial(star_pass, runner, requests[0], 1)], 1, clock=clock)
         quick = _is_quick(first, len(fitting), seconds)
         slow = not quick and first * len(FEW_ROWS) * 5 > seconds
         most = ROWS[-1] if first * ROWS[-1] < 2 * seconds else AUTO_NODES  # a pass over n rows takes at most n * first
@@ -167,14 +191,13 @@ def measure(
         for name, run in runs.items():
             if name not in cold:
                 run()
-        waited, start = _waiting_seconds(), time.perf_counter()
-        each = list(runs.values())
+        is_busy, each = clock.watch_other_work(), list(runs.values())
         if not slow:
-            least = least_seconds(each, 2 if quick else 1, seconds, advance, before=before)
+            least = least_seconds(each, 2 if quick else 1, seconds, advance, before=before, clock=clock)
         else:
-            least = least_seconds(each, 1, 0.0, advance, 1, before)
-            if _is_busy(waited, start):  # again, and for longer
-                again = least_seconds(each, 1, seconds, advance, before=before)
+            least = least_seconds(each, 1, 0.0, advance, 1, before, clock)
+            if is_busy():  # again, and for longer
+                again = least_seconds(each, 1, seconds, advance, before=before, clock=clock)
                 least = [min(times) for times in zip(least, again, strict=True)]
     finally:
         _release(runner, ssms, scratch)
@@ -188,7 +211,7 @@ def measure(
 
 
 @torch.inference_mode()
-def is_outdated(runner: Runner, ssms: SsmDrafter | None, curve: CostCurve) -> bool:
+def is_outdated(runner: Runner, ssms: SsmDrafter | None, curve: CostCurve, clock: MachineClock = CLOCK) -> bool:
     """Return whether costs relative to a pass over one row clearly differ from a curve: of 8 rows, and of drafting.
 
     A curve also is outdated if passes are so fast now that more row counts can be measured. Otherwise the speed of the
@@ -206,15 +229,15 @@ def is_outdated(runner: Runner, ssms: SsmDrafter | None, curve: CostCurve) -> bo
         expected.append(curve.draft(Drafted(DRAFT_LEVELS, DRAFT_LEVELS, DRAFT_LEVELS)))
     try:
         _occupy(runner, request, slots)
-        waited, start = _waiting_seconds(), time.perf_counter()
-        now = least_seconds(runs, 1, before=before)
+        is_busy = clock.watch_other_work()
+        now = least_seconds(runs, 1, before=before, clock=clock)
         if _differ(now, expected) and 4 * sum(expected) < START_SECONDS / 2:
-            now = [*map(min, now, least_seconds(runs, 1, before=before))]
+            now = [*map(min, now, least_seconds(runs, 1, before=before, clock=clock))]
     finally:
         _release(runner, ssms, [request])
     missing = {rows for rows in ROWS if rows <= curve.rows[-1]} - {*curve.rows}
     is_coarse = bool(missing) and _is_quick(_STORED_MARGIN * now[0], len(ROWS))
-    return (_differ(now, expected) or is_coarse) and not _is_busy(waited, start)
+    return (_differ(now, expected) or is_coarse) and not is_busy()
 
 
 def _is_quick(one_row: float, num_rows: int, seconds: float = START_SECONDS) -> bool:
@@ -244,20 +267,6 @@ def _differ(seconds: Sequence[float], expected: Sequence[float]) -> bool:
     """Return whether the ratios of some times clearly differ from the expected ones."""
     slowdowns = np.array(seconds) / expected
     return bool(slowdowns.max() > _STORED_MARGIN * slowdowns.min())
-
-
-def _waiting_seconds() -> float:
-    """Return for how long threads of this process were ready and had no CPU, summed; 0.0 where Linux does not tell."""
-    waited = 0
-    for file in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError, IndexError, ValueError):  # of a thread that has ended, or a kernel without statistics
-            waited += int(file.read_text().split()[1])
-    return waited / 1e9
-
-
-def _is_busy(waited: float, start: float) -> bool:
-    """Return whether other work took CPUs from this process since `start`, when it had `waited` so many seconds."""
-    return _waiting_seconds() - waited > _BUSY * (time.perf_counter() - start)
 
 
 def _long_request(runner: Runner, pages_taken: int) -> Request | None:
@@ -343,9 +352,10 @@ def least_seconds(
     advance: Callable[[float], None] = lambda fraction: None,
     repeats: int = 2,  # runs in a turn: the first one finds caches and clock rate as another callable left them
     before: Sequence[Callable[[], object] | None] = (),  # by callable, what is called before it and not timed
+    clock: MachineClock = CLOCK,
 ) -> list[float]:
     """Return the minimum seconds of each callable over interleaved runs, over which interference spreads."""
-    best, start, count, share = [(float("inf"), float("inf"))] * len(runs), time.perf_counter(), 0, 0.0
+    best, start, count, share = [(float("inf"), float("inf"))] * len(runs), clock.now(), 0, 0.0
     turn = list(range(len(runs)))
     while count < least_runs or share < PATIENCE:
         if count >= least_runs and share >= 1:
@@ -356,12 +366,12 @@ def least_seconds(
             for _ in range(repeats):
                 if before and (prepare := before[i]) is not None:
                     prepare()
-                began = time.perf_counter()
+                began = clock.now()
                 runs[i]()
-                least, second, _ = sorted((*best[i], time.perf_counter() - began))
+                least, second, _ = sorted((*best[i], clock.now() - began))
                 best[i] = least, second
         count += 1
-        share = (time.perf_counter() - start) / seconds if seconds else PATIENCE
+        share = (clock.now() - start) / seconds if seconds else PATIENCE
         advance(min(share, 1.0))
     return [least for least, _ in best]
 
@@ -447,12 +457,19 @@ def by_threads(key: dict[str, Any]) -> dict[int, float]:
     return dict(sorted(seconds_by_threads.items()))
 
 
-def load_planner(runner: Runner, ssms: SsmDrafter | None, threads: int, interpreted: bool) -> Planner:
+def load_planner(
+    runner: Runner,
+    ssms: SsmDrafter | None,
+    threads: int,
+    interpreted: bool,
+    seconds: float = START_SECONDS,
+    clock: MachineClock = CLOCK,
+) -> Planner:
     """Return a planner with the costs of these models, which stores what rounds teach of them.
 
     It stores nothing if `treespec autotune` has measured the costs.
     """
-    planner = Planner(load_costs(runner, ssms, threads, interpreted))
+    planner = Planner(load_costs(runner, ssms, threads, interpreted, seconds, clock))
     key = cost_key(runner, ssms, threads)
     if not interpreted and load(key) is None:
         planner.costs.store = partial(_try_to_save, key=start_key(runner, key))
@@ -466,7 +483,14 @@ def _try_to_save(curve: CostCurve, key: dict[str, Any]) -> None:
         logger.info("pass costs cannot be stored, and the next start measures them again: %s", error)
 
 
-def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interpreted: bool) -> CostCurve:
+def load_costs(
+    runner: Runner,
+    ssms: SsmDrafter | None,
+    threads: int,
+    interpreted: bool,
+    seconds: float = START_SECONDS,
+    clock: MachineClock = CLOCK,
+) -> CostCurve:
     """Return the costs of these models: stored by `treespec autotune`, or by an earlier start, or measured and stored.
 
     Those of an earlier start contain what its rounds have taught. They are measured again if they are outdated, since
@@ -482,16 +506,16 @@ def load_costs(runner: Runner, ssms: SsmDrafter | None, threads: int, interprete
     key_of_start = start_key(runner, key)
     with one_thread() if runner.target.linear == "compiled" else nullcontext():
         stored = load(key_of_start, STARTS)
-        if stored is not None and not is_outdated(runner, ssms, stored):
+        if stored is not None and not is_outdated(runner, ssms, stored, clock):
             return stored
-        with measuring_alone(START_SECONDS):
+        with measuring_alone(seconds):
             # Another process may have measured meanwhile.
             curve = load(key) or load(key_of_start, STARTS)
             if curve is not None and curve != stored:
                 return curve
-            waited, start = _waiting_seconds(), time.perf_counter()
-            curve = measure(runner, ssms, START_SECONDS)
-            if _is_busy(waited, start):
+            is_busy = clock.watch_other_work()
+            curve = measure(runner, ssms, seconds, clock=clock)
+            if is_busy():
                 logger.info("pass costs were measured beside other work, and the next start measures them again")
                 return curve
             _try_to_save(curve, key_of_start)

@@ -38,7 +38,7 @@ from treespec_kernels.recurrent.request_state import RecurrentState, StateRows
 logger = logging.getLogger("treespec")
 
 # Around tile boundaries, and six tiles, because torch sums more than four tiles in another order.
-_PREFIXES = (1, PAGE_SIZE - 4, 2 * PAGE_SIZE - 1, 5 * PAGE_SIZE + 30)
+PREFIXES = (1, PAGE_SIZE - 4, 2 * PAGE_SIZE - 1, 5 * PAGE_SIZE + 30)
 _PARENTS = np.array([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7, 8, 9, 11])  # 13 nodes of up to 7 levels, to cross tile boundaries
 _WIDE = np.maximum(np.arange(2 * PAGE_SIZE) - 9, 0)  # parents of a tree too large for packed attention
 _WIDE[0] = -1
@@ -51,14 +51,19 @@ _LAST = max(map(sum, _SPLITS))
 _HEAD_ROWS = 40  # rows of a compiled head's largest product, which has the same tiles for more rows
 _WINDOW = 90  # maximum window in the test; sums within a tile do not depend on the number of tiles
 # Of captured rounds:
-_PROMPTS = (60, 3)  # lengths in tokens; the first repeats, so that lookup proposes; outputs cross a page boundary
+PROMPTS = (60, 3)  # lengths in tokens; the first repeats, so that lookup proposes; outputs cross a page boundary
 _PERIOD = 16  # tokens after which a prompt repeats
 _NODES = 16  # tree size, unless the largest of the rounds is smaller
 _TEMPERATURES = (0.0, 0.8)
 
 
-def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512) -> list[str]:
-    """Compare passes on one layer of each kind; returns a line for each difference. Zeroes the pages that it uses."""
+def differing_rows(
+    model: Decoder, pool: Tensor, largest_pass: int = 512, prefixes: Sequence[int] = PREFIXES
+) -> list[str]:
+    """Compare passes on one layer of each kind; returns a line for each difference. Zeroes the pages that it uses.
+
+    Trees are computed behind prompts of `prefixes` tokens, and around the ends of windows.
+    """
     rng = np.random.default_rng(0)
     model, num_layers = model.layer_subset(_WINDOW)
     pool = pool[:num_layers]
@@ -71,7 +76,7 @@ def differing_rows(model: Decoder, pool: Tensor, largest_pass: int = 512) -> lis
     differences = []
     ends = [end for window in model.windows if window is not None for end in (window, window + PAGE_SIZE)]
     borders = {end - 4 for end in ends if end > 4}  # so that the first position leaves the window of deeper nodes
-    prefixes = [p for p in sorted({*_PREFIXES, *borders}) if p + len(_PARENTS) <= room]
+    prefixes = [p for p in sorted({*prefixes, *borders}) if p + len(_PARENTS) <= room]
     for prefix in prefixes:  # the head does not read the context, so that one prompt suffices
         prompt, head_rows = rng.integers(model.vocab_size, size=prefix), len(_PARENTS) * (prefix == prefixes[0])
         differences += _compare_after_prompt(model, pool, prompt, _PARENTS, place, twin, head_rows)
@@ -256,7 +261,13 @@ def proven_rounds(
     return None
 
 
-def differing_rounds(host: HostExecutor, scheduler: Scheduler, rounds: Rounds, max_tokens: int = 12) -> list[str]:
+def differing_rounds(
+    host: HostExecutor,
+    scheduler: Scheduler,
+    rounds: Rounds,
+    max_tokens: int = 12,
+    lengths: Sequence[int] = PROMPTS,  # of the prompts
+) -> list[str]:
     """Compare captured rounds with plain decoding on an idle engine; returns a line for each difference."""
     runner, length = host.runner, host.max_model_len
     looks_up = any(isinstance(source, LookupDrafter) for source in host.sources.others)
@@ -265,17 +276,17 @@ def differing_rounds(host: HostExecutor, scheduler: Scheduler, rounds: Rounds, m
     captured = GraphExecutor(runner, sources, rounds._replace(planners=copy.deepcopy(rounds.planners)), length)
     plainly, by_rounds = (Engine(runner, scheduler, sources, trial, executor) for executor in (None, captured))
     try:
-        return _differing(plainly, by_rounds, min(_NODES, rounds.limits.nodes[-1]), max_tokens)
+        return _differing(plainly, by_rounds, min(_NODES, rounds.limits.nodes[-1]), max_tokens, lengths)
     finally:
         for request in [*scheduler.running, *scheduler.waiting]:
             plainly.finish(request, "abort")
 
 
-def _differing(host: Engine, captured: Engine, nodes: int, max_tokens: int) -> list[str]:
+def _differing(host: Engine, captured: Engine, nodes: int, max_tokens: int, lengths: Sequence[int]) -> list[str]:
     """Return the differences between an engine without and one with captured rounds of `nodes` nodes."""
     longest = host.host.max_model_len
     max_tokens = min(max_tokens, longest - 1)
-    lengths = [min(length, longest - max_tokens) for length in _PROMPTS]
+    lengths = [min(length, longest - max_tokens) for length in lengths]
     period = np.random.default_rng(0).integers(host.runner.target.vocab_size, size=_PERIOD)
     prompts = [np.resize(period, length).tolist() for length in lengths]
     plain = SpecConfig.resolve("off", SpecConfig())

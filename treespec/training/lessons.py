@@ -21,7 +21,7 @@ from treespec.training.files import replacing
 
 TOP = 16  # most likely tokens stored per position
 PER_SHARD = 16  # prompts in each of the first shards
-GROWTH = 16  # number of shards after which shards grow by `PER_SHARD` prompts
+GROWTH = 16  # number of shards after which shards grow by this number of prompts
 BATCHES = (16, 32, 64)  # candidate numbers of prompts to continue at once
 GOOD_RATE = 0.9  # minimum share of the best candidate's tokens per second
 RAW_TOKENS = (16, 96)  # length of the beginning of a raw text to continue
@@ -127,8 +127,10 @@ class LessonWriter:
         max_tokens: int,
         seed: int,
         synthetic: float = 0.0,
+        per_shard: int = PER_SHARD,  # prompts in each of the first shards
     ):
         self.llm, self.prompts, self.folder, self.max_tokens, self.seed = llm, prompts, folder, max_tokens, seed
+        self.per_shard = per_shard
         self.batch = best_batch(llm.engine.host.planner.costs.curve, llm.config.max_num_seqs)
         self._synthetic = synthetic
         self._turn = user_turn(llm.get_tokenizer()) if synthetic else ([], 0)
@@ -145,7 +147,7 @@ class LessonWriter:
         `on_pass` is called after every target pass with the number of tokens that are not in a shard yet. If it returns
         False, the shard becomes the last one, with all of these tokens. If it raises, they are lost.
         """
-        shard, rounds, goes_on = prompts_of_shard(number), self.llm.rounds, True
+        shard, rounds, goes_on = prompts_of_shard(number, self.per_shard), self.llm.rounds, True
         self._next = max(self._next, shard.start)
         if number and self._synthetic and not self._seen:
             self._seen = synthetic_prompts(Lessons.load([shard_path(self.folder, n)]) for n in range(number))
@@ -265,13 +267,13 @@ class LessonWriter:
         return tokens[-min(MAX_PROMPT_TOKENS, max(length - self.max_tokens, length // 2)) :]
 
 
-def prompts_of_shard(number: int) -> range:
+def prompts_of_shard(number: int, per_shard: int = PER_SHARD) -> range:
     """Return the prompts of a shard, counted over all shards.
 
     The first shards are small, since a killed run loses the shard being written; later ones grow, to keep the number of
     files in the hundreds.
     """
-    sizes = PER_SHARD * (1 + np.arange(number + 1) // GROWTH)
+    sizes = per_shard * (1 + np.arange(number + 1) // GROWTH)
     return range(int(sizes[:-1].sum()), int(sizes.sum()))
 
 

@@ -72,6 +72,7 @@ def measure_drafts(
     options: dict[str, Any],
     seconds: float,
     on_output: Callable[[], None],
+    repeats: int = REPEATS,
 ) -> TrainingReport:
     """Decode held-out prompts without drafting, then with the first 0, 1, ... drafts.
 
@@ -95,7 +96,7 @@ def measure_drafts(
         if not count:
             params.max_tokens = LEAST_TOKENS
             _, spent, tokens = decode("off")
-            decodes = (3 + 2 * REPEATS) * (1 + len(drafts))
+            decodes = (3 + 2 * repeats) * (1 + len(drafts))
             affordable = int(seconds / decodes / spent * sum(map(len, tokens)) / len(prompts))
             params.max_tokens = min(max(affordable, LEAST_TOKENS), max_tokens)
         tau = []
@@ -107,7 +108,7 @@ def measure_drafts(
             tau.append(sum(map(len, tokens)) / passes)
         decode(SpecConfig())  # lets the planner learn
         speeds, ratios, accepted, lookup_alone = [], [], 0, 0
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             _, plain, tokens = decode("off")
             outputs, seconds, drafted = decode(SpecConfig())
             total = sum(map(len, tokens))

@@ -30,11 +30,11 @@ from treespec.training.draft_vocabulary import choose_vocabulary
 from treespec.training.eagle3 import head_config, head_layers
 from treespec.training.files import remove_temporary, replacing, write_json
 from treespec.training.head_kinds import HEAD_KINDS, write_head
-from treespec.training.lessons import MAX_PROMPT_TOKENS, Lessons, LessonWriter, shard_path
+from treespec.training.lessons import MAX_PROMPT_TOKENS, PER_SHARD, Lessons, LessonWriter, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, ProgressLog, StepLoss, TrainingProgress, train
-from treespec.training.report import TrainingReport, measure_drafts
+from treespec.training.report import REPEATS, TrainingReport, measure_drafts
 from treespec.training.settings import LEAST_ROWS, TrainingSettings
-from treespec.training.sizing import LEAST_LAYERS, choose_size, most_rows
+from treespec.training.sizing import LEAST_LAYERS, choose_size, measure_level, most_rows
 from treespec.training.specialisation import cluster_errors, cluster_groups, odds_of
 from treespec.training.student import make_student, open_model, open_student, read_vocabulary, write_student
 from treespec.training.table import count_lessons, table_agreement
@@ -177,7 +177,7 @@ class TrainingRun:
             llm = self.llm
             self.begin()
             self.free("_opened")
-            writer = LessonWriter(llm, prompts, folder, settings.max_tokens, settings.seed, synthetic)
+            writer = LessonWriter(llm, prompts, folder, settings.max_tokens, settings.seed, synthetic, PER_SHARD)
             own = f", {synthetic:.0%} written by the target" if synthetic else ""
             log = ProgressLog(f"lessons from {len(prompts)} prompts{own}, {writer.batch} at once", progress)
             with closing(writer), closing(log):
@@ -230,9 +230,8 @@ class TrainingRun:
             if settings.start is not None:
                 layers = read_config(start)["num_hidden_layers"]
             elif settings.head is None:
-                layers, hidden = choose_size(
-                    self.target, write, config, self.num_layers, settings.layers, settings.hidden, self.options
-                )
+                measure = partial(measure_level, self.target, write, self.options)
+                layers, hidden = choose_size(measure, config, self.num_layers, settings.layers, settings.hidden)
             if settings.head is None:
                 width = hidden or config.hidden_size
                 logger.info("drafts of %d layers, width %d, %d of %d tokens", layers, width, rows, self.target_size)
@@ -443,7 +442,8 @@ class TrainingRun:
         self.free("llm", "_opened")
         seconds = 60 * REPORT_SHARE * (self.settings.minutes or 60.0)
         most = self.settings.max_tokens
-        report = measure_drafts(self.target, folders, prompts, agreement, most, self.options, seconds, self.pause.check)
+        options, check = self.options, self.pause.check
+        report = measure_drafts(self.target, folders, prompts, agreement, most, options, seconds, check, REPEATS)
         write_json(self.out / "report.json", {"settings": self.settings.stored(), **report.as_dict()})
         return report
 

@@ -29,33 +29,38 @@ def most_rows(target_bytes: int, hidden_size: int) -> int:
     return max(int(HEAD_SHARE * PASS_SHARE * target_bytes / (2 * hidden_size)), LEAST_ROWS)
 
 
+def measure_level(
+    model: Any,  # the target
+    write: Callable[[int, int | None, Path], None],  # writes an untrained draft of these layers and width to a folder
+    options: dict[str, Any],  # of `LLM`
+    layers: int,
+    width: int | None,  # None for the target's
+) -> tuple[float, float]:
+    """Return the seconds of a draft level, and of a plain target pass."""
+    with TemporaryDirectory(prefix="treespec-draft-") as folder:
+        write(layers, width, Path(folder))
+        curve = LLM(model, drafts=[folder], max_num_seqs=1, **options).engine.host.planner.costs.curve
+    level, plain = curve.draft_seconds, float(curve.verify(1.0))
+    shown = f"{1e3 * level:.3g} ms, {level / plain:.0%} of a target pass"
+    logger.info("draft level with %d layers, width %s: %s", layers, width or "of the target", shown)
+    return level, plain
+
+
 def choose_size(
-    model: Any,
-    write: Callable[[int, int | None, Path], None],
+    measure: Callable[[int, int | None], tuple[float, float]],  # `measure_level` of this target
     config: PreTrainedConfig,
     most: int,
     layers: int | None,
     hidden: int | None,
-    options: dict[str, Any],
 ) -> tuple[int, int | None]:
     """Return the number of layers and the width (None for the target's) of a draft with cheap enough levels.
 
     A level may take `PASS_SHARE` of a target pass. Untrained drafts of two and three layers are measured; each further
     layer is assumed to cost as much as the third. If two layers take too long, narrower drafts are measured. `layers`
-    or `hidden` given by the user are kept; a given number of layers is not measured. `write` writes an untrained draft
-    with these layers and width to a folder. `config` has the target's widths, and `most` is its number of layers.
+    or `hidden` given by the user are kept; a given number of layers is not measured. `config` has the target's widths,
+    and `most` is its number of layers.
     """
     least = min(layers or LEAST_LAYERS, most)
-
-    def measure(count: int, width: int | None) -> tuple[float, float]:
-        with TemporaryDirectory(prefix="treespec-draft-") as folder:
-            write(count, width, Path(folder))
-            curve = LLM(model, drafts=[folder], max_num_seqs=1, **options).engine.host.planner.costs.curve
-        level, plain = curve.draft_seconds, float(curve.verify(1.0))
-        shown = f"{1e3 * level:.3g} ms, {level / plain:.0%} of a target pass"
-        logger.info("draft level with %d layers, width %d: %s", count, width or config.hidden_size, shown)
-        return level, plain
-
     if layers is not None:
         return least, hidden
     level, plain = measure(least, hidden)

@@ -106,6 +106,7 @@ def grow_checkpoint(
     seed: int,
     device: torch.device | str = "cpu",
     on_bytes: Callable[[int, int], None] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face folder that computes `source`'s function in the larger `shape`, atomically.
 
@@ -134,7 +135,7 @@ def grow_checkpoint(
     parameters = shape.parameters()
     names = {param: placement.name for placement in expected_tensors(shape, rules) for param in placement.params}
     outputs = [Output(names[name], NAMES[dtype], size) for name, size in parameters.items()]
-    shards = plan_shards([[output] for output in outputs], SHARD_BYTES)
+    shards = plan_shards([[output] for output in outputs], shard_bytes)
     tensors = (_grown(name, size, small.get(name), old, shape, dtype, generator) for name, size in parameters.items())
     config |= {
         "hidden_size": shape.hidden_size,

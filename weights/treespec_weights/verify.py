@@ -38,10 +38,12 @@ class Verification(NamedTuple):
         return not self.problems and all(check.done for check in self.checks)
 
 
-def verify_checkpoint(folder: Path | str, on_values: Callable[[int, int], None] | None = None) -> Verification:
+def verify_checkpoint(
+    folder: Path | str, on_values: Callable[[int, int], None] | None = None, chunk: int = CHUNK
+) -> Verification:
     """Check files, index, config, tokenizer, names, shapes and the tied head, and scan all values for NaN and Inf.
 
-    Scans memory-mapped files, 1 Mi values at a time. Calls `on_values` after every tensor with the number of values
+    Scans memory-mapped files, `chunk` values at a time. Calls `on_values` after every tensor with the number of values
     scanned so far and the total. Raises only for a missing folder (FileNotFoundError, NotADirectoryError).
     """
     root = resolve_folder(folder)
@@ -55,7 +57,7 @@ def verify_checkpoint(folder: Path | str, on_values: Callable[[int, int], None] 
     with checkpoint:
         kind = "GGUF" if root.is_file() else "safetensors"
         files = Check("files", True, f"{len(checkpoint.files)} {kind}, {len(checkpoint.tensors):,} tensors", ())
-        checks += [_check_tensors(checkpoint, rules, shape), _check_values(checkpoint, on_values)]
+        checks += [_check_tensors(checkpoint, rules, shape), _check_values(checkpoint, on_values, chunk)]
         return Verification((files, *checks))
 
 
@@ -103,13 +105,13 @@ def _check_tensors(checkpoint: Checkpoint, rules: FamilyRules | None, shape: Mod
     return Check("tensors", True, f"all {len(placements):,} names and shapes as expected, {head}", tuple(problems))
 
 
-def _check_values(checkpoint: Checkpoint, on_values: Callable[[int, int], None] | None) -> Check:
+def _check_values(checkpoint: Checkpoint, on_values: Callable[[int, int], None] | None, chunk: int) -> Check:
     problems: list[Problem] = []
     scanned, total = 0, sum(info.size for info in checkpoint.tensors.values())
     for name in checkpoint.names():
         try:
             if checkpoint.dtype(name).is_floating_point:
-                problems += _non_finite(name, checkpoint.tensor(name))
+                problems += _non_finite(name, checkpoint.tensor(name), chunk)
         except CheckpointError as error:
             problems += error.problems
         scanned += checkpoint.info(name).size
@@ -118,10 +120,10 @@ def _check_values(checkpoint: Checkpoint, on_values: Callable[[int, int], None] 
     return Check("values", True, f"no NaN or Inf in {total:,} values", tuple(problems))
 
 
-def _non_finite(name: str, tensor: Tensor) -> Iterator[Problem]:
+def _non_finite(name: str, tensor: Tensor, size: int) -> Iterator[Problem]:
     nans = infs = 0
     first = None
-    for chunk_index, chunk in enumerate(tensor.flatten().split(CHUNK)):
+    for chunk_index, chunk in enumerate(tensor.flatten().split(size)):
         if chunk.element_size() == 1:
             chunk = chunk.float()  # float8 has no reductions
         # aminmax propagates NaN, and takes 0.05 ms instead of isfinite().all()'s 7.6 (1 Mi bfloat16 values, two cores).
@@ -130,7 +132,7 @@ def _non_finite(name: str, tensor: Tensor) -> Iterator[Problem]:
         nans += int(chunk.isnan().sum())
         infs += int(chunk.isinf().sum())
         if first is None:
-            first = chunk_index * CHUNK + int(chunk.isfinite().logical_not().nonzero()[0])
+            first = chunk_index * size + int(chunk.isfinite().logical_not().nonzero()[0])
     if first is not None:
         flat = torch.tensor(first, dtype=torch.int64, device="cpu")
         index = [int(i) for i in torch.unravel_index(flat, tensor.shape)]

@@ -139,24 +139,24 @@ def versions_of(device_name: str, op: str) -> dict[str, str]:
 
 
 @cache
-def kernel_files() -> dict[str, tuple[Path, ...]]:
-    """Return the files with the kernels of every op that has Triton kernels, by op name.
+def kernel_files(root: Path = ROOT) -> dict[str, tuple[Path, ...]]:
+    """Return the files with the kernels of every op that has Triton kernels, by op name, in the package's folder.
 
     The files of "programmatic_launch" are those with kernels that wait for their predecessors.
     """
-    files = {file.stem.removesuffix("_kernels"): (file,) for file in sorted(ROOT.glob("*/*_kernels.py"))}
+    files = {file.stem.removesuffix("_kernels"): (file,) for file in sorted(root.glob("*/*_kernels.py"))}
     waiting = [file for (file,) in files.values() if "wait_for_predecessors(PDL)" in file.read_text(encoding="utf-8")]
     return files | {"programmatic_launch": tuple(waiting)}
 
 
-def source_hash(op: str) -> str:
+def source_hash(op: str, root: Path = ROOT) -> str:
     """Return a hash of the files with the op's kernels and the package's modules that they import."""
-    files, digest = list(kernel_files().get(op, ())), hashlib.sha256()
+    files, digest = list(kernel_files(root).get(op, ())), hashlib.sha256()
     for file in files:  # the list grows
         text = file.read_text(encoding="utf-8")
         digest.update(text.encode())
         for module, member in re.findall(r"^from treespec_kernels\.([\w.]+) import \(?(\w*)", text, flags=re.MULTILINE):
-            path = ROOT.joinpath(*module.split("."))
+            path = root.joinpath(*module.split("."))
             imported = path / f"{member}.py" if path.is_dir() else path.with_suffix(".py")
             files += [imported] if imported not in files else []
     return digest.hexdigest()[:16]

@@ -141,6 +141,10 @@ class CrossTokenizerDrafter(DraftSource):
     def _commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         """Keep the K/V of accepted nodes, and update the pass value."""
 
+    @property
+    def held(self) -> set[str]:
+        return set(self._states)
+
     def may_draft(self, request: Request) -> bool:
         return request.spec.allows("ssm", self.name)
 

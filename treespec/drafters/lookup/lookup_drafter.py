@@ -90,7 +90,7 @@ class _Text:
         self._address = address_of(self._buffer)
         self.misses = 0  # searches since the last accepted proposal
         self.owner = next(_owners)  # owner id in the history
-        self._num_remembered, self._last = begin, 0
+        self._num_remembered, self.last = begin, 0
 
     def should_search(self) -> bool:
         """Count a search and return whether to run it: after many misses, only every second or fourth one runs."""
@@ -109,7 +109,7 @@ class _Text:
 
     def add_to(self, history: History | CompiledHistory) -> None:
         new = self._buffer[self._num_remembered : self._length]
-        self._last, self._num_remembered = history.add(self.owner, self._last, new), self._length
+        self.last, self._num_remembered = history.add(self.owner, self.last, new), self._length
 
     @property
     def window(self) -> np.ndarray:
@@ -133,14 +133,18 @@ class LookupDrafter(DraftSource):
         history_tokens: int = 0,  # history capacity, rounded up to a power of two; 0 disables the history
     ) -> None:
         self._library, self._capacity = library, 1 << (history_tokens - 1).bit_length() if history_tokens else 0
-        self._prior, self._counts, self._rounds = _prior(), Counts(), 0
-        self._own: dict[str, Counts] = {}
+        self.prior, self.counts, self._rounds = _prior(), Counts(), 0
+        self.own_counts: dict[str, Counts] = {}
         self.nbytes = BYTES_PER_TOKEN * self._capacity  # of the compiled history, at most
         self.forget()
 
+    @property
+    def held(self) -> set[str]:
+        return {*self.own_counts, *self.texts}
+
     def forget(self, running: Sequence[Request] = ()) -> None:
         """Clear history and texts, but not the acceptance counts. Running requests add their future tokens to it."""
-        self._texts = {request.request_id: _Text(len(request.tokens)) for request in running}
+        self.texts = {request.request_id: _Text(len(request.tokens)) for request in running}
         self._history: History | CompiledHistory | None = None
         self._compiled: LookupSearch | None = None
         if self._library is None:
@@ -149,7 +153,7 @@ class LookupDrafter(DraftSource):
         compiled = CompiledHistory(self._library, self._capacity) if self._capacity else None
         self._history = compiled
         self._compiled = LookupSearch(
-            self._library, self._prior, PRIOR_TRIALS, GLOBAL_TRIALS, self._counts.cells, compiled
+            self._library, self.prior, PRIOR_TRIALS, GLOBAL_TRIALS, self.counts.cells, compiled
         )
 
     @property
@@ -160,19 +164,19 @@ class LookupDrafter(DraftSource):
         """Propose continuations of matches; in adaptive trees, the best first token has at least `least_value`."""
         self._rounds += 1
         if self._rounds % DECAY_ROUNDS == 0:
-            for counts in (self._counts, *self._own.values()):
+            for counts in (self.counts, *self.own_counts.values()):
                 counts.cells *= DECAY
         for request in requests:  # all texts first, so that requests of a batch match each other's latest tokens
             self._remember(request)
         found: dict[str, tuple[TokenTree, Matches]] = {}  # tree and matches by request id
         for request, depth in zip(requests, max_depths, strict=True):
-            if depth and (searched := self._search(request, depth, least_value)) is not None:
+            if depth and (searched := self.search(request, depth, least_value)) is not None:
                 found[request.request_id] = searched
         return Proposals({request_id: tree for request_id, (tree, _) in found.items()}, partial(self._commit, found))
 
     def _text(self, request: Request) -> _Text:
-        if (text := self._texts.get(request.request_id)) is None:
-            text = self._texts[request.request_id] = _Text(max(request.num_prompt - PROMPT_TAIL, 0))
+        if (text := self.texts.get(request.request_id)) is None:
+            text = self.texts[request.request_id] = _Text(max(request.num_prompt - PROMPT_TAIL, 0))
         return text
 
     def _remember(self, request: Request) -> None:
@@ -182,9 +186,9 @@ class LookupDrafter(DraftSource):
             text.update(request.tokens)
             text.add_to(self._history)
 
-    def _search(self, request: Request, depth: int, least_value: float) -> tuple[TokenTree, Matches] | None:
+    def search(self, request: Request, depth: int, least_value: float) -> tuple[TokenTree, Matches] | None:
         """Search continuations of a request's text; None without a match, or if this round's search is skipped."""
-        spec, counts, text = request.spec, self._own.get(request.request_id), self._text(request)
+        spec, counts, text = request.spec, self.own_counts.get(request.request_id), self._text(request)
         looks_up, owner = spec.allows("lookup", "lookup"), text.owner if spec.allows("suffix", "suffix") else None
         if not (looks_up or owner) or not text.should_search():
             return None
@@ -194,7 +198,7 @@ class LookupDrafter(DraftSource):
             own_counts = None if counts is None else counts.address
             found = self._compiled.search(*text.window_address, depth, own_counts, min_prob, looks_up, owner)
             return None if found is None else (_tree(*found), found[1])
-        rates = self._counts.rates(self._prior, PRIOR_TRIALS)
+        rates = self.counts.rates(self.prior, PRIOR_TRIALS)
         rates = rates if counts is None else counts.rates(rates, GLOBAL_TRIALS)
         history = self._history if owner is not None and isinstance(self._history, History) else None
         return search(text.window, depth, rates, min_prob, looks_up, history, owner or 0)
@@ -208,21 +212,21 @@ class LookupDrafter(DraftSource):
     def _count(self, request: Request, tree: TokenTree, matches: Matches, path: np.ndarray) -> None:
         """Count trials and hits among the children of every accepted node."""
         if len(path) > 1:
-            self._texts[request.request_id].misses = 0
-        if (request_counts := self._own.get(request.request_id)) is None:
-            request_counts = self._own[request.request_id] = Counts()
+            self.texts[request.request_id].misses = 0
+        if (request_counts := self.own_counts.get(request.request_id)) is None:
+            request_counts = self.own_counts[request.request_id] = Counts()
         if self._compiled is not None:
             self._compiled.count(tree.parents, matches, path, request_counts.cells)
             return
-        for counts in (self._counts, request_counts):
+        for counts in (self.counts, request_counts):
             counts.cells += _count(tree, matches, path)
 
     def release(self, request: Request) -> None:
         """Release a request's state, after adding its output to the history."""
         if request.num_generated:
             self._remember(request)
-        self._own.pop(request.request_id, None)
-        self._texts.pop(request.request_id, None)
+        self.own_counts.pop(request.request_id, None)
+        self.texts.pop(request.request_id, None)
 
 
 def _tree(columns: Sequence[np.ndarray], matches: Matches) -> TokenTree:

@@ -287,6 +287,11 @@ class SsmDrafter:
         if seed_tree is not None and len(seed_tree) > 1 and not request.draws_at_random:
             self.evidence.observe(tree, seed_tree, path, bonus)
 
+    @property
+    def held(self) -> set[str]:
+        """Ids of the requests that it keeps state of."""
+        return {*self._states, *self._evicted}
+
     def lengths(self, request: Request) -> np.ndarray:
         """Return the number of leading positions with K/V in each SSM's pool."""
         state = self._states.get(request.request_id)

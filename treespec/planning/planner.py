@@ -427,22 +427,25 @@ class Planner:
         if not adaptive:
             return sizes
         rows = len(adaptive) + sum(size for i, size in enumerate(sizes) if i not in adaptive)
-        calibrated = [trees[i].values[1:] * self.calibration ** trees[i].depths[1:] for i in adaptive]
-        best_values = [-np.sort(-values)[: sizes[i] - 1] for i, values in zip(adaptive, calibrated, strict=True)]
-        weights = [self.round.token_weights[i] for i in adaptive]
-        value = np.concatenate([values * weight for values, weight in zip(best_values, weights, strict=True)])
-        order = np.argsort(-value, kind="stable")
-        seconds = self.costs.verify_each(np.arange(rows, rows + len(order) + 1))
-        gain = np.cumsum(value[order]) - self.rate * (seconds[1:] - seconds[0])
-        best = int(np.argmax(gain))
-        count = best + 1 if gain[best] > 0 else 0
+        rate, calibration = self.rate, self.calibration
+        nodes: list[tuple[float, int]] = []  # weighted value and tree; lists, as most rounds have a few nodes
+        for i in adaptive:
+            weight, columns = self.round.token_weights[i], (trees[i].values.tolist(), trees[i].depths.tolist())
+            values = [weight * value * calibration**depth for value, depth in zip(*columns, strict=True)][1:]
+            nodes += [(value, i) for value in sorted(values, reverse=True)[: sizes[i] - 1]]
+            sizes[i] = 1
+        nodes.sort(key=lambda node: -node[0])
+        seconds = self.costs.verify_each(np.arange(rows, rows + len(nodes) + 1)).tolist()
+        count, gain, most = 0, 0.0, 0.0
+        for k, (value, _) in enumerate(nodes):
+            gain += value - rate * (seconds[k + 1] - seconds[k])
+            if gain > most:
+                count, most = k + 1, gain
         self._num_cut += 1
         if self._num_cut % EXPLORE_ROWS == 0:
             count = 2 * count + 1
-        owner = np.repeat(np.arange(len(adaptive)), [sizes[i] - 1 for i in adaptive])
-        counts = np.bincount(owner[order[:count]], minlength=len(adaptive)).tolist()
-        for i, nodes in zip(adaptive, counts, strict=True):
-            sizes[i] = 1 + nodes
+        for _, i in nodes[:count]:
+            sizes[i] += 1
         return sizes
 
     def observe(

@@ -89,7 +89,7 @@ def load_assistant(
     if form.centroids:
         centroids = tensors.take("masked_embedding.centroids.weight", form.centroids, hidden)
         order = tensors.raw("masked_embedding.token_ordering")
-        if order is None or not torch.equal(order.long().sort().values, torch.arange(size)):
+        if order is None or not torch.equal(order.long().sort().values, torch.arange(size, device=order.device)):
             message = f"missing, or not an order of the {size} tokens"
             raise CheckpointError.of(form.folder, "value", "masked_embedding.token_ordering", message)
         groups = order.long().view(form.centroids, -1).to(device)

@@ -64,11 +64,13 @@ class LoraCache:
         Raises the errors of `load_lora`, and ConfigError for a rank above `max_lora_rank`.
         """
         key = _key(request)
-        lora = None if fresh else self._used(key)
+        lora = None if fresh else self._use(key)
         if lora is None:
             with self._loading:
-                lora = (None if fresh else self._used(key)) or self._load(os.path.expanduser(request.lora_path))
-                self._use(key, lora)
+                lora = None if fresh else self._use(key)
+                if lora is None:
+                    lora = self._load(os.path.expanduser(request.lora_path))
+                    self._use(key, lora)
         return lora
 
     def forget(self, request: LoRARequest) -> None:
@@ -77,20 +79,17 @@ class LoraCache:
             self._kept.pop(_key(request), None)
             self._in_use.pop(_key(request), None)
 
-    def _used(self, key: str) -> Lora | None:
-        lora = self._in_use.get(key)
-        if lora is not None:
-            self._use(key, lora)
+    def _use(self, key: str, loaded: Lora | None = None) -> Lora | None:
+        """Return the adapter of a path, which `loaded` replaces, and keep it as the last one that was asked for."""
+        with self._lock:  # also while it is looked up, so that a replaced adapter is not put back
+            lora = loaded or self._in_use.get(key)
+            if lora is not None:
+                self._in_use[key] = lora
+                self._kept.pop(key, None)
+                self._kept[key] = lora
+                while len(self._kept) > self._num_kept:
+                    del self._kept[next(iter(self._kept))]
         return lora
-
-    def _use(self, key: str, lora: Lora) -> None:
-        """Keep an adapter as the last one that was asked for."""
-        with self._lock:
-            self._in_use[key] = lora
-            self._kept.pop(key, None)
-            self._kept[key] = lora
-            while len(self._kept) > self._num_kept:
-                del self._kept[next(iter(self._kept))]
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.models import quick
 from treespec import SpecConfig
 from treespec.planning.draft_plan import Drafted
-from treespec.planning.round_costs import CostCurve, RoundCosts, RoundSeconds
+from treespec.planning.round_costs import CostCurve, RoundCosts, RoundSeconds, split_drafting
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 
@@ -155,6 +155,12 @@ DRAFTING = dataclasses.replace(CURVE, draft_seconds=2e-4, draft_start_seconds=2e
 def draft(costs: RoundCosts, levels: int, seconds: float, slowness: float = 1.0) -> None:
     parts = slowness * np.array([seconds, 0.0, float(CURVE.verify(8)), 1e-4])
     costs.learn(RoundSeconds(*parts), 8, Drafted(levels, levels, levels), True)
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.5, 2), (1.0, 0.9, 2), (1.0, 2.5, 2), (1.0, 1.0, 1)])
+def test_disturbed_times_make_no_part_of_drafting_free(times: tuple[float, float, int]) -> None:
+    start, level = split_drafting(*times)
+    assert min(start, level) > 0 and start + times[2] * level == pytest.approx(times[1])
 
 
 @pytest.mark.parametrize("slowness", [1.0, 5.0])

@@ -271,8 +271,8 @@ def test_costs_measured_beside_other_work_are_corrected(unit: float, checks: int
 def test_a_start_checks_what_drafting_costs(factor: float, outdated: bool) -> None:
     llm = tiny_llm()
     curve = CostCurve((1, 2, 4, 6, 8), (1e-3, 1.1e-3, 1.4e-3, 1.7e-3, 2e-3), 5e-4, 2e-4, context=16)
-    assert costs.is_outdated(llm.engine.runner, llm.engine.sources.ssms, curve) in (False, True)
-    llm.engine.check_integrity()
+    costs.is_outdated(llm.engine.runner, llm.engine.sources.ssms, curve)
+    llm.engine.check_integrity()  # whatever this machine's times say
 
     class TwiceAsLong(TimedRunner):
         def takes(self, rows: int) -> float:
@@ -288,12 +288,12 @@ def test_a_start_checks_what_drafting_costs(factor: float, outdated: bool) -> No
 def test_what_rounds_teach_is_kept_for_the_next_start() -> None:
     """A pass over 8 rows takes four times as long as one, instead of twice."""
     runner = TimedRunner(open_llm(tiny()[0], max_num_seqs=1, max_model_len=64))
-    for rounds, ratio, passes in ((200, 2, 12), (300, 2, 4), (0, 4, 4)):
+    for rounds, ratio, measures in ((200, 2, True), (300, 2, False), (0, 4, False)):
         runner.passes.clear()
         runner.slowdown = 1.0, ratio / 2
         known = costs.load_planner(runner, None, 1, False, clock=runner.clock).costs
         assert known.curve.verify(8) / known.curve.verify(1) == pytest.approx(ratio, rel=0.05)
-        assert len(runner.passes) >= passes == 12 or len(runner.passes) == passes, "measured once"
+        assert (len(runner.passes) > 4) == measures, "later starts compare four passes"
         for turn in range(rounds):
             rows = (1, 8)[turn % 2]
             known.learn(RoundSeconds(0.0, 0.0, (0.01, 0.04)[turn % 2], 0.0), rows, Drafted(), rows > 1)

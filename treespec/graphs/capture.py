@@ -26,7 +26,7 @@ from treespec.models.model_config import ModelConfig
 from treespec.models.state_head import StateHead
 from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec.planning.planner import Planner
-from treespec.planning.round_costs import CostCurve
+from treespec.planning.round_costs import CostCurve, split_drafting
 from treespec.sampling.logprobs import BYTES_PER_LOGIT
 from treespec.utils.memory import release_cached
 from treespec_kernels.attention.tree_attention import SegmentPartition
@@ -213,9 +213,10 @@ def _measure_costs(batch: BatchRound) -> CostCurve:
         return CostCurve(nodes, (1.0,) * len(nodes), 0.1)
     batch.warm_up(nodes)
     verify = {n: _median_seconds(batch, 0, n)[1] for n in nodes}
-    first = _median_seconds(batch, 1, 1)[0]
-    level = max(_median_seconds(batch, min(2, batch.limits.max_depth), 1)[0] - first, 0.0)
-    return CostCurve(nodes, tuple(verify.values()), level, draft_start_seconds=max(first - level, 0.0))
+    several = min(2, batch.limits.max_depth)
+    one_level, more = (_median_seconds(batch, levels, 1)[0] for levels in (1, several))
+    start, level = split_drafting(one_level, more, several)
+    return CostCurve(nodes, tuple(verify.values()), level, draft_start_seconds=start)
 
 
 def _between(first: CostCurve, last: CostCurve, share: float) -> CostCurve:

@@ -84,7 +84,7 @@ RETRIED = 0.02
 SPEED_PRIOR = 4  # weight of the prior for a request's tokens per round, in rounds of plain decoding
 # Number of plain rounds before an unprofitable batch is reconsidered; deciding in every round costs 3 % of a short one.
 IDLE_ROUNDS = 8
-# One of so many cuts keeps twice as many nodes as pay, and one more, so that the costs of larger passes become known.
+# One in this many cuts keeps twice as many nodes as pay off, plus one, so that costs of larger passes become known.
 EXPLORE_ROWS = 32
 
 

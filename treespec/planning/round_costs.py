@@ -3,8 +3,8 @@
     seconds(round) = target pass(rows, requests) + draft start + levels * draft level + requests * host work
 
 Passes and drafting are modelled by the `CostCurve`, which is measured at the start and then follows the measured rounds
-(`CurveCorrection`); host work is only learned. Decisions depend on nothing but ratios of these seconds. So a slowdown
-of the whole machine is estimated apart and changes none of them.
+(`CurveCorrection`); host work is only learned. Decisions depend only on ratios of these seconds, so a slowdown of the
+whole machine is estimated separately and changes no decision.
 
 Percentages in comments are the relative increase of time per token without a mechanism: the largest of 37 cases, which
 replay recorded trees of the embedded models and of SmolLM2 (greedy and sampled, batches of 1 to 7, useless drafts) with
@@ -40,7 +40,8 @@ FORGET = 1e-4  # share per round by which the costs' uncertainty returns to that
 DRIFTING = np.array([[SLOWDOWN_STEP**2 / FORGET]])
 UPDATE_ROUNDS = 8  # number of learned rounds after which the corrections are applied
 STORE_ROUNDS = 256  # number of learned rounds after which the corrected curve is first stored
-LEARN_SECONDS = 2e-3  # learns from rounds that are so far apart; an update takes about 1 % of this time
+LEARN_SECONDS = 2e-3  # least time between two rounds to learn from; an update takes about 1 % of it
+START_SHARES = 0.05, 0.9  # bounds of the start of drafting, relative to drafting one level
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,17 @@ class CostCurve:
         return np.array(self.rows, float), np.minimum.accumulate(self.verify_seconds[::-1])[::-1]
 
 
+def split_drafting(one_level: float, several: float, levels: int) -> tuple[float, float]:
+    """Return the seconds of the start of drafting and of a level, from those of one level and of several.
+
+    Bounded so that a disturbed time makes neither free: corrections are factors, which would keep a cost at zero.
+    """
+    further_level = (several - one_level) / max(levels - 1, 1)
+    least, most = (share * min(one_level, several) for share in START_SHARES)
+    start = min(max(one_level - further_level, least), most)
+    return start, (several - start) / levels
+
+
 class RoundSeconds(NamedTuple):
     """Measured seconds of the parts of a round."""
 
@@ -96,10 +108,10 @@ class RoundSeconds(NamedTuple):
 
 
 class KalmanFilter:
-    """Estimates of slowly drifting values, from noisy sums of some of them.
+    """Estimates slowly drifting values from noisy weighted sums of them.
 
-    Sums that differ from what is expected by more than `NOISE` count less (Huber's weights), because other work may
-    interrupt any part of a round for many times its duration.
+    Sums that differ from the expected one by more than `NOISE` have less weight (Huber's weights), because other work
+    may interrupt any part of a round for many times its duration.
     """
 
     def __init__(self, prior: np.ndarray) -> None:
@@ -119,9 +131,9 @@ class KalmanFilter:
 class CurveCorrection:
     """Learned factors of a curve's costs, and the slowdown of the machine, all as natural logarithms.
 
-    The slowdown follows a random walk, whereas the factors hardly change. A pass that takes longer than expected
-    therefore mostly shows a slower machine, and only rounds close in time compare numbers of rows. Row counts that no
-    round has follow their neighbours.
+    The slowdown follows a random walk, whereas the factors hardly change. A pass that takes longer than expected is
+    therefore mostly attributed to a slower machine, and only rounds that are close in time compare numbers of rows. Row
+    counts that do not occur in rounds follow their neighbours.
     """
 
     def __init__(self, rows: Sequence[int]) -> None:
@@ -252,7 +264,7 @@ class RoundCosts:
         self._num_learned += 1
         if self._num_learned % UPDATE_ROUNDS == 0:
             self._follow(self._correction.apply(self.curve), len(self._listed))
-            # After 256, 512, 1,024, ... rounds, so that a process that is killed loses at most half of them
+            # After 256, 512, 1,024, ... rounds, so that a killed process loses at most the later half of them
             if self.store is not None and self._num_learned >= STORE_ROUNDS and self._num_learned.bit_count() == 1:
                 self.store(self.curve)
 

@@ -29,8 +29,8 @@ class ServerOptions:
         served_model_name: model name for clients; repeatable, MODEL by default. The first one is reported.
         lora_modules: LoRA adapter as NAME=FOLDER, or as JSON with name and path; requests choose it by using the name
             as their model; repeatable. Implies --enable-lora.
-        allow_runtime_lora_updating: let clients load adapters from this machine's folders and unload them, at
-            /v1/load_lora_adapter and /v1/unload_lora_adapter. Implies --enable-lora.
+        allow_runtime_lora_updating: let clients load adapters from folders of this machine or from the hub, and unload
+            them, at /v1/load_lora_adapter and /v1/unload_lora_adapter. Implies --enable-lora.
         no_spec: plain decoding, unless a request enables speculation.
         speculative_config: JSON with vLLM's keys method (ngram, suffix, draft_model), model and num_speculative_tokens.
         chat_template: Jinja file that replaces the model's chat template. `Server` expects its text.

@@ -21,7 +21,7 @@ from treespec.engine.runner import Runner
 from treespec.errors import ConfigError
 from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.planning.planner import Planner
-from treespec.planning.round_costs import CostCurve
+from treespec.planning.round_costs import CostCurve, split_drafting
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
 from treespec.utils.torch_state import one_thread
@@ -54,7 +54,6 @@ _AGREEMENT = 1.1  # largest ratio of the two lowest times of each run that count
 # Factor by which stored ratios may be off. On a shared machine, short measurements differ by a tenth, and a curve of a
 # start beside other work was off by a half.
 _STORED_MARGIN = 1.25
-_START_SHARES = 0.05, 0.9  # bounds of the start of drafting, relative to drafting one level
 _NUMBERS = tuple(field.name for field in fields(CostCurve))[2:]  # all fields but `rows` and `verify_seconds`
 _WRITE_LOCK_TIMEOUT = 10.0  # seconds to wait for another process's write
 STARTS = "starts"  # folder of what starts store: costs, apart from those of `treespec autotune`, and ranks of tokens
@@ -287,12 +286,7 @@ def with_positions(curve: CostCurve, times: dict[Any, float], context: int) -> C
 def with_drafting(curve: CostCurve, times: dict[Any, float], ssms: int, requests: Sequence[Request]) -> CostCurve:
     """Return the curve with the costs of drafting: its start, a level, a request, an SSM, and reading a token."""
     further = max(len(requests) - 1, 1)
-    further_level = (times["one"] - times["root"]) / (DRAFT_LEVELS - 1)
-    # Bounded so that a disturbed time makes neither levels nor the start free: corrections are factors, which would
-    # keep the cost at zero.
-    least, most = (share * min(times["root"], times["one"]) for share in _START_SHARES)
-    start = min(max(times["root"] - further_level, least), most)
-    level = (times["one"] - start) / DRAFT_LEVELS
+    start, level = split_drafting(times["root"], times["one"], DRAFT_LEVELS)
     further_request = max(times["batch"] - times["every"], 0.0) / (DRAFT_LEVELS * ssms * further)
     return replace(
         curve,
@@ -465,7 +459,7 @@ def load_planner(
     seconds: float = START_SECONDS,
     clock: MachineClock = CLOCK,
 ) -> Planner:
-    """Return a planner with the costs of these models, which stores what rounds teach of them.
+    """Return a planner with the costs of these models, which stores the costs that it corrects by its rounds.
 
     It stores nothing if `treespec autotune` has measured the costs.
     """
@@ -493,7 +487,7 @@ def load_costs(
 ) -> CostCurve:
     """Return the costs of these models: stored by `treespec autotune`, or by an earlier start, or measured and stored.
 
-    Those of an earlier start contain what its rounds have taught. They are measured again if they are outdated, since
+    Costs of an earlier start include the corrections by its rounds. They are measured again if they are outdated, since
     the machine may have been busy then.
     """
     if interpreted:
@@ -516,7 +510,7 @@ def load_costs(
             is_busy = clock.watch_other_work()
             curve = measure(runner, ssms, seconds, clock=clock)
             if is_busy():
-                logger.info("pass costs were measured beside other work, and the next start measures them again")
+                logger.info("pass costs were measured beside other work, and are not stored until rounds correct them")
                 return curve
             _try_to_save(curve, key_of_start)
     return curve

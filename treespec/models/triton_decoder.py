@@ -37,10 +37,11 @@ from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
     activated_triton,
     add_splits_triton,
+    default_config,
     row_linear_partials_triton,
     row_linear_triton,
 )
-from treespec_kernels.linear.row_linear_config import interpretable, quantized_default
+from treespec_kernels.linear.row_linear_config import interpretable
 from treespec_kernels.linear.row_tiles import RowTile, proven
 from treespec_kernels.tuning.tuned import KernelConfigs
 
@@ -92,7 +93,7 @@ class PassKernels:
         ]
         self._experts = [self._expert_configs(layer) for layer in self._layers]
         self.adapters: AdapterSlots | None = None
-        # Whether padding rows read experts as other rows do, so that times of idle passes are those of others
+        # 1 while costs are measured: padding rows then choose experts too, and passes take as long as with requests
         self.spreads = torch.zeros(1, dtype=torch.int32, device=weights.embed.device)
         vocab, hidden = weights.head.shape[1:]
         key = self._key() | {"vocab_size": vocab, "hidden_size": hidden}
@@ -163,14 +164,12 @@ class PassKernels:
         (out_features, in_features), target = weight.shape[-2:], target_of(self.weights.embed.device)
         key = self._key() | {"out_features": out_features, "in_features": in_features}
         if isinstance(weight, QuantizedWeight):
-            op, group, bits = "quantized_row_linear", weight.group, weight.bits
-            key |= {"bits": bits, "group": group, "zero": int(weight.zero is not None)}
-            default = quantized_default(self.dtype, out_features, in_features, group, target)
+            op, silu_gate = "quantized_row_linear", False
+            key |= {"bits": weight.bits, "group": weight.group, "zero": int(weight.zero is not None)}
         else:
             op, silu_gate = "row_linear", name == "gate_up" and self.config.shape.gated
             key |= {"silu_gate": int(silu_gate)}
-            default = RowLinearConfig.default(self.dtype, out_features, in_features, silu_gate, target)
-        return configs.get(op, key, interpretable(default))
+        return configs.get(op, key, interpretable(default_config(weight, self.dtype, target, silu_gate)))
 
     def _expert_configs(self, layer: LayerWeights) -> tuple[RowLinearConfig, ExpertConfigs] | None:
         """Return the configurations of the router and of the experts' products, which are not tuned."""
@@ -178,8 +177,7 @@ class PassKernels:
         if layer.experts is None or shape is None:
             return None
         router, products = layer.experts.router, layer.experts.products
-        columns, hidden = router.shape
-        config = interpretable(RowLinearConfig.default(router.dtype, columns, hidden, target=target))
+        config = interpretable(default_config(router, router.dtype, target))
         return replace(config, larger=()), ExpertConfigs.default(products, shape.top_k, self.dtype, target)
 
     def hidden(

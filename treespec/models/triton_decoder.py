@@ -142,8 +142,9 @@ class PassKernels:
         """Compute a linear layer for random rows, as in a pass."""
         weight = getattr(layer, name)
         x = self._random_rows(all_tiles.tiles[-1], weight.shape[-1])
-        if name == "gate_up":
-            return (self._linear_rows(x, layer.gate_up, config, **self._mlp_epilogue(layer)),)
+        if name in ("gate_up", "attn_gate"):
+            epilogue = self._mlp_epilogue(layer) if name == "gate_up" else {}
+            return (self._linear_rows(x, weight, config, **epilogue),)
         if name == "o" and self.config.parallel:
             stream = self._random_rows(all_tiles.tiles[-1], weight.shape[-2])
             return (self._linear_rows(x, weight, config, stream, bias=layer.o_bias),)

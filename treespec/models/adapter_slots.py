@@ -98,6 +98,7 @@ class AdapterSlots:
     def _copy(self, adapter: FusedUpdates, slot: int) -> None:
         for own, updates in zip(self.layers, adapter.layers, strict=True):
             for name, (down, up) in own.items():
+                down[slot].zero_()  # also its A: an infinity that the adapter before left would become NaN
                 up[slot].zero_()
                 if name in updates:
                     new_down, new_up = updates[name]

@@ -23,7 +23,7 @@ from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
 from treespec.models.recurrent import ConvMixer, StateMixer, StatePass, make_mixer
-from treespec.models.triton_weights import ExpertWeights, LayerWeights, ModelWeights, Weight, map_tensors
+from treespec.models.triton_weights import LayerWeights, ModelWeights, StackedExperts, Weight, map_tensors
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.launch.triton_launch import LaunchConfig, is_interpreted, takes_pdl, target_of
@@ -322,7 +322,7 @@ class PassKernels:
     def _mix_experts(
         self,
         h: Tensor,
-        experts: ExpertWeights | None,
+        experts: StackedExperts | None,
         configs: tuple[RowLinearConfig, ExpertConfigs],
         slots: Tensor,  # of the rows, 0 for padding
         shared: Tensor | None,  # partial sums of the shared expert, or its product by cuBLAS

@@ -295,8 +295,8 @@ def resolve(options: EngineOptions) -> Resolved:
     if isinstance(target, ModelConfig):
         heads = [(name, HeadConfig.of(form, target, length)) for name, form in forms if not isinstance(form, MtpForm)]
     models = [target, *(model for _, model in drafts)]
-    compiled = [head for _, head in heads if not isinstance(head.form, AssistantForm)]  # which runs eagerly
-    models += [head.decoder for head in compiled if isinstance(head.decoder, ModelConfig)]
+    others = [head for _, head in heads if not isinstance(head.form, AssistantForm)]  # assistants run eagerly
+    models += [head.decoder for head in others if isinstance(head.decoder, ModelConfig)]
     attention = options.attention
     if attention == "auto":
         attention = "cpu-packed" if device.type == "cpu" else "triton"

@@ -144,6 +144,14 @@ def test_layers_that_read_the_keys_of_others_keep_none(tmp_path: Path) -> None:
     assert open_llm(folder, exact=False).engine.cache.pools[0].shape[0] == 5
 
 
+def test_the_selftest_computes_one_of_many_equal_layers(tmp_path: Path) -> None:
+    """In a model without attention too, which needs no cache for them."""
+    for name, planes in (("llama", 1), ("mamba2", 0)):
+        model = open_llm(make_model(tmp_path / name, TYPICAL[name], 3), exact=False).engine.runner.target
+        subset, num_planes = model.layer_subset(90)
+        assert num_planes == planes and (name == "llama" or len(subset.layers) == 1)
+
+
 def test_every_family_has_a_case() -> None:
     assert {case.model_type for case in CASES.values()} == set(FAMILIES)
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.sharing import assert_as_alone, few_pages, random_requests, run_at_random_times
 from treespec import LLM, LoRARequest, RequestOutput, SamplingParams, SpecConfig
 from treespec.errors import CheckpointError, ConfigError, ExactnessError, KernelError
+from treespec.models.adapter_slots import AdapterSlots, FusedUpdates, SlotLimits
+from treespec.models.low_rank import fused_updates
+from treespec.models.model_config import ModelConfig
 from treespec_kernels.comparison import assert_close
 from treespec_kernels.linear.linear import Linear
 
@@ -149,6 +153,18 @@ def test_random_interleavings_of_adapters_that_share_prompts(compiled: bool) -> 
 
     assert_as_alone(open_llm(target, **options), llm, asked, run)
     assert llm.stats()["cached_tokens"] >= 128
+
+
+def test_a_slot_keeps_nothing_of_the_adapter_before() -> None:
+    """Infinity times 0 is NaN, so zeros in B would not hide rows of A that a wider adapter has left."""
+    config = ModelConfig.from_hf(tiny(torch.float32)[0])
+    slots = AdapterSlots(config, SlotLimits(1, 40), torch.float32, torch.device("cpu"))
+    outputs, inputs = config.shape.parameters()["layers.0.q"]
+    for rank, value in ((40, math.inf), (2, 1.0)):
+        update = torch.full((rank, inputs), value), torch.ones(outputs, rank)
+        slots.of([FusedUpdates(fused_updates(config, {"layers.0.q": update}))])
+    down, up = slots.layers[0]["qkv"]
+    assert down.isfinite().all() and down[0].count_nonzero() == 2 * inputs and up[0].count_nonzero() == 2 * outputs
 
 
 def test_a_batch_has_max_loras_adapters_and_idle_ones_are_forgotten() -> None:

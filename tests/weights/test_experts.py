@@ -80,6 +80,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_local_experts": None}, "'num_local_experts': missing from config.json"),
     ("qwen3_moe", {"mlp_only_layers": [3]}, r"'mlp_only_layers': \[3\] are not layers below 3"),
     ("qwen3_moe", {"norm_topk_prob": "yes"}, "'norm_topk_prob': 'yes' is not true or false"),
+    ("gemma4", {"vocab_size_per_layer_input": 7}, "'vocab_size_per_layer_input': 7 is not a whole number from 509 to"),
     ("glm4_moe", {"n_group": 4}, "'n_group': 4 groups of 6 experts; valid: groups of equal size, at least 2"),
     ("glm4_moe", {"routed_scaling_factor": 0}, "'routed_scaling_factor': 0 is not a positive number"),
 ]

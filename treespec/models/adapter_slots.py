@@ -1,4 +1,4 @@
-"""Low-rank updates of a few adapters in fixed memory of a GPU, which captured graphs contain."""
+"""Low-rank updates of a few adapters in fixed GPU memory, whose addresses captured graphs contain."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from treespec.models.low_rank import RANK_STEP, LowRank
 from treespec.models.model_config import ModelConfig
 from treespec_kernels.launch.triton_launch import target_of
 from treespec_kernels.linear.experts import group_rows
-from treespec_kernels.linear.row_linear import ChosenRows, RowLinearConfig, chosen_linear_triton
+from treespec_kernels.linear.row_linear import ChosenRows, RowLinearConfig, chosen_linear_triton, default_config
 from treespec_kernels.linear.row_linear_config import interpretable
 
 NO_ADAPTER = 1 << 30  # slot of rows without an adapter
@@ -85,7 +85,7 @@ class AdapterSlots:
         asked = list(dict.fromkeys(adapter for adapter in adapters if adapter is not None))
         assert len(asked) <= self._count, f"{len(asked)} adapters in {self._count} slots"
         slots = {adapter: slot for slot, adapter in self._held.items() if adapter in asked}
-        free = [*(slot for slot in range(self._count) if slot not in self._held)]
+        free = [slot for slot in range(self._count) if slot not in self._held]
         free += [slot for slot, adapter in self._held.items() if adapter not in asked]
         for adapter in asked:
             if adapter not in slots:
@@ -98,6 +98,7 @@ class AdapterSlots:
     def _copy(self, adapter: FusedUpdates, slot: int) -> None:
         for own, updates in zip(self.layers, adapter.layers, strict=True):
             for name, (down, up) in own.items():
+                down[slot].zero_()  # also its A: an infinity that the adapter before left would become NaN
                 up[slot].zero_()
                 if name in updates:
                     new_down, new_up = updates[name]
@@ -120,6 +121,5 @@ class AdapterSlots:
         chosen_linear_triton(inner, up, rows, config=config, residual=out, out=out, pdl=pdl)
 
     def _config(self, weight: Tensor, split_k: int) -> RowLinearConfig:
-        _, outputs, inputs = weight.shape
-        config = RowLinearConfig.default(self._dtype, outputs, inputs, True, self._target)
+        config = default_config(weight, self._dtype, self._target, silu_gate=True)
         return interpretable(replace(config, split_k=split_k, larger=()))

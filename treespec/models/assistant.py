@@ -23,7 +23,7 @@ from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_weights.assistants import AssistantForm, AssistantWeights
 
-_TARGETS = -1  # in place of a layer of its own, whose K/V a layer reads
+_TARGETS = -1  # `LayerSizes.kv_of` of layers that read the K/V of a layer of the target
 
 
 def assistant_config(form: AssistantForm, target: object, max_model_len: int | None) -> ModelConfig:

@@ -133,7 +133,7 @@ class Decoder:
     kept_nodes: int | None = None  # number of accepted nodes, root first, whose K/V stay valid; None for all
     max_depth: int | None = None  # number of levels that a draft predicts; None for any number
     block: int | None = None  # number of depths that a block draft predicts in one pass; None if it scores every level
-    keeps_kv = True  # whether a draft has to read a request's tokens before it predicts
+    keeps_kv = True  # whether a draft has K/V of its own, so that it reads a request's tokens before it predicts
     columns: Sequence[int] = ()  # indices of the target's states that a draft head reads among the features
     growth: CDLL | None = None  # library of compiled tree growth
     entries: PassEntries | None = None  # entry points for calls from another library
@@ -247,11 +247,11 @@ class Decoder:
         """
         forms = zip(self.config.layers, self.weight_forms(), strict=True)
         kinds = {kind: i for i, kind in reversed([*enumerate(forms)])}
-        if len(kinds) == 1 and self.windows == (None,):
-            return self, 1
+        shape = self.config.shape
+        if len(kinds) == 1 and self.windows == (None,) and shape.recurrent is None:
+            return self, 1  # a pass runs as many layers as its pool has
         model = copy.copy(self)
         model.windows = tuple(None if window is None else min(window, max_window) for window in self.windows)
-        shape = self.config.shape
         layers = sorted({source for i in kinds.values() for source in (i, shape.layer(i).kv_of)})
         model._select_layers(layers)
         return model, sum(map(shape.num_planes, layers))

@@ -1,4 +1,4 @@
-"""Hidden states that passes return, and those of layers within them."""
+"""Hidden states of a pass: those after the final norm, and the residual stream between layers."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from treespec.models.model_config import ModelConfig
 
 
 class HiddenStates(NamedTuple):
-    """Hidden states of a pass."""
+    """Hidden states of a pass and of chosen layers."""
 
     final: Tensor  # after the final norm, [num_rows, hidden_size]
     streams: Tensor  # [num_rows, num layers, hidden_size]

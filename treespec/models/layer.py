@@ -23,7 +23,7 @@ def prepare(config: ModelConfig, weights: Weights) -> None:
 
     - Norms that scale by 1 + w store 1 + w in fp32, because the bf16 sum would lose precision.
     - The final norm includes the factor on logits. A norm of attention and MLP is two norms.
-    - The matrices of K that are those of V too are so by both names.
+    - Where values are the keys (`LayerSizes.has_v`), the matrices of K also get the names of those of V.
     - With partial or interleaved rotary embedding, q and k (weights with scales and zero points, biases, head norms)
       are permuted to `Rope.head_order`, so that rotation works as in all other models.
     """
@@ -62,7 +62,7 @@ def make_linear(
     impl: LinearImpl | Literal["triton"],
     library: CDLL | None,
 ) -> Any:
-    """Return the linear layer of a weight; `library` computes a quantised one, as in `Decoder`."""
+    """Return the linear layer of a weight. `library` computes a quantised one, as in `Decoder`; "triton" needs none."""
     if impl == "triton":
         return RowLinear(weight, bias)
     if isinstance(weight, QuantizedWeight):
@@ -152,7 +152,7 @@ def take_layer(weights: Weights, i: int, fuses_gate: bool = True, joins: bool = 
 
 
 def take_inputs(weights: Weights, i: int) -> dict[str, Any]:
-    """Pop what layer i does with inputs of its own, and its factor on the stream; None for what the family lacks."""
+    """Pop the matrices and the norm of layer i's own inputs, and its factor on the stream; None for missing ones."""
     prefix, parts = f"layers.{i}.", dict[str, Any]()
     for name in ("input_gate", "input_out"):
         parts[name] = take_projection(weights, prefix, (name,)) if prefix + name in weights else None
@@ -168,8 +168,9 @@ class ExpertWeights(NamedTuple):
     shared_scale: Tensor | None
     experts: list[dict[str, Any]]  # as of `take_mlp`
     latent: dict[str, Any] | None  # the projections `latent_in` and `latent_out`, with biases (None)
-    scales: Tensor | None  # this and the norms: of experts beside a dense MLP
-    norms: dict[str, Tensor]  # of the router, the experts and their outputs, and of the outputs of the dense MLP
+    # Only with `Experts.beside`: factors on the experts' weights, [num_experts], and the norms `_NORMS_OF_EXPERTS`
+    scales: Tensor | None
+    norms: dict[str, Tensor]
 
 
 _NORMS_OF_EXPERTS = ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm")

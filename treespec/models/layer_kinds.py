@@ -53,8 +53,8 @@ class RotaryEmbedding:
     """Table of cos and sin by position (RoFormer, arXiv 2104.09864), extended on demand.
 
     Each row is computed once, so its bits do not depend on the positions requested with it. Rows are padded to the
-    `width` of the model's widest head. With longrope, the rows of
-    the short factors come first: `ModelConfig.first_rotation` is the row of a request's position 0.
+    `width` of the model's widest head. With longrope, the rows of the short factors come first:
+    `ModelConfig.first_rotation` is the row of a request's position 0.
     """
 
     def __init__(self, rope: Rope, device: torch.device, width: int | None = None):
@@ -96,7 +96,7 @@ class LayerKind(NamedTuple):
     sparse: bool = False  # whether its MLP is a mixture of experts
     without_mlp: bool = False
     mlp_only: bool = False  # neither attention nor a state
-    sizes: tuple[int, ...] = ()  # where layers are unequal: its sizes, and whether it has its own K/V
+    sizes: tuple[int, ...] = ()  # its sizes, and whether it has its own K/V; empty if all layers have the same
 
     @property
     def ropes(self) -> tuple[int, int]:

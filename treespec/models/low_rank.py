@@ -23,7 +23,7 @@ def updates_by_matrix(
 ) -> list[dict[str, list[LowRank]]]:
     """Return each layer's updates by product, from those of decoder parameters, such as `layers.0.q`.
 
-    A product of several matrices has one for each, of rank 0 if there is none.
+    A product has one update for each of its matrices, of rank 0 where the adapter has none.
     """
     shapes, ups = config.shape.parameters(), {name: up for name, (_, up) in matrices.items()}
     prepare(config, ups)  # the order of q and k within a head

@@ -49,7 +49,7 @@ def recurrent_sizes(config: ModelConfig) -> dict[str, Any]:
 
 
 def _epsilon(config: ModelConfig) -> float:
-    """Return the epsilon of a mixer's norm, whose input is no part of the residual stream."""
+    """Return the epsilon of a mixer's norm, whose input is not divided by `stream_scale` as the residual stream is."""
     own = config.shape.recurrent and config.shape.recurrent.eps
     return own or config.norm_eps * config.stream_scale**2
 
@@ -68,7 +68,7 @@ def take_mixer(weights: Weights, prefix: str, config: ModelConfig) -> dict[str, 
 
 
 def _rates(shape: RecurrentShape) -> tuple[str, ...]:
-    """Return the names of a head's inputs besides those of the convolution."""
+    """Return the names of the projections to a head's inputs that are not convolved."""
     return ("beta", "decay")[2 - shape.rates :]
 
 
@@ -147,7 +147,7 @@ class StatePass:
     def _parents(self, requests: Sequence[RequestRows]) -> tuple[list[int], list[int], dict[int, int]]:
         """Return the parent of each row, replayed ones first, and its depth; a first row's parent is ~request.
 
-        Returns also the request of each row after which a state is stored.
+        The last result maps each row after which a state is stored to its request.
         """
         depths, parents = list[int](), list[int]()
         for request, count in enumerate(self._replayed):
@@ -164,6 +164,7 @@ class StatePass:
         return parents, depths, last
 
     def _state_paths(self, parents: Sequence[int], last: Mapping[int, int]) -> StatePaths:
+        """List the rows of `_parents` request by request."""
         order, starts = list[int](), [0]
         replayed = own = 0
         for count, num_rows in zip(self._replayed, self._counts, strict=True):
@@ -189,13 +190,13 @@ class StatePass:
         )
 
     def convolve(self, inputs: Tensor, taps: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return `causal_conv_ref`."""
+        """Compute `causal_conv_ref`, by Triton's kernel if the pass has one."""
         return (causal_conv_ref if self._paths is None else causal_conv_triton)(inputs, taps, weight, bias)
 
     def update(
         self, matrices: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, reads: bool
     ) -> Tensor:
-        """Return `state_update_ref` of all rows."""
+        """Compute `state_update_ref` of all rows, by Triton's kernel if the pass has one."""
         if self._paths is None:
             return state_update_ref(matrices, q, k, v, beta, decay, self._levels, reads)
         q, k, v, beta, decay = (rows.contiguous() for rows in (q, k, v, beta, decay))
@@ -241,6 +242,7 @@ class StatePass:
 
 
 def _levels(parents: Sequence[int], depths: Sequence[int], last: Mapping[int, int]) -> list[Level]:
+    """Group the rows of `StatePass._parents` by depth."""
     by_level = [list[int]() for _ in range(max(depths, default=-1) + 1)]
     place = dict[int, int]()
     for row, depth in enumerate(depths):

@@ -18,7 +18,7 @@ AnyLinear = Linear | CompiledLinear
 
 
 class Expert(NamedTuple):
-    """An expert: an MLP."""
+    """MLP of an expert, with or without a gate."""
 
     gate: AnyLinear | None
     up: AnyLinear
@@ -59,7 +59,7 @@ class SparseMlp(NamedTuple):
     def __call__(self, x: Tensor, num_rows: int, stream: RmsStream | LayerStream) -> Tensor:
         """Compute the first `num_rows` rows of x [num_rows or more, hidden_size]; the others, padding, become 0.
 
-        `x` is the normalised `stream`.
+        `x` is the normalised `stream`, which experts beside a dense MLP normalise themselves.
         """
         if not self.norms:
             return self._sum(x, x, num_rows, self.shared)
@@ -69,7 +69,7 @@ class SparseMlp(NamedTuple):
         return dense + stream.norm_of(routed, self.norms["experts_post_norm"])
 
     def _sum(self, x: Tensor, router_x: Tensor, num_rows: int, dense: Expert | None = None) -> Tensor:
-        """Return the sum of the weighted outputs of the experts, and of a shared one."""
+        """Return the weighted sum of the outputs of each row's experts, plus those of `dense`."""
         chosen, weights = self._route(router_x)
         chosen, weights = chosen[:num_rows], weights[:num_rows].float()
         inner = x if self.latent is None else self.latent[0](x)

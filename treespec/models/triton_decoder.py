@@ -23,7 +23,7 @@ from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
 from treespec.models.recurrent import ConvMixer, StateMixer, StatePass, make_mixer
-from treespec.models.triton_weights import ExpertWeights, LayerWeights, ModelWeights, Weight, map_tensors
+from treespec.models.triton_weights import LayerWeights, ModelWeights, StackedExperts, Weight, map_tensors
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.launch.triton_launch import LaunchConfig, is_interpreted, takes_pdl, target_of
@@ -37,10 +37,11 @@ from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
     activated_triton,
     add_splits_triton,
+    default_config,
     row_linear_partials_triton,
     row_linear_triton,
 )
-from treespec_kernels.linear.row_linear_config import interpretable, quantized_default
+from treespec_kernels.linear.row_linear_config import interpretable
 from treespec_kernels.linear.row_tiles import RowTile, proven
 from treespec_kernels.tuning.tuned import KernelConfigs
 
@@ -92,7 +93,7 @@ class PassKernels:
         ]
         self._experts = [self._expert_configs(layer) for layer in self._layers]
         self.adapters: AdapterSlots | None = None
-        # Whether padding rows read experts as other rows do, so that times of idle passes are those of others
+        # 1 while costs are measured: padding rows then choose experts too, and passes take as long as with requests
         self.spreads = torch.zeros(1, dtype=torch.int32, device=weights.embed.device)
         vocab, hidden = weights.head.shape[1:]
         key = self._key() | {"vocab_size": vocab, "hidden_size": hidden}
@@ -141,8 +142,9 @@ class PassKernels:
         """Compute a linear layer for random rows, as in a pass."""
         weight = getattr(layer, name)
         x = self._random_rows(all_tiles.tiles[-1], weight.shape[-1])
-        if name == "gate_up":
-            return (self._linear_rows(x, layer.gate_up, config, **self._mlp_epilogue(layer)),)
+        if name in ("gate_up", "attn_gate"):
+            epilogue = self._mlp_epilogue(layer) if name == "gate_up" else {}
+            return (self._linear_rows(x, weight, config, **epilogue),)
         if name == "o" and self.config.parallel:
             stream = self._random_rows(all_tiles.tiles[-1], weight.shape[-2])
             return (self._linear_rows(x, weight, config, stream, bias=layer.o_bias),)
@@ -163,14 +165,12 @@ class PassKernels:
         (out_features, in_features), target = weight.shape[-2:], target_of(self.weights.embed.device)
         key = self._key() | {"out_features": out_features, "in_features": in_features}
         if isinstance(weight, QuantizedWeight):
-            op, group, bits = "quantized_row_linear", weight.group, weight.bits
-            key |= {"bits": bits, "group": group, "zero": int(weight.zero is not None)}
-            default = quantized_default(self.dtype, out_features, in_features, group, target)
+            op, silu_gate = "quantized_row_linear", False
+            key |= {"bits": weight.bits, "group": weight.group, "zero": int(weight.zero is not None)}
         else:
             op, silu_gate = "row_linear", name == "gate_up" and self.config.shape.gated
             key |= {"silu_gate": int(silu_gate)}
-            default = RowLinearConfig.default(self.dtype, out_features, in_features, silu_gate, target)
-        return configs.get(op, key, interpretable(default))
+        return configs.get(op, key, interpretable(default_config(weight, self.dtype, target, silu_gate)))
 
     def _expert_configs(self, layer: LayerWeights) -> tuple[RowLinearConfig, ExpertConfigs] | None:
         """Return the configurations of the router and of the experts' products, which are not tuned."""
@@ -178,8 +178,7 @@ class PassKernels:
         if layer.experts is None or shape is None:
             return None
         router, products = layer.experts.router, layer.experts.products
-        columns, hidden = router.shape
-        config = interpretable(RowLinearConfig.default(router.dtype, columns, hidden, target=target))
+        config = interpretable(default_config(router, router.dtype, target))
         return replace(config, larger=()), ExpertConfigs.default(products, shape.top_k, self.dtype, target)
 
     def hidden(
@@ -323,7 +322,7 @@ class PassKernels:
     def _mix_experts(
         self,
         h: Tensor,
-        experts: ExpertWeights | None,
+        experts: StackedExperts | None,
         configs: tuple[RowLinearConfig, ExpertConfigs],
         slots: Tensor,  # of the rows, 0 for padding
         shared: Tensor | None,  # partial sums of the shared expert, or its product by cuBLAS

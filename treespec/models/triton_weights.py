@@ -25,7 +25,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return None if value is None else change(value)
 
 
-class ExpertWeights(NamedTuple):
+class StackedExperts(NamedTuple):
     """Router and experts of a sparse layer of G = 1 models. The shared expert is the layer's MLP."""
 
     # [1, num_experts, hidden_size], and a row for the shared expert's gate, if it has one; fp32 for sigmoid scores
@@ -88,7 +88,7 @@ class LayerWeights:
     mlp_post_norm: Tensor | None
     sinks: Tensor | None
     attn_gate: Weight | None  # the sigmoid of its product scales the attention output
-    experts: ExpertWeights | None
+    experts: StackedExperts | None
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +116,7 @@ class LayerWeights:
             layer["qkv"] = map_tensors(lambda rows: rows[:width], layer["qkv"])
         experts = shape.experts
         is_sparse = experts is not None and i in experts.layers
-        layer["experts"] = ExpertWeights.take(weights, i, experts) if experts is not None and is_sparse else None
+        layer["experts"] = StackedExperts.take(weights, i, experts) if experts is not None and is_sparse else None
         return cls(**{name: map_tensors(lambda x: aligned(x)[None], value) for name, value in layer.items()})
 
     @classmethod
@@ -125,7 +125,7 @@ class LayerWeights:
         weights: list[Any] = []
         for field in fields(cls):
             values = [getattr(layer, field.name) for layer in layers]
-            assert not isinstance(values[0], ExpertWeights), "models with experts are not stacked"
+            assert not isinstance(values[0], StackedExperts), "models with experts are not stacked"
             if isinstance(values[0], QuantizedWeight):
                 weights.append(stacked(values, dim=0))
             else:

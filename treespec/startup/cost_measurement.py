@@ -459,9 +459,9 @@ def load_planner(
     seconds: float = START_SECONDS,
     clock: MachineClock = CLOCK,
 ) -> Planner:
-    """Return a planner with the costs of these models, which stores the costs that it corrects by its rounds.
+    """Return a planner with the costs of these models. It stores them as its rounds correct them.
 
-    It stores nothing if `treespec autotune` has measured the costs.
+    Costs measured by `treespec autotune` stay as they are stored.
     """
     planner = Planner(load_costs(runner, ssms, threads, interpreted, seconds, clock))
     key = cost_key(runner, ssms, threads)
@@ -487,8 +487,8 @@ def load_costs(
 ) -> CostCurve:
     """Return the costs of these models: stored by `treespec autotune`, or by an earlier start, or measured and stored.
 
-    Costs of an earlier start include the corrections by its rounds. They are measured again if they are outdated, since
-    the machine may have been busy then.
+    Costs of an earlier start have been corrected by its rounds. They are measured again if they are outdated, since the
+    machine may have been busy then.
     """
     if interpreted:
         return CostCurve((1,), (1.0,), 0.1)  # times in Triton's interpreter are slow and meaningless

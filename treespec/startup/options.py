@@ -295,13 +295,13 @@ def resolve(options: EngineOptions) -> Resolved:
     if isinstance(target, ModelConfig):
         heads = [(name, HeadConfig.of(form, target, length)) for name, form in forms if not isinstance(form, MtpForm)]
     models = [target, *(model for _, model in drafts)]
-    compiled = [head for _, head in heads if not isinstance(head.form, AssistantForm)]  # which runs eagerly
-    models += [head.decoder for head in compiled if isinstance(head.decoder, ModelConfig)]
+    others = [head for _, head in heads if not isinstance(head.form, AssistantForm)]  # assistants run eagerly
+    models += [head.decoder for head in others if isinstance(head.decoder, ModelConfig)]
     attention = options.attention
     if attention == "auto":
         attention = "cpu-packed" if device.type == "cpu" else "triton"
     _check_adapters(models, options.linear, device)
-    _check_recurrent(models, device, options.linear, options.enable_lora)
+    _check_layers(models, device, options.linear, options.enable_lora)
     dtype, compiles = _resolve_passes(options, models, target.dtype, device)
     quantization = resolve_quantization(options.quantization, target, dtype)
     linear: LinearImpl | Literal["compiled", "triton"] = "compiled"
@@ -450,27 +450,26 @@ def _read_model(
         return source
 
 
-def _check_recurrent(
-    models: Sequence[ModelConfig | Source], device: torch.device, linear: str, enable_lora: bool
-) -> None:
-    """Raise an error for models with recurrent layers as drafts, with adapters, or on a GPU without its kernels."""
-    if enable_lora and isinstance(models[0], ModelConfig) and models[0].shape.sizes:
-        raise KernelError(
-            f"{models[0].folder}: products of layers of unequal sizes take no low-rank updates yet: merge the adapter "
-            "into the model (merge_and_unload of peft), and leave enable_lora out"
-        )
-    for model in models:
-        if isinstance(model, ModelConfig) and (recurrent := model.shape.recurrent) is not None:
-            layers = f"{model.folder}: {len(recurrent.layers)} of {model.shape.num_layers} layers are recurrent"
-            if model is not models[0]:
-                raise ModelError(f"{layers}; such a model can be the target, but no draft")
+def _check_layers(models: Sequence[ModelConfig | Source], device: torch.device, linear: str, enable_lora: bool) -> None:
+    """Raise an error for a target's layers that take no adapters, and for recurrent ones in drafts or without kernels.
+
+    The target is the first model.
+    """
+    for i, model in enumerate(models):
+        if not isinstance(model, ModelConfig):
+            continue
+        reason = f"{model.folder}: its layers are of unequal sizes" if model.shape.sizes else None
+        if (recurrent := model.shape.recurrent) is not None:
+            reason = f"{model.folder}: {len(recurrent.layers)} of {model.shape.num_layers} layers are recurrent"
+            if i > 0:
+                raise ModelError(f"{reason}; such a model can be the target, but no draft")
             if device.type != "cpu" and linear not in ("auto", "triton"):
-                raise KernelError(f"{layers}, for which linear={linear!r} has no kernels on a GPU; leave it at 'auto'")
-            if enable_lora:
-                raise KernelError(
-                    f"{layers}, whose products take no low-rank updates yet: merge the adapter into the model "
-                    "(merge_and_unload of peft), and leave enable_lora out"
-                )
+                raise KernelError(f"{reason}, for which linear={linear!r} has no kernels on a GPU; leave it at 'auto'")
+        if i == 0 and enable_lora and reason is not None:
+            raise KernelError(
+                f"{reason}, whose products take no low-rank updates yet: merge the adapter into the model "
+                "(merge_and_unload of peft), and leave enable_lora out"
+            )
 
 
 def _check_adapters(models: Sequence[ModelConfig | Source], linear: str, device: torch.device) -> None:

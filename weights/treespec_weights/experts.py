@@ -34,8 +34,8 @@ class Experts:
     chosen_groups: int = 1
     gated: bool = True  # experts' MLPs have a gate
     latent_size: int = 0  # width of the projection that experts other than the shared one read and write; 0 for none
-    # The shared expert is a dense MLP beside the others: it has its own norms of inputs and of outputs, as they have;
-    # the router has one too, and a factor on the weight of each expert
+    # The shared expert is a dense MLP beside the others. It has norms of its inputs and of its outputs, and so have the
+    # others; the router has a norm of its inputs, and a factor on the weight of each expert
     beside: bool = False
 
     def parameters(self, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -349,8 +349,10 @@ def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules
 
 
 def ignored_names(names: Iterable[str], shape: ModelShape, rules: FamilyRules) -> set[str]:
-    """Return those of a checkpoint's tensors that are not loaded: derived buffers, K/V projections that no row reads,
-    and layers that predict further."""
+    """Return those of a checkpoint's tensors that are not loaded.
+
+    They are derived buffers, K/V projections of layers that read other layers' K/V, and layers that predict further.
+    """
     ignored = {pattern.replace("{i}", str(i)) for pattern in rules.ignored for i in range(shape.num_layers)}
     own_kv = [rule.name for rule in rules.tensors if rule.params[0] in _KV]
     readers = [i for i in range(shape.num_layers) if shape.layer(i).kv_of != i]  # of another layer's K/V

@@ -46,7 +46,7 @@ class RecurrentShape:
     conv_bias: bool = False  # of "mamba2"
     bias: bool = False  # of its projections
     doubled: bool = False  # beta of "delta" is up to 2, so that a state may change its sign
-    eps: float | None = None  # of the norm of its outputs; None for that of the other norms
+    eps: float | None = None  # epsilon of the norm of its outputs; None for that of the other norms
 
     @property
     def rates(self) -> int:
@@ -115,7 +115,7 @@ class ModelShape:
     qk_norm: bool = False  # q and k are normalised per head
     wide_qk_norm: bool = False  # q and k are normalised over all of their heads together
     pre_norms: bool = True  # inputs of attention and MLP are normalised
-    recurrent_pre_norms: bool = False  # those of recurrent layers are, in place of their outputs
+    recurrent_pre_norms: bool = False  # in recurrent layers, inputs are normalised and outputs are not
     shared_norm: bool = False  # one norm serves both (parallel blocks)
     sinks: bool = False  # a head's softmax has one more score, a parameter, that weighs no position
     post_norms: bool = False  # outputs of attention and MLP are normalised before the residual add
@@ -124,8 +124,8 @@ class ModelShape:
     experts: Experts | None = None
     output_gate: bool = False  # attention outputs are multiplied by sigmoid(attn_gate x)
     recurrent: RecurrentShape | None = None  # layers without K/V
-    without_mlp: tuple[int, ...] = ()  # indices of layers that have no MLP,
-    mlp_only: tuple[int, ...] = ()  # and of those that have nothing else
+    without_mlp: tuple[int, ...] = ()  # indices of layers without an MLP
+    mlp_only: tuple[int, ...] = ()  # indices of layers with neither attention nor a state
     sizes: tuple[LayerSizes, ...] = ()  # by layer, if layers are unequal
     value_norm: bool = False  # v is normalised per head, without a parameter
     layer_scalar: bool = False  # the residual stream is multiplied by a parameter after each layer
@@ -343,9 +343,9 @@ class RecurrentRules:
     layer_type: str  # their name in `layer_types`; all others are `FULL_ATTENTION`
     key: str = "layer_types"
     single: bool = False  # each layer is one block with one norm, and may also be of a type in `MLP_ONLY`
-    # Where `layer_types` is missing: key of n, if every n-th layer has attention, or of the layers with attention
-    interval: str | None = None
-    attention: str | None = None
+    # Where `key` is missing:
+    interval: str | None = None  # key of n, if every n-th layer has attention
+    attention: str | None = None  # or key of the indices of the layers with attention
     config_keys: Mapping[str, str]  # RecurrentShape field -> key of config.json
     defaults: Mapping[str, int] = field(default_factory=dict)  # RecurrentShape field or interval -> value
     eps: float | None = None  # as of `RecurrentShape`
@@ -432,8 +432,7 @@ class FamilyRules:
     further_layers: bool = False
     clamped: bool = False  # the activation is clamped_swiglu instead
     experts: ExpertRules | None = None  # None for a family without experts
-    # reads the fields of ModelShape of a family with unequal layers from a config, the fields already read, and adds to
-    # the problems
+    # reads the ModelShape fields of unequal layers from a config and the fields already read; adds to the problems
     layer_sizes: Callable[[Mapping[str, Any], Mapping[str, Any], list[Problem]], dict[str, Any]] | None = None
     rotary: bool = True  # whether q and k have rotary embeddings, as given by `rope_parameters` and its older spellings
     recurrent: RecurrentRules | None = None  # how config.json describes layers without attention

@@ -49,7 +49,7 @@ _FOLD_MULTIPLE = 64
 
 
 class SplitCache:
-    """K or V of a layer whose heads are parts of planes of a cache, indexed like one fp32 tensor of the heads."""
+    """K or V of a layer whose heads span planes of a cache; indexing returns whole heads in fp32."""
 
     def __init__(self, planes: Tensor, heads: int, head_dim: int):  # [num_planes, num_pages, H, PAGE_SIZE, D]
         self._planes, self.shape = planes, (planes.shape[1], heads, PAGE_SIZE, head_dim)

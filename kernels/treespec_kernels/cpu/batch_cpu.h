@@ -9,7 +9,7 @@ struct UpdatedRows {  // rows whose products have the low-rank updates of one ad
 
 struct RequestState {  // of recurrent layers, and the request's rows of the pass (request_state.py)
     float* matrices;  // [num_layers, state_heads, key_dim, value_dim]
-    void* inputs;     // [num_layers, stored_rows, channels + 2 * state_heads] in the model's dtype
+    void* inputs;     // [num_layers, stored_rows, channels + rates * state_heads] in the model's dtype
     int64_t stored_rows, replayed;  // replayed: rows that were committed since the states were stored
     int64_t first_row, num_rows, commits;
 };

@@ -40,7 +40,8 @@ class CompiledExperts(NamedTuple):
     groups: int  # number of groups of experts
     chosen_groups: int  # number of groups from which a row chooses
     latent: tuple[Weight, Weight] | None = None  # projections before and after the experts other than the shared one
-    scales: Tensor | None = None  # this and the norms: of experts beside a dense MLP, factors on the weights
+    # Only of experts beside a dense MLP: factors on their weights, [num_experts], and norms by name
+    scales: Tensor | None = None
     norms: Mapping[str, Tensor] = MappingProxyType({})
 
     def pack(

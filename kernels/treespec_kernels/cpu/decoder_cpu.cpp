@@ -124,7 +124,8 @@ struct Experts {  // of a sparse layer; one form for all experts
     const float* correction;       // [padded count], added to the scores by which experts are chosen, or null
     int64_t count, top_k, scoring, normalized, groups, chosen_groups;  // as in `Experts` (experts.py)
     float scale;
-    const float* scales;  // this and the norms: of experts beside a dense MLP, otherwise null
+    // Only of experts beside a dense MLP, otherwise null: factors on their weights, [count], and norms
+    const float* scales;
     Norm router_norm, experts_norm, experts_post_norm, shared_post_norm;
 };
 

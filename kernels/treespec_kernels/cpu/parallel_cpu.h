@@ -2,10 +2,10 @@
 //
 // An OpenMP loop with a static schedule ends in a barrier that all threads must reach. If another process occupies a
 // core, each loop waits for the descheduled thread, up to a time slice (3 ms on Linux) and several times per layer:
-// with one of two cores busy, decoding kept 0.08 to 0.17 of its speed. Here each thread starts with its
-// own contiguous range, so that its caches keep the weights that it read before, and then steals from the ends of other
-// threads' ranges. A loop ends when all indices are done, even if some threads never started. Waiting threads spin,
-// then yield, then sleep, which leaves their core to a thread that was descheduled while computing an index.
+// with one of two cores busy, decoding kept 0.08 to 0.17 of its speed. Here each thread starts with its own contiguous
+// range, so that its caches keep the weights that it read before, and then steals from the ends of other threads'
+// ranges. A loop ends when all indices are done, even if some threads never started. Waiting threads spin, then yield,
+// then sleep, which leaves their core to a thread that was descheduled while computing an index.
 //
 // The number of threads is not reduced on a busy machine: with one of two cores busy, two threads keep 0.56 of their
 // speed, and one thread has 0.53.

@@ -24,8 +24,9 @@ from treespec_kernels.linear.row_linear import (
     RowLinearConfig,
     chosen_linear_ref,
     chosen_linear_triton,
+    default_config,
 )
-from treespec_kernels.linear.row_linear_config import interpretable, quantized_default
+from treespec_kernels.linear.row_linear_config import interpretable
 
 _PAIRS = 1024  # pairs per step of `group_rows`
 
@@ -67,15 +68,12 @@ class ExpertConfigs(NamedTuple):
     @classmethod
     def default(cls, products: ExpertProducts, top_k: int, dtype: torch.dtype, target: str | None) -> Self:
         """Return configurations for `top_k` experts at once, the programs of one row."""
-        return cls(*(_default(weight, top_k, dtype, target) for weight in (products.gate_up, products.down)))
 
+        def default(weight: Tensor | QuantizedWeight) -> RowLinearConfig:
+            config = default_config(weight, dtype, target, silu_gate=True, at_once=top_k)  # a gate is not split
+            return replace(interpretable(config), split_k=1, larger=())
 
-def _default(weight: Tensor | QuantizedWeight, top_k: int, dtype: torch.dtype, target: str | None) -> RowLinearConfig:
-    out_features, in_features = weight.shape[-2:]
-    config = RowLinearConfig.default(dtype, out_features * top_k, in_features, True, target)  # a gate is not split
-    if isinstance(weight, QuantizedWeight):
-        config = quantized_default(dtype, out_features * top_k, in_features, weight.group, target)
-    return replace(interpretable(config), split_k=1, larger=())
+        return cls(default(products.gate_up), default(products.down))
 
 
 def route_ref(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -117,7 +115,7 @@ def experts_ref(
     correction: Tensor | None = None,  # as in `route_ref`
     slots: Tensor | None = None,  # int64 [num_rows]; rows of slot 0 are padding, and choose no experts
     shared: Tensor | None = None,  # partial sums of the shared expert's output, fp32 [splits, num_rows, hidden_size]
-    # int32 [1]; 1 if padding chooses experts, with weights of 0: for measuring times, about as many as other rows do
+    # int32 [1]; 1 if padding chooses experts too, with weights of 0, so that a pass of padding takes as long as others
     spreads: Tensor | None = None,
     gated: bool = False,
     activation: str = "silu",

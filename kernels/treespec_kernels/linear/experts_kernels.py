@@ -23,8 +23,8 @@ def route_rows(
     bias,  # [NUM_EXPERTS], or None
     correction,  # [NUM_EXPERTS] fp32, or None
     slots,  # [num_rows] int64, 0 for padding; or None
-    spreads,  # [1] int32, whether padding chooses experts, each row others; or None
-    x,  # anything in the dtype of the logits
+    spreads,  # [1] int32, whether padding rows choose experts too, each row different ones; or None
+    x,  # any tensor in the dtype that the logits are rounded to
     chosen,  # [num_rows, TOP_K] int32
     weights,  # [num_rows, TOP_K] fp32
     num_rows,

@@ -101,7 +101,7 @@ def row_linear_triton(
         out = x.new_empty(*x.shape[:-1], weight.shape[-2] // (1 + silu_gate))
     _check(x, weight, bias, residual, silu_gate, out)
     assert x.is_meta or not x.numel() or out.data_ptr() != x.data_ptr(), "out must not share memory with x"
-    config = config or _default_config(x, weight, silu_gate)
+    config = config or default_config(weight, x.dtype, target_of(x.device), silu_gate)
     epilogue = _Epilogue.of(out, bias, residual, silu_gate, activation)
     if config.split_k == 1 and not isinstance(weight, QuantizedWeight):
         _multiply(x, weight, config, epilogue, False, pdl)
@@ -111,11 +111,18 @@ def row_linear_triton(
     return out
 
 
-def _default_config(x: Tensor, weight: Tensor | QuantizedWeight, silu_gate: bool) -> RowLinearConfig:
-    (out_features, in_features), target = weight.shape[-2:], target_of(x.device)
+def default_config(
+    weight: Tensor | QuantizedWeight,
+    dtype: torch.dtype,  # of the rows
+    target: str | None,  # as in `RowLinearConfig.default`
+    silu_gate: bool = False,
+    at_once: int = 1,  # number of such weights whose programs run at the same time
+) -> RowLinearConfig:
+    """Return the default configuration of a weight."""
+    out_features, in_features = weight.shape[-2] * at_once, weight.shape[-1]
     if isinstance(weight, QuantizedWeight):
-        return quantized_default(x.dtype, out_features, in_features, weight.group, target)
-    return RowLinearConfig.default(x.dtype, out_features, in_features, silu_gate, target)
+        return quantized_default(dtype, out_features, in_features, weight.group, target)
+    return RowLinearConfig.default(dtype, out_features, in_features, silu_gate, target)
 
 
 def chosen_linear_ref(
@@ -178,7 +185,7 @@ def chosen_linear_triton(
 
 
 class RowLinear:
-    """A linear layer by `row_linear_triton` in the weight's default configuration, with tiles for few rows alone."""
+    """A linear layer by `row_linear_triton` in the weight's default configuration, with its tile for few rows only."""
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None):
         self.weight: Tensor | QuantizedWeight
@@ -194,7 +201,8 @@ class RowLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer to x [num_rows, in_features]; returns [num_rows, out_features]."""
         if self._config is None:
-            self._config = replace(interpretable(_default_config(x, self.weight, False)), larger=())
+            config = default_config(self.weight, x.dtype, target_of(x.device))
+            self._config = replace(interpretable(config), larger=())
         return row_linear_triton(x, self.weight, bias=self.bias, config=self._config)
 
 

@@ -196,7 +196,7 @@ def add_splits(
     wait_for_predecessors(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     group, row = i_row // num_rows, i_row % num_rows
-    if chosen is not None:  # rows without a group, of which nothing is read, have any bias
+    if chosen is not None:  # rows without a group may have any bias, because nothing reads them
         group = tl.minimum(tl.load(chosen + i_row), num_groups - 1).to(tl.int64)
     FEATURES: tl.constexpr = OUT_FEATURES // 2 if SILU_GATE else OUT_FEATURES
     o_f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)

@@ -131,14 +131,15 @@ def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems
         message = f"{values['num_heads']} is not a multiple of a layer's {uneven[0]} KV heads"
         problems.append(Problem("config", "'num_attention_heads'", message))
         return {}
+    size, vocab = natural("hidden_size_per_layer_input", 0, MAX_DIMENSION, 0), values["vocab_size"]
     dim = math.gcd(*(own.head_dim for own in sizes))
     parts = math.gcd(*(own.num_kv_heads * own.head_dim // dim for own in sizes))
     return {
         "sizes": tuple(sizes),
         "head_dim": dim,
         "num_kv_heads": parts,
-        "per_layer_size": (size := natural("hidden_size_per_layer_input", 0, MAX_DIMENSION, 0)),
-        "per_layer_vocab": natural("vocab_size_per_layer_input", 0, MAX_DIMENSION, values["vocab_size"]) if size else 0,
+        "per_layer_size": size,
+        "per_layer_vocab": natural("vocab_size_per_layer_input", vocab, MAX_DIMENSION, vocab) if size else 0,
     }
 
 

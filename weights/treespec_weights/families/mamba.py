@@ -225,7 +225,7 @@ NEMOTRON_H = FamilyRules(
     },
 )
 
-# Its sizes of attention, which no layer has, are those of the smallest cache.
+# No layer has attention, so pages of the cache are empty; the sizes of its heads are placeholders.
 MAMBA2 = FamilyRules(
     model_type="mamba2",
     tensors=(

@@ -1,4 +1,4 @@
-"""OLMo Hybrid: Gated DeltaNets beside OLMo 3's attention, which may have no positions."""
+"""OLMo Hybrid: Gated DeltaNets beside OLMo 3's attention, with or without rotary embeddings."""
 
 from collections.abc import Mapping
 from dataclasses import replace

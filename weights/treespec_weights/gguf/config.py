@@ -120,7 +120,7 @@ _ROPE_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the second is ol
 _ROPE_KEYS = (
     *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.attn_factor"),
     *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
-    "rope.scaling.finetuned",  # changes nothing, except of granitehybrid
+    "rope.scaling.finetuned",  # changes nothing, except in files of granitehybrid (`_recurrent`)
     "rope.scaling.yarn_log_multiplier",
 )
 _SAMPLING = {
@@ -380,7 +380,7 @@ def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) 
         types = [mlp if own else kind for own, kind in zip(units, types, strict=False)]
         config[recurrent.key] = types[: count - num_predictors(file)]
     elif not recurrent.single:
-        rotates = file.value("rope.scaling.finetuned")  # llama.cpp's own mark of it
+        rotates = file.value("rope.scaling.finetuned")  # llama.cpp's mark of rotation
         config |= {recurrent.key: types, "position_embedding_type": "rope" if rotates else None}
         config["mamba_expand"] = natural("ssm.inner_size") // natural("embedding_length")
         shared = natural("expert_shared_feed_forward_length", file.value("feed_forward_length"))
@@ -392,7 +392,7 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     """Return the config keys of the rotary embedding."""
     arch, head_dim = file.architecture, config["head_dim"]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", 10000.0, problems)}
-    if arch == "gemma4":  # dimensions of layers without a window whose frequencies have huge divisors are not rotated
+    if arch == "gemma4":  # in layers without a window, huge divisors of frequencies mark dimensions without rotation
         divisors, theta = _factors(file, FACTORS[0]) or [], _positive(file, "rope.freq_base_swa", 10000.0, problems)
         rotated = sum(2 for divisor in divisors if divisor < _NOT_ROTATED) or config["global_head_dim"]
         rope |= {"rope_type": "proportional", "partial_rotary_factor": rotated / config["global_head_dim"]}

@@ -40,7 +40,7 @@ FORGET = 1e-4  # share per round by which the costs' uncertainty returns to that
 DRIFTING = np.array([[SLOWDOWN_STEP**2 / FORGET]])
 UPDATE_ROUNDS = 8  # number of learned rounds after which the corrections are applied
 STORE_ROUNDS = 256  # number of learned rounds after which the corrected curve is first stored
-LEARN_SECONDS = 2e-3  # least time between two rounds to learn from; an update takes about 1 % of it
+LEARN_SECONDS = 1e-2  # least time between two rounds to learn from; an update takes up to 50 us after a pass
 START_SHARES = 0.05, 0.9  # bounds of the start of drafting, relative to drafting one level
 
 

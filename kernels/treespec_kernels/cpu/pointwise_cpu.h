@@ -53,12 +53,13 @@ inline vec normed(const float* x, Moments of, const Norm& norm, int64_t i) {
 }
 
 // Rotates a head of `size` dimensions in place.
-void rotate(float* x, const float* cos, const float* sin, int64_t size) {
+void rotate(float* x, const float* __restrict cos, const float* __restrict sin, int64_t size) {
     const int64_t half = size / 2;
+    float *__restrict first = x, *__restrict second = x + half;  // without aliases, so that the loop is vectorised
     for (int64_t i = 0; i < half; i++) {
-        const float low = x[i], high = x[i + half];
-        x[i] = low * cos[i] + high * sin[i];
-        x[i + half] = high * cos[i + half] + low * sin[i + half];
+        const float low = first[i], high = second[i];
+        first[i] = low * cos[i] + high * sin[i];
+        second[i] = high * cos[i + half] + low * sin[i + half];
     }
 }
 

@@ -39,7 +39,7 @@ def assistant_config(form: AssistantForm, target: object, max_model_len: int | N
             f"{form.folder}: vocab_size is {config.shape.vocab_size}, that of the target {target.shape.vocab_size}; "
             "use the assistant of this target"
         )
-    sizes = tuple(own._replace(kv_of=_TARGETS) for own in config.shape.sizes)
+    sizes = tuple(layer._replace(kv_of=_TARGETS) for layer in config.shape.sizes)
     # As in transformers, whose windows have one key more, because none is the query's own.
     layers = tuple(kind._replace(window=kind.window and kind.window + 1) for kind in config.layers)
     config = replace(config, shape=replace(config.shape, sizes=sizes), layers=layers)
@@ -50,15 +50,15 @@ def assistant_config(form: AssistantForm, target: object, max_model_len: int | N
 
 def _planes_of(target: ModelConfig, config: ModelConfig, i: int) -> slice:
     """Return the planes of the target's cache that layer i reads: those of the last layer of its type."""
-    shape, own, rope = target.shape, config.shape.layer(i), config.ropes[config.layers[i].rope].key
+    shape, wanted, rope = target.shape, config.shape.layer(i), config.ropes[config.layers[i].rope].key
     for source in reversed(range(shape.num_layers)):
         sizes, planes = shape.layer(source), shape.num_planes(source)
-        alike = (sizes.num_kv_heads, sizes.head_dim) == (own.num_kv_heads, own.head_dim)
+        alike = (sizes.num_kv_heads, sizes.head_dim) == (wanted.num_kv_heads, wanted.head_dim)
         if planes and alike and target.ropes and target.ropes[target.layers[source].rope].key == rope:
             first = shape.planes(range(shape.num_layers))[source]
             return slice(first, first + planes)
     raise ModelError(
-        f"{config.folder}: layer {i} reads keys of {own.num_kv_heads} heads of {own.head_dim}, and no layer of "
+        f"{config.folder}: layer {i} reads keys of {wanted.num_kv_heads} heads of {wanted.head_dim}, and no layer of "
         f"{target.folder} has such keys with its rotation; use the assistant of this target"
     )
 

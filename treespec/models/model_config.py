@@ -118,8 +118,8 @@ class ModelConfig:
             for i, kind in enumerate(layers)
         )
         if shape.sizes:
-            sizes = [(*own[:3], own.kv_of == i) for i, own in enumerate(shape.sizes)]
-            layers = tuple(kind._replace(sizes=own) for kind, own in zip(layers, sizes, strict=True))
+            sizes = [(*layer[:3], layer.kv_of == i) for i, layer in enumerate(shape.sizes)]
+            layers = tuple(kind._replace(sizes=layer_sizes) for kind, layer_sizes in zip(layers, sizes, strict=True))
         if shape.experts is not None:
             sparse = {*shape.experts.layers}
             layers = tuple(kind._replace(sparse=i in sparse) for i, kind in enumerate(layers))

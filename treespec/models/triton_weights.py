@@ -42,13 +42,13 @@ class StackedExperts(NamedTuple):
     @classmethod
     def take(cls, weights: dict[str, Tensor], i: int, experts: Experts) -> Self:
         """Pop the experts of layer i from decoder parameters by name."""
-        own = take_experts(weights, i, experts.count)
-        router = own.router if own.shared_scale is None else torch.cat((own.router, own.shared_scale))
+        taken = take_experts(weights, i, experts.count)
+        router = taken.router if taken.shared_scale is None else torch.cat((taken.router, taken.shared_scale))
         return cls(
             router.float() if experts.scoring == "sigmoid" else router,
-            own.router_bias,
-            own.correction,
-            ExpertProducts(*(_stacked_parts(own.experts, name, i) for name in ExpertProducts._fields)),
+            taken.router_bias,
+            taken.correction,
+            ExpertProducts(*(_stacked_parts(taken.experts, name, i) for name in ExpertProducts._fields)),
         )
 
 

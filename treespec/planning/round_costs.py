@@ -144,7 +144,7 @@ class CurveCorrection:
         self._passes = KalmanFilter(prior)  # slowdown, factors by number of rows
         self._drafting = KalmanFilter(DRAFT_ERROR**2 * np.eye(4))  # factors of `CostCurve.draft_parts`
         # Shares of a pass by its number of rows, float64 [most rows + 1, 1 + len(rows)]
-        interpolated = [np.interp(counts, rows, each) for each in np.eye(len(rows))]
+        interpolated = [np.interp(counts, rows, unit) for unit in np.eye(len(rows))]
         self._shares = np.stack([np.ones(len(counts)), *interpolated], 1)
 
     @property

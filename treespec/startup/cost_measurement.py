@@ -190,13 +190,13 @@ def measure(
         for name, run in runs.items():
             if name not in cold:
                 run()
-        is_busy, each = clock.watch_other_work(), list(runs.values())
+        is_busy, calls = clock.watch_other_work(), list(runs.values())
         if not slow:
-            least = least_seconds(each, 2 if quick else 1, seconds, advance, before=before, clock=clock)
+            least = least_seconds(calls, 2 if quick else 1, seconds, advance, before=before, clock=clock)
         else:
-            least = least_seconds(each, 1, 0.0, advance, 1, before, clock)
+            least = least_seconds(calls, 1, 0.0, advance, 1, before, clock)
             if is_busy():  # again, and for longer
-                again = least_seconds(each, 1, seconds, advance, before=before, clock=clock)
+                again = least_seconds(calls, 1, seconds, advance, before=before, clock=clock)
                 least = [min(times) for times in zip(least, again, strict=True)]
     finally:
         _release(runner, ssms, scratch)

@@ -126,8 +126,10 @@ def experts_ref(
         [num_rows, hidden_size], in x's dtype.
     """
     total, dtype = sum_of_splits(logits), x.dtype if routing.scoring != "sigmoid" else torch.float32
-    own = total[:, : routing.count]
-    chosen, weights = route_ref((own if bias is None else own + bias.float()).to(dtype), correction, routing)
+    router_logits = total[:, : routing.count]
+    chosen, weights = route_ref(
+        (router_logits if bias is None else router_logits + bias.float()).to(dtype), correction, routing
+    )
     if slots is not None:
         chosen, weights = chosen.where(slots[:, None] != 0, routing.count), weights.where(slots[:, None] != 0, 0.0)
     pairs = chosen.flatten()

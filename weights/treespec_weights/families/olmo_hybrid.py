@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from treespec_weights.families.llama_like import OLMO2
+from treespec_weights.families.qwen3_5 import DELTA_SIZES
 from treespec_weights.rules import RecurrentRules, TensorRule, one_to_one
 
 _LAYER = "model.layers.{i}."
@@ -61,14 +62,7 @@ OLMO_HYBRID = replace(
         kind="delta",
         layer_type="linear_attention",
         interval="full_attention_interval",
-        config_keys={
-            "kernel": "linear_conv_kernel_dim",
-            "key_heads": "linear_num_key_heads",
-            "heads": "linear_num_value_heads",
-            "key_dim": "linear_key_head_dim",
-            "value_dim": "linear_value_head_dim",
-            "doubled": "linear_allow_neg_eigval",
-        },
+        config_keys={**DELTA_SIZES, "doubled": "linear_allow_neg_eigval"},
         defaults={"kernel": 4, "doubled": True, "interval": 4},
         eps=1e-5,
     ),

@@ -33,6 +33,13 @@ _PROJECTIONS_BY_HEAD = (
 )
 _PREDICTORS = ("mtp.",)  # layers for multi-token prediction
 
+DELTA_SIZES = {
+    "kernel": "linear_conv_kernel_dim",
+    "key_heads": "linear_num_key_heads",
+    "heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+}
 QWEN3_5 = replace(
     LLAMA,
     model_type="qwen3_5_text",
@@ -53,13 +60,7 @@ QWEN3_5 = replace(
         kind="delta",
         layer_type="linear_attention",
         interval="full_attention_interval",
-        config_keys={
-            "kernel": "linear_conv_kernel_dim",
-            "key_heads": "linear_num_key_heads",
-            "heads": "linear_num_value_heads",
-            "key_dim": "linear_key_head_dim",
-            "value_dim": "linear_value_head_dim",
-        },
+        config_keys=DELTA_SIZES,
         defaults={"kernel": 4, "key_heads": 16, "heads": 32, "key_dim": 128, "value_dim": 128, "interval": 4},
     ),
     requires={"attention_bias": (None, False), "hidden_act": ("silu",)},

@@ -499,8 +499,8 @@ def main(words: list[str]) -> int:
             code, printed = run_tests(copy, [fault.test])
             file.write_text(text)
             missed += code != 1
-            found = next((line for line in printed.splitlines() if line.startswith("FAILED")), "NOT FOUND")
-            print(f"{fault.name}: {found.removeprefix('FAILED tests/')[:150]}", flush=True)
+            outcome = next((line for line in printed.splitlines() if line.startswith("FAILED")), "NOT FOUND")
+            print(f"{fault.name}: {outcome.removeprefix('FAILED tests/')[:150]}", flush=True)
     print(f"{len(faults) - missed} of {len(faults)} faults found")
     return int(missed > 0)
 

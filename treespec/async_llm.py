@@ -324,13 +324,13 @@ class AsyncLLM:
 
     def _submit(self, call: Callable[[], object]) -> Future[None]:
         """Schedule a call between rounds. Raises ConfigError after `shutdown`."""
-        made: Future[None] = Future()
-        made.set_running_or_notify_cancel()  # cancelling the wait does not cancel the call
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()  # cancelling the wait does not cancel the call
         with self._lock:
             self._check_open()
-            self._calls.append((call, made))
+            self._calls.append((call, future))
         self._wake.set()
-        return made
+        return future
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -365,14 +365,14 @@ class AsyncLLM:
 
     def _make_calls(self) -> None:
         while self._calls:
-            call, made = self._calls.popleft()
+            call, future = self._calls.popleft()
             try:
                 call()
             except Exception as error:  # the thread continues with the others' requests
                 logger.exception("a call between rounds failed")
-                made.set_exception(error)
+                future.set_exception(error)
             else:
-                made.set_result(None)
+                future.set_result(None)
 
     def _hand_over(self) -> None:
         """Hand new outputs to all waiting readers, and drop ended requests."""

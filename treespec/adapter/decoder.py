@@ -139,17 +139,19 @@ class AdapterDecoder(Decoder):
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> AdapterPass:  # type: ignore[override]
         short_context, counts = self.config.short_context, [rows.num_rows for rows in requests]
-        wanted = self._padded(sum(counts))
+        padded_rows = self._padded(sum(counts))
         # The self-test and cost measurements may exceed a model's learned positions; requests do not.
-        positions = np.minimum(padded([rows.positions for rows in requests], wanted), self.config.max_positions - 1)
+        positions = np.minimum(
+            padded([rows.positions for rows in requests], padded_rows), self.config.max_positions - 1
+        )
         long = np.repeat([rows.max_len > short_context for rows in requests], counts)
         return AdapterPass(
-            wanted,
+            padded_rows,
             torch.from_numpy(positions).to(self.device),
-            torch.from_numpy(cache_slots(requests, kv, wanted)).to(self.device),
-            [self.attention.plan(requests, wanted, window) for window in self.windows],
+            torch.from_numpy(cache_slots(requests, kv, padded_rows)).to(self.device),
+            [self.attention.plan(requests, padded_rows, window) for window in self.windows],
             requests,
-            F.pad(torch.from_numpy(long), (0, wanted - len(long))).to(self.device),
+            F.pad(torch.from_numpy(long), (0, padded_rows - len(long))).to(self.device),
         )
 
     def _padded(self, num_rows: int) -> int:

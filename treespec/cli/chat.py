@@ -94,9 +94,9 @@ def _answer(
     """Answer a message, and append both to the conversation. Ctrl-C ends the answer early."""
     from treespec.errors import RequestError
 
-    asked, answer, output = [*messages, {"role": "user", "content": text}], "", None
+    conversation, answer, output = [*messages, {"role": "user", "content": text}], "", None
     try:
-        with closing(llm.stream(asked, params, chat_template=template)) as chunks:
+        with closing(llm.stream(conversation, params, chat_template=template)) as chunks:
             for chunk in chunks:
                 typer.echo(chunk.text, nl=False)
                 answer, output = answer + (chunk.text or ""), chunk.output
@@ -106,7 +106,7 @@ def _answer(
     except KeyboardInterrupt:
         pass
     typer.echo()
-    messages[:] = [*asked, {"role": "assistant", "content": answer}]
+    messages[:] = [*conversation, {"role": "assistant", "content": answer}]
     if output is not None:
         metrics = _metrics(output)
         typer.echo(typer.style(metrics, dim=True) if uses_colour(sys.stderr) else metrics, err=True)

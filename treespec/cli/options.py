@@ -107,10 +107,10 @@ class GenerationFlags:
 
     def speculation(self, drafts: list[str] | None) -> "tuple[list[str] | None, SpecConfig | str]":
         """Return the drafts to load and the speculation options: none and "off" with --no-spec."""
-        given = self.nodes, self.max_depth, self.branching, self.verification
+        tree_options = self.nodes, self.max_depth, self.branching, self.verification
         if not self.no_spec:
             return drafts, self.spec_config()
-        if any(value is not None for value in given):
+        if any(value is not None for value in tree_options):
             raise UsageError(
                 "--no-spec is plain decoding; omit it, or omit --nodes, --max-depth, --branching and --verification"
             )
@@ -145,21 +145,21 @@ def flags(options: type, *names: str) -> Callable[[_Command], _Command]:
     """
 
     def decorate(command: _Command) -> _Command:
-        stated = {field.name: field for field in fields(options) if not names or field.name in names}
+        option_fields = {field.name: field for field in fields(options) if not names or field.name in names}
         parameters = inspect.signature(command).parameters.values()
         instance = next((p.name for p in parameters if p.annotation is options), None)
-        others = [p for p in parameters if p.name not in (*stated, instance) and p.kind is not p.VAR_KEYWORD]
-        made = [_flag(field, help_texts(options)[name]) for name, field in stated.items()]
+        others = [p for p in parameters if p.name not in (*option_fields, instance) and p.kind is not p.VAR_KEYWORD]
+        flags = [_flag(field, help_texts(options)[name]) for name, field in option_fields.items()]
 
         @functools.wraps(command)
         def run(**values: Any) -> Any:
-            settings = {name: values.pop(name) for name in stated}
-            for name, field in stated.items():
+            settings = {name: values.pop(name) for name in option_fields}
+            for name, field in option_fields.items():
                 if settings[name] is None:
                     settings[name] = () if field.default is MISSING else field.default
             return command(**values, **(settings if instance is None else {instance: options(**settings)}))
 
-        run.__signature__ = inspect.Signature([*others, *made])  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature([*others, *flags])  # type: ignore[attr-defined]
         return cast(_Command, run)
 
     return decorate

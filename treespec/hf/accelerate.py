@@ -83,9 +83,9 @@ class _Generate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model, method = self._model, type(self._model).generate  # type: ignore[attr-defined]
-        named = list(inspect.signature(method).parameters)[1:]
-        arguments = dict(zip(named, args, strict=False)) | kwargs
-        if len(args) > len(named) or arguments.keys() & set(named[: len(args)]) & kwargs.keys():
+        positional = list(inspect.signature(method).parameters)[1:]
+        arguments = dict(zip(positional, args, strict=False)) | kwargs
+        if len(args) > len(positional) or arguments.keys() & set(positional[: len(args)]) & kwargs.keys():
             return method(model, *args, **kwargs)  # raises transformers' TypeError
         custom = arguments.pop("custom_generate", None)
         if custom is not None and custom is not generate:
@@ -121,8 +121,8 @@ class _Generate:
         if strings is None and config is not None:
             strings = config.stop_strings
         if default is not None and default.stop_strings is not None:
-            named = f"model.generation_config.stop_strings={default.stop_strings!r}"
-            raise ConfigError(f"{named}; set it to None there, and pass stop_strings= and tokenizer= to the call")
+            setting = f"model.generation_config.stop_strings={default.stop_strings!r}"
+            raise ConfigError(f"{setting}; set it to None there, and pass stop_strings= and tokenizer= to the call")
         if strings is None:
             return
         if tokenizer is None:
@@ -140,8 +140,8 @@ def _announce_hints(arguments: dict[str, Any]) -> None:
     """Drop arguments that change no token, and log them."""
     hints = {name: arguments.pop(name) for name in _HINTS if arguments.get(name) is not None}
     if hints:
-        named = ", ".join(f"{name}={value!r}" for name, value in hints.items())
-        logger.info("generate(%s): no effect; the planner chooses the draft sizes", named)
+        listed = ", ".join(f"{name}={value!r}" for name, value in hints.items())
+        logger.info("generate(%s): no effect; the planner chooses the draft sizes", listed)
 
 
 def _check_unsupported(arguments: dict[str, Any]) -> None:

@@ -327,9 +327,9 @@ class Planner:
         of_all, gains = self.state.drafted, list[float]()
         for request in self.round.batch:
             means = request.drafted or DraftedMeans()
-            own = means.rounds / (means.rounds + PRIOR_ROUNDS)
-            accepted = of_all.accepted + own * (means.accepted - of_all.accepted)
-            later_seconds = of_all.later_seconds + own * (means.later_seconds - of_all.later_seconds)
+            own_share = means.rounds / (means.rounds + PRIOR_ROUNDS)
+            accepted = of_all.accepted + own_share * (means.accepted - of_all.accepted)
+            later_seconds = of_all.later_seconds + own_share * (means.later_seconds - of_all.later_seconds)
             gains.append(accepted - later_seconds / self.costs.plain)
             unread = len(request.tokens) if request.drafted is None else 0
             explored = (means.rounds + 1) * cost + unread * self.costs.curve.read_seconds / self.costs.plain

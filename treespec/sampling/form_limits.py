@@ -58,8 +58,8 @@ def check_lark(grammar: str) -> None:
     @cache
     def expanded(name: str) -> tuple[int, int]:
         """Return the characters and parts of a rule, or of a terminal including the terminals it references."""
-        named = [term for term in _TERMINAL.findall(bodies[name]) if term in bodies] if name.isupper() else []
-        sizes = [(len(bodies[name]), _num_parts(bodies[name], _OPTIONAL + r"|\[")), *map(expanded, named)]
+        references = [term for term in _TERMINAL.findall(bodies[name]) if term in bodies] if name.isupper() else []
+        sizes = [(len(bodies[name]), _num_parts(bodies[name], _OPTIONAL + r"|\[")), *map(expanded, references)]
         return sum(length for length, _ in sizes), sum(parts for _, parts in sizes)
 
     try:

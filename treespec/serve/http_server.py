@@ -165,27 +165,27 @@ class HttpServer(uvicorn.Server):
 
 def bind(host: str, port: int) -> list[socket.socket]:
     """Return bound, not yet listening sockets for a port on all addresses of a host. Raises ConfigError."""
-    found: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     absent: OSError | None = None
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         ):
-            if found and not port:  # use one port for all addresses
-                address = (address[0], found[0].getsockname()[1], *address[2:])
+            if sockets and not port:  # use one port for all addresses
+                address = (address[0], sockets[0].getsockname()[1], *address[2:])
             try:
-                found.append(_bind(family, kind, protocol, address))
+                sockets.append(_bind(family, kind, protocol, address))
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
                 absent = error  # such as ::1 of localhost with IPv6 disabled
-        if not found and absent is not None:
+        if not sockets and absent is not None:
             raise absent
     except OSError as error:
-        for bound in found:
+        for bound in sockets:
             bound.close()
         raise ConfigError(f"port {port} of {host}: {error.strerror}; choose another --port or --host") from error
-    return found
+    return sockets
 
 
 def _bind(family: int, kind: int, protocol: int, address: Any, reuses: bool = False) -> socket.socket:

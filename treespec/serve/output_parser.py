@@ -97,9 +97,13 @@ class OutputParser:
         def allowed(schema: Any) -> frozenset[str]:
             if not isinstance(schema, Mapping):
                 return JSON_TYPES
-            types, named = JSON_TYPES, schema.get("type")
-            if isinstance(named, str | list):
-                names = {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)}
+            types, stated_type = JSON_TYPES, schema.get("type")
+            if isinstance(stated_type, str | list):
+                names = (
+                    {stated_type}
+                    if isinstance(stated_type, str)
+                    else {name for name in stated_type if isinstance(name, str)}
+                )
                 types &= names | ({"integer"} if "number" in names else set())
             values = [schema["const"]] if "const" in schema else schema.get("enum")
             if isinstance(values, list):

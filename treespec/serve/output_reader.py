@@ -251,7 +251,7 @@ class OutputReader:
             return False
         self._take(head.end())
         self._begin_call(head[1])
-        given: set[str] = set()
+        given_keys: set[str] = set()
         while True:
             yield from self._skip(_SPACE)
             while not self._ended and _is_open(self._text, _XML_PARAMETER, _XML_END):
@@ -259,15 +259,15 @@ class OutputReader:
             if (key := _XML_KEY.match(self._text)) is None:
                 break
             self._take(key.end())
-            self._go_on(f"{', ' if given else '{'}{json.dumps(key[1], ensure_ascii=False)}: ")
-            given.add(key[1])
-            if not (yield from self._read_value(head[1], key[1], given)):
+            self._go_on(f"{', ' if given_keys else '{'}{json.dumps(key[1], ensure_ascii=False)}: ")
+            given_keys.add(key[1])
+            if not (yield from self._read_value(head[1], key[1], given_keys)):
                 return True
         if self._ended and _is_open(self._text, _XML_PARAMETER, _XML_END):  # the text is truncated
             self._take()
             return True
         self._text = self._text.removeprefix(_XML_END)
-        self._go_on("}" if given else "{}")
+        self._go_on("}" if given_keys else "{}")
         return True
 
     def _read_value(self, function: str, parameter: str, given: set[str]) -> _Decision:

@@ -62,9 +62,9 @@ _MAX_STORED = 1000  # curves in a file; the oldest are dropped
 
 def cache_folder() -> Path:
     """Return $XDG_CACHE_HOME/treespec or ~/.cache/treespec. Raises OSError if there is no home folder."""
-    named = os.environ.get("XDG_CACHE_HOME")
+    configured = os.environ.get("XDG_CACHE_HOME")
     try:
-        return Path(named or Path.home() / ".cache") / "treespec"
+        return Path(configured or Path.home() / ".cache") / "treespec"
     except RuntimeError as error:
         raise OSError("no home folder to keep files in; set XDG_CACHE_HOME or HOME") from error
 

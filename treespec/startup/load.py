@@ -253,13 +253,13 @@ class Loader:
         size = target.vocab_size
         weights, tokens = load_state_head(form, config.target_hidden, size, self.dtype, self.device)
         vocabulary = None if tokens is None else HeadVocabulary(tokens, size, self.device)
-        made: dict[int, AnyLinear] = {}
+        linears: dict[int, AnyLinear] = {}
 
         def linear(weight: Tensor | None, bias: Tensor | None = None) -> AnyLinear:
             assert weight is not None
-            if id(weight) not in made:  # depths may share it
-                made[id(weight)] = self._linear(target, weight, bias)
-            return made[id(weight)]
+            if id(weight) not in linears:  # depths may share it
+                linears[id(weight)] = self._linear(target, weight, bias)
+            return linears[id(weight)]
 
         heads = DepthHeads(target, columns, [linear(step.head) for step in weights.steps], vocabulary)
         if form.kind == "medusa":

@@ -175,8 +175,8 @@ def _ssm_names(group: str) -> list[str]:
 
 def resolve_folders(model: object, drafts: Sequence[Any] | None) -> list[tuple[str, Path]]:
     """Return the draft models of `resolve_drafts` that are on disk."""
-    found = resolve_drafts(model, drafts)[0]
-    return [(name, folder) for name, folder in found if isinstance(folder, Path) and not is_table(folder)]
+    resolved = resolve_drafts(model, drafts)[0]
+    return [(name, folder) for name, folder in resolved if isinstance(folder, Path) and not is_table(folder)]
 
 
 def resolve_compile(
@@ -308,9 +308,9 @@ def resolve(options: EngineOptions) -> Resolved:
     fixed_rows = None
     if not compiles:
         is_adapted = isinstance(target, Source)
-        asked = "torch" if is_adapted and device.type == "cuda" else options.linear
+        requested = "torch" if is_adapted and device.type == "cuda" else options.linear
         needs_padding = options.exact and not is_adapted  # `load_target` finds the padding of an adapter
-        linear, fixed_rows = resolve_linear(asked, attention, dtype, device, needs_padding, spec)
+        linear, fixed_rows = resolve_linear(requested, attention, dtype, device, needs_padding, spec)
     if options.enable_lora and (isinstance(target, Source) or (device.type != "cpu" and linear != "triton")):
         raise KernelError(
             "enable_lora=True is for native families in passes on a CPU, or on a GPU with linear='triton'; "

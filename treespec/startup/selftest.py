@@ -196,10 +196,10 @@ def _compare_after_prompt(
         twin.restore(after)
         other = replace(rows, pages=twin.pages, state=twin.rows())
         both = _hidden(model, pool, [other, rows], np.concatenate([tree, tree]))
-        same = torch.equal(both[len(tree) :], hidden)
+        is_equal = torch.equal(both[len(tree) :], hidden)
         if logits is not None:
-            same = same and torch.equal(model.logits(both)[len(tree) :][shown], logits)
-        if not same:
+            is_equal = is_equal and torch.equal(model.logits(both)[len(tree) :][shown], logits)
+        if not is_equal:
             differences.append(f"a tree of {len(tree)} nodes after {prefix} tokens, in a batch")
     computed: list[int] = []  # nodes whose K/V are in the slots behind the prompt
     for leaf in (len(tree) - 1, *_ALONE):
@@ -211,10 +211,10 @@ def _compare_after_prompt(
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         for depth, node in enumerate(path[shared:], shared):
             alone = _hidden(model, pool, [place.chain(prefix + depth, 1)], tree[node : node + 1])
-            same = torch.equal(alone[0], hidden[node])
+            is_equal = torch.equal(alone[0], hidden[node])
             if logits is not None and node == leaf >= shown.start:
-                same = same and torch.equal(model.logits(alone)[0], logits[node - shown.start])
-            if not same:
+                is_equal = is_equal and torch.equal(model.logits(alone)[0], logits[node - shown.start])
+            if not is_equal:
                 differences.append(f"node {node} of a tree of {len(tree)} nodes after {prefix} tokens")
         computed = path
     return differences

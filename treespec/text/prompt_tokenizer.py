@@ -314,14 +314,14 @@ def _parts(part: Any, several: str) -> list[dict[str, Any]]:
     """Return the settings of a normalizer or pre-tokenizer, or of all members of a sequence."""
     if part is None:
         return []
-    left, found = [json.loads(part.__getstate__())], []
+    left, parts = [json.loads(part.__getstate__())], []
     while left:
         settings = left.pop(0)
         if settings["type"] == "Sequence":
             left.extend(settings[several])
         else:
-            found.append(settings)
-    return found
+            parts.append(settings)
+    return parts
 
 
 def check_text(text: str) -> None:

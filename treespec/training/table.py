@@ -51,15 +51,15 @@ def count_lessons(lessons: Lessons, vocab_size: int, max_bytes: int = MAX_BYTES)
         of_context = np.repeat(np.arange(len(contexts)), np.diff([*begins, len(keys)]))
         total = np.bincount(of_context, mass)
         types = PRIOR_TYPES + np.bincount(of_context, np.minimum(mass, 1.0))
-        own = mass / (total + types)[of_context]
-        probs = own + (types / (total + types))[of_context] * shorter_probs
+        context_probs = mass / (total + types)[of_context]
+        probs = context_probs + (types / (total + types))[of_context] * shorter_probs
         gain = np.bincount(of_context, mass * np.log(probs / np.maximum(shorter_probs, 1e-9)))
         gain = gain * np.maximum(total - LEFT_OUT, 0.0) / total
         rank = np.lexsort((-mass, of_context))
         place = np.empty(len(rank), dtype=np.int64)
         place[rank] = np.arange(len(rank)) - begins[of_context[rank]]
         chosen = place < MOST
-        kept.append((contexts, gain, of_context[chosen], keys[chosen] & np.uint64(0xFFFFFFFF), own[chosen]))
+        kept.append((contexts, gain, of_context[chosen], keys[chosen] & np.uint64(0xFFFFFFFF), context_probs[chosen]))
         below, below_keys, below_probs = hashed, keys, probs
     return _packed(kept, frequencies, max_bytes)
 

@@ -50,8 +50,14 @@ def read_draft_vocabulary(folder: Path, rows: int, target_size: int) -> np.ndarr
         raise problem(f"not a draft vocabulary: {error}") from error
     if size != target_size:
         raise problem(f"maps to a vocabulary of {size} tokens, the target has {target_size}; use its own target")
-    named = ids[:-1] if len(ids) and ids[-1] == -1 else ids
-    if len(ids) != rows or not len(named) or named[0] < 0 or named[-1] >= target_size or (np.diff(named) <= 0).any():
+    token_ids = ids[:-1] if len(ids) and ids[-1] == -1 else ids
+    if (
+        len(ids) != rows
+        or not len(token_ids)
+        or token_ids[0] < 0
+        or token_ids[-1] >= target_size
+        or (np.diff(token_ids) <= 0).any()
+    ):
         valid = f"one per row, ascending from 0 to {target_size - 1}, with an optional last -1 for all others"
         raise problem(f"{len(ids)} ids for {rows} rows; valid: {valid}")
     return ids
@@ -82,18 +88,18 @@ def rank_tokens(folder: Path, first: Iterable[int] = (), texts: Sequence[str] = 
     ids = token_ids(folder, raw)
     added = [token["id"] for token in raw.get("added_tokens") or []]
     try:
-        made = _training_order(raw["model"], ids)
+        training_order = _training_order(raw["model"], ids)
     except (AttributeError, TypeError, ValueError) as error:
         message = f"malformed: expected model.merges as the tokenizers library writes them ({error})"
         raise CheckpointError.of(folder, "tokenizer", "tokenizer.json", message) from None
     table, singles, shares = byte_table(raw), list[int](), dict[int, float]()
     classes = defaultdict[tuple[str, bool], list[int]](list)
-    for token, id in sorted(ids.items(), key=lambda item: (made.get(item[1], -1), item[1])):
+    for token, id in sorted(ids.items(), key=lambda item: (training_order.get(item[1], -1), item[1])):
         data = bytes_of(token, table)
         if len(data) == 1:
             singles.append(id)
         # SentencePiece's merges make no single characters, which have the last ids: they are a class of their own.
-        classes[_script(data), id in made].append(id)
+        classes[_script(data), id in training_order].append(id)
     for members in classes.values():
         shares |= zip(members, np.linspace(0, 1, len(members), endpoint=False).tolist(), strict=True)
     counts = Counter[int]()
@@ -108,12 +114,12 @@ def _training_order(model: dict[str, Any], ids: dict[str, int]) -> dict[int, flo
     """Return the place in the training of each token that a merge made, or that has a score."""
     if isinstance(vocab := model["vocab"], list):
         return {id: -float(score) for id, (_, score) in enumerate(vocab)}
-    made: dict[int, float] = {}
+    order: dict[int, float] = {}
     for place, merge in enumerate(model.get("merges") or ()):
         token = merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
         if (id := ids.get(token)) is not None:
-            made.setdefault(id, place)
-    return made
+            order.setdefault(id, place)
+    return order
 
 
 def _script(data: bytes) -> str:

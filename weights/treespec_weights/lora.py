@@ -64,13 +64,15 @@ def load_lora(folder: Path | str, shape: ModelShape, rules: FamilyRules, dtype: 
             for placement in expected_tensors(shape, rules)
             if len(placement.shape) == 2
         }
-        found, problems = _match(checkpoint, placements, shape, rules)
+        modules, problems = _match(checkpoint, placements, shape, rules)
         if problems:
             raise CheckpointError(root, problems)
         matrices: dict[str, tuple[Tensor, Tensor]] = {}
-        for module, (rank, names) in found.items():
-            if (stated := _value(config, "r", module)) != rank:
-                problems.append(Problem("config", repr(module), f"has rank {rank}, but {CONFIG} says {stated}"))
+        for module, (rank, names) in modules.items():
+            if (configured_rank := _value(config, "r", module)) != rank:
+                problems.append(
+                    Problem("config", repr(module), f"has rank {rank}, but {CONFIG} says {configured_rank}")
+                )
             scale = _value(config, "lora_alpha", module) / (math.sqrt(rank) if config.get("use_rslora") else rank)
             placement, (down, up) = placements[module], map(checkpoint.tensor, names)
             stored = down, up.float() * scale  # scaled before it is rounded
@@ -84,7 +86,7 @@ def load_lora(folder: Path | str, shape: ModelShape, rules: FamilyRules, dtype: 
     digest = hashlib.sha256()
     for name in (CONFIG, TENSORS):
         digest.update(hashlib.sha256(file_inside(root, name).read_bytes()).digest())
-    return LoraWeights(matrices, max(rank for rank, _ in found.values()), digest.digest())
+    return LoraWeights(matrices, max(rank for rank, _ in modules.values()), digest.digest())
 
 
 def _read_config(root: Path) -> dict[str, Any]:
@@ -122,8 +124,8 @@ def _read_config(root: Path) -> dict[str, Any]:
 def _value(config: Mapping[str, Any], key: str, module: str) -> Any:
     """Return a module's value of a key of `_PATTERNS`."""
     pattern = config.get(_PATTERNS[key]) or {}
-    found = (value for end, value in pattern.items() if re.fullmatch(rf"(.*\.)?({end})", module))
-    return next(found, config[key])
+    values = (value for end, value in pattern.items() if re.fullmatch(rf"(.*\.)?({end})", module))
+    return next(values, config[key])
 
 
 def _match(
@@ -146,7 +148,7 @@ def _match(
             problems.append(Problem("unexpected", repr(name), f"updates of {module} are not supported; {_MERGE}"))
         else:
             pairs.setdefault(module, {})[side] = name
-    found: dict[str, tuple[int, list[str]]] = {}
+    modules: dict[str, tuple[int, list[str]]] = {}
     for module, names in pairs.items():
         if len(names) < 2:
             (missing,) = {"A", "B"} - names.keys()
@@ -157,13 +159,15 @@ def _match(
         if placements[module].rule.layout == "transposed":
             out, inputs = inputs, out
         rank = infos[0].shape[0] if infos[0].shape else 0
-        for info, side, wanted in zip(infos, "AB", ((rank, inputs), (out, rank)), strict=True):
-            if info.shape != wanted or not rank:
-                message = f"has shape {list(info.shape)}, expected {['rank', inputs] if side == 'A' else list(wanted)}"
+        for info, side, expected in zip(infos, "AB", ((rank, inputs), (out, rank)), strict=True):
+            if info.shape != expected or not rank:
+                message = (
+                    f"has shape {list(info.shape)}, expected {['rank', inputs] if side == 'A' else list(expected)}"
+                )
                 problems.append(Problem("shape", repr(names[side]), message))
             if info.dtype not in LOADABLE:
                 problems.append(
                     Problem("dtype", repr(names[side]), f"has dtype {info.dtype}, expected {', '.join(LOADABLE)}")
                 )
-        found[module] = rank, [names[side] for side in "AB"]
-    return found, problems
+        modules[module] = rank, [names[side] for side in "AB"]
+    return modules, problems

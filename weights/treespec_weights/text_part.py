@@ -43,5 +43,5 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
     part = next((part for part in _PARTS if any(name.startswith(part) for name in names)), None)
     if part is None:
         return {name: name for name in names}
-    found = {_PARTS[part] + name.removeprefix(part): name for name in names if name.startswith(part)}
-    return found | {name: name for name in names if name.startswith(_HEAD)}
+    renamed = {_PARTS[part] + name.removeprefix(part): name for name in names if name.startswith(part)}
+    return renamed | {name: name for name in names if name.startswith(_HEAD)}

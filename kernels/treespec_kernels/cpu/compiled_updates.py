@@ -52,7 +52,7 @@ class CompiledUpdates:
 def set_updated(batch: ctypes.Structure, updated: Sequence[UpdatedRows]) -> None:
     """Set the rows of a pass with the updates of adapters."""
     if updated:
-        made = [STRUCTS["UpdatedRows"](rows.adapter.address, rows.first, rows.num_rows) for rows in updated]
-        structs = (STRUCTS["UpdatedRows"] * len(made))(*made)
+        rows_of_adapters = [STRUCTS["UpdatedRows"](rows.adapter.address, rows.first, rows.num_rows) for rows in updated]
+        structs = (STRUCTS["UpdatedRows"] * len(rows_of_adapters))(*rows_of_adapters)
         batch.updated, batch.num_updated = ctypes.addressof(structs), len(structs)
         batch.held = structs  # as long as the batch lives

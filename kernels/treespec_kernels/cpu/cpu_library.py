@@ -54,15 +54,15 @@ class CompileError(RuntimeError):
 
 def find_compiler() -> tuple[str, ...]:
     """Return the command of the C++ compiler, with the flags of `instruction_flags`."""
-    named = os.environ.get("CXX")
+    configured = os.environ.get("CXX")
     try:
-        commands = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
+        commands = [shlex.split(configured)] if configured else [["c++"], ["g++"], ["clang++"]]
     except ValueError as error:
-        raise CompileError(f"CXX={named!r} is not a command: {error}") from error
+        raise CompileError(f"CXX={configured!r} is not a command: {error}") from error
     for command in commands:
         if command and shutil.which(command[0]):
             return *command, *instruction_flags(tuple(command), os.environ.get("TREESPEC_CPU"))
-    tried = f"CXX={named!r} is not one" if named else "none of c++, g++ and clang++ is installed"
+    tried = f"CXX={configured!r} is not one" if configured else "none of c++, g++ and clang++ is installed"
     raise CompileError(f"no C++ compiler: {tried}")
 
 

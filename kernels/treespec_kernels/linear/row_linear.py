@@ -146,8 +146,8 @@ def chosen_linear_ref(
     dense = dequantized(weight) if isinstance(weight, QuantizedWeight) else weight
     for group in range(num_groups):
         rows = (chosen == group).nonzero()[:, 0]
-        own = None if bias is None else bias[group]
-        y = _activate(x[rows].float() @ dense[group].float().mT, own, silu_gate, activation)
+        group_bias = None if bias is None else bias[group]
+        y = _activate(x[rows].float() @ dense[group].float().mT, group_bias, silu_gate, activation)
         out[rows] = (y if residual is None else y + residual[rows].float()).to(out.dtype)
     return out
 

@@ -196,8 +196,8 @@ class LookupDrafter(DraftSource):
         min_prob = max(least_value if spec.is_adaptive else 0.0, MIN_PROB)
         if self._compiled is not None:
             own_counts = None if counts is None else counts.address
-            found = self._compiled.search(*text.window_address, depth, own_counts, min_prob, looks_up, owner)
-            return None if found is None else (_tree(*found), found[1])
+            searched = self._compiled.search(*text.window_address, depth, own_counts, min_prob, looks_up, owner)
+            return None if searched is None else (_tree(*searched), searched[1])
         rates = self.counts.rates(self.prior, PRIOR_TRIALS)
         rates = rates if counts is None else counts.rates(rates, GLOBAL_TRIALS)
         history = self._history if owner is not None and isinstance(self._history, History) else None

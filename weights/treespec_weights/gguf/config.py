@@ -152,9 +152,9 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     variants = []
     for key, names in _CHANGES_LAYERS.items():
         if value := file.value(key):
-            own = [config_key for name in names if (config_key := getattr(rules, name)) is not None]
-            scales |= {config_key: value for config_key in own if isinstance(config_key, str)}
-            if not own:
+            config_keys = [config_key for name in names if (config_key := getattr(rules, name)) is not None]
+            scales |= {config_key: value for config_key in config_keys if isinstance(config_key, str)}
+            if not config_keys:
                 variants.append(Problem("config", repr(f"{arch}.{key}"), f"{value!r} is not supported"))
     if variants:
         raise UnsupportedModelError(file.path, variants)
@@ -231,8 +231,8 @@ def _has(file: GgufFile, name: str) -> bool:
 def _special_tokens(file: GgufFile) -> dict[str, Any]:
     """Return the ids of special tokens; the end tokens of texts, turns and messages all end generation."""
     ends = [file.metadata.get(f"tokenizer.ggml.{key}") for key in _END_TOKENS]
-    more = file.metadata.get("tokenizer.ggml.eos_token_ids")
-    ends += [*(more if isinstance(more, list) else []), *turn_ends(file)]
+    eos_ids = file.metadata.get("tokenizer.ggml.eos_token_ids")
+    ends += [*(eos_ids if isinstance(eos_ids, list) else []), *turn_ends(file)]
     ids = list(dict.fromkeys(token for token in ends if type(token) is int))
     return {
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
@@ -276,12 +276,12 @@ def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dic
         message = f"{gating!r} is not supported for {file.architecture}"
         problems.append(Problem("config", repr(f"{file.architecture}.expert_gating_func"), message))
     # Not stored for these: llama.cpp divides the weights of the architecture by their sum.
-    found: dict[str, Any] = {"norm_topk_prob": file.architecture in ("qwen3moe", "qwen3vlmoe", "qwen3next", "lfm2moe")}
+    config: dict[str, Any] = {"norm_topk_prob": file.architecture in ("qwen3moe", "qwen3vlmoe", "qwen3next", "lfm2moe")}
     if file.architecture in _MAY_BE_DENSE:
-        found[rules.count[0]] = 0
+        config[rules.count[0]] = 0
     if rules.switch is not None:
-        found[rules.switch] = bool(file.value("expert_count"))
-    return found | {name: value for key, name in keys.items() if (value := file.value(key)) is not None}
+        config[rules.switch] = bool(file.value("expert_count"))
+    return config | {name: value for key, name in keys.items() if (value := file.value(key)) is not None}
 
 
 def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
@@ -323,7 +323,7 @@ def _unequal(file: GgufFile, config: Mapping[str, Any], natural: Callable[..., i
         *map(file.value, ("attention.head_count_kv", "feed_forward_length")),
     )
     full = kinds.index(FULL_ATTENTION) if FULL_ATTENTION in kinds else 0
-    found = {
+    fields = {
         "global_head_dim": config["head_dim"],
         "head_dim": natural("attention.key_length_swa", config["head_dim"]),
         "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
@@ -332,13 +332,13 @@ def _unequal(file: GgufFile, config: Mapping[str, Any], natural: Callable[..., i
         "hidden_size_per_layer_input": file.value("embedding_length_per_layer_input") or 0,
     }
     if (cap := file.value("final_logit_softcapping")) is not None:
-        found["final_logit_softcapping"] = cap
+        fields["final_logit_softcapping"] = cap
     if (table := file.tensors.get("per_layer_token_embd.weight")) is not None:
-        found["vocab_size_per_layer_input"] = table.shape[0]
+        fields["vocab_size_per_layer_input"] = table.shape[0]
     if isinstance(kv_heads, list) and len(kv_heads) == len(kinds):
         sliding = next((i for i, kind in enumerate(kinds) if kind != FULL_ATTENTION), full)
-        found |= {"num_key_value_heads": kv_heads[sliding], "num_global_key_value_heads": kv_heads[full]}
-    return found
+        fields |= {"num_key_value_heads": kv_heads[sliding], "num_global_key_value_heads": kv_heads[full]}
+    return fields
 
 
 def num_predictors(file: GgufFile) -> int:
@@ -469,8 +469,8 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
     # Sections of positions in images are equal in texts.
     sectioned = ("rope.dimension_sections",) if arch in (*_DELTA_NETS, *_OF_IMAGES) else ()
-    own = ("rope.freq_base_swa",) if by_kind else sectioned
-    read_keys = {*_ROPE_KEYS, *_ROPE_FACTORS, *own}
+    arch_keys = ("rope.freq_base_swa",) if by_kind else sectioned
+    read_keys = {*_ROPE_KEYS, *_ROPE_FACTORS, *arch_keys}
     metadata = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()}
     if unknown := [f"{key}={metadata[key]!r}" for key in metadata if key.startswith("rope.") and key not in read_keys]:
         _warn_ignored(file.path, ", ".join(unknown))

@@ -77,13 +77,13 @@ def read_gguf(path: Path) -> GgufFile:
     count = first.metadata.get("split.count", 1)
     if type(count) is not int or count < 2:
         return first
-    named = SHARD.fullmatch(path.name)
-    if named is None or int(named["count"]) != count:
+    shard_name = SHARD.fullmatch(path.name)
+    if shard_name is None or int(shard_name["count"]) != count:
         message = f"a part of a model split into {count} files, which must be named NAME-00001-of-{count:05}.gguf"
         raise CheckpointError.of(path, "file", path.name, message)
-    names = [f"{named['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
-    if int(named["part"]) != 1:
-        message = f"part {int(named['part'])} of {count}; give the first one, {names[0]!r}"
+    names = [f"{shard_name['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+    if int(shard_name["part"]) != 1:
+        message = f"part {int(shard_name['part'])} of {count}; give the first one, {names[0]!r}"
         raise CheckpointError.of(path, "file", path.name, message)
     if missing := [name for name in names if not (path.parent / name).is_file()]:
         message = f"{', '.join(map(repr, missing))} missing beside it; a split model needs all {count} files"

@@ -94,10 +94,10 @@ def tokenizer_text(file: GgufFile) -> str:
     Raises CheckpointError if it is unusable.
     """
     if _has_json_beside(file):
-        found = read_json(file.path.parent, "tokenizer.json", unique_keys=False)
-        if not isinstance(found, dict):
-            raise _refuse(file, "tokenizer.json", f"a JSON {type(found).__name__}, not an object")
-        return json.dumps(found)
+        document = read_json(file.path.parent, "tokenizer.json", unique_keys=False)
+        if not isinstance(document, dict):
+            raise _refuse(file, "tokenizer.json", f"a JSON {type(document).__name__}, not an object")
+        return json.dumps(document)
     return str(stored_tokenizer(file).to_str())
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.helpers import commands
+from tests.helpers.families import CASES, make_model
 from tests.helpers.models import edit_config, make_llama
 from tests.helpers.tokenizers_made import letters, save_tokenizer
 from treespec_weights import compare_draft, inspect_checkpoint, verify_checkpoint
@@ -80,6 +81,18 @@ def test_inspect_text(folder: Path, tmp_path: Path) -> None:
     text = run("inspect", folder)
     assert "`verify` lists them" in text
     assert "\x1b" not in text + run("verify", folder, code=1), "names can steer the terminal"
+
+
+@pytest.mark.parametrize(
+    ("family", "described"),
+    [
+        ("qwen3_5", "2 of 3 layers are Gated DeltaNets, with states of 7.5 KiB per request"),
+        ("granite_hybrid", "2 of 3 layers are Mamba 2, with states of 9.0 KiB per request"),
+        ("lfm2", "2 of 3 layers are gated convolutions"),
+    ],
+)
+def test_inspect_describes_recurrent_layers(family: str, described: str, tmp_path: Path) -> None:
+    assert described in run("inspect", make_model(tmp_path / family, CASES[family], 0))
 
 
 def test_what_a_draft_shares(folder: Path, tmp_path: Path) -> None:

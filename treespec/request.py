@@ -145,7 +145,7 @@ class Request:
         """Maximum number of positions that the request may reach."""
         return self.num_prompt + self.max_tokens
 
-    def state_rows(self, commits: bool = False) -> StateRows | None:
+    def state_rows(self, commits: int = 0) -> StateRows | None:
         """Return the state for a pass of the target, as in `RequestRows`."""
         return None if self.state is None else StateRows(self.state, commits)
 

@@ -41,6 +41,7 @@ SPECS = {
     "one a round": (SpecConfig(nodes=12, max_ssms=1), {}),
     "automatic": (SpecConfig(), {}),
     "families": (SpecConfig(nodes=24), {}),
+    "hybrids": (SpecConfig(nodes=24), {}),
     "a reduced one": (SpecConfig(nodes=24), {}),
     "a broken one": (SpecConfig(nodes=24), {}),
     "parallel drafts": (SpecConfig(nodes=24, max_depth=9, sources=("ssm",)), {}),
@@ -52,11 +53,12 @@ SPECS = {
 
 
 def drafts_of(kind: str, target: Path, first: Path) -> list[Path]:
-    """Three SSMs of two shapes or three families; of one half of the vocabulary, or NaN after every second token; or
-    one beside drafts that predict several tokens in a pass, and fewer than a tree is deep."""
+    """Three SSMs of two shapes or three families, also hybrid ones; of one half of the vocabulary, or NaN after every
+    second token; or one beside drafts that predict several tokens in a pass, and fewer than a tree is deep."""
     root = new_folder("shape")
-    if kind == "families":
-        others = [(name, TYPICAL[name], fitting(TYPICAL[name]) | {"vocab_size": VOCAB}) for name in ("gpt2", "gemma3")]
+    if kind in ("families", "hybrids"):
+        names = ("gpt2", "gemma3") if kind == "families" else ("qwen3_5", "granite_hybrid")
+        others = [(name, TYPICAL[name], fitting(TYPICAL[name]) | {"vocab_size": VOCAB}) for name in names]
         return [first, *(make_model(root / name, case, 3, torch.bfloat16, **sizes) for name, case, sizes in others)]
     if kind.startswith("parallel drafts"):
         shape = TargetShape(num_hidden_layers=2, vocab_size=VOCAB)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.drafters.test_drafts import first_proposals, proposals
 from tests.helpers.exactness import differences, run
+from tests.helpers.families import TYPICAL, make_model
 from tests.helpers.models import (
     VOCAB,
     assert_same_tree,
@@ -37,6 +38,7 @@ from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossToken
 from treespec.drafters.cross_tokenizer.retokenize import Context
 from treespec.drafters.cross_tokenizer.translated import TranslatedDrafter
 from treespec.drawing.recording import watch
+from treespec.errors import DraftError
 from treespec.outputs import RequestOutput
 from treespec_weights import default_folder
 
@@ -278,6 +280,13 @@ def test_a_text_that_outgrows_the_draft(tmp_path: Path) -> None:
         assert tokens_of(outputs) == tokens_of(plain)
         drafted = [len(each.context) for each in rounds if len(each.tree) > 1]
         assert drafted and max(drafted) <= 60 and min(len(each.tree) for each in rounds) == 1
+
+
+def test_hybrids_draft_only_with_the_tokenizer_of_their_target(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, TYPICAL["lfm2"], 3, vocab_size=700)
+    save_tokenizer(folder, byte_level(700, TEXT.splitlines()[400:], ["<s>", "<|end|>"]))
+    with pytest.raises(DraftError, match=r"recurrent layers and another tokenizer"):
+        open_llm(speaking_folder(), [folder])
 
 
 def test_samples_aborts_and_streams_leave_nothing_behind() -> None:

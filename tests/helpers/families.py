@@ -155,7 +155,7 @@ SLOW = ("smollm3", "granite", "glm4", "olmo2", "hunyuan", "arcee", "ministral3",
 
 HYBRIDS = ("qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granite_hybrid", "nemotron_h", "mamba2")
 HYBRIDS += ("olmo_hybrid",)
-"""Those of `TYPICAL` with recurrent layers, which are no drafts."""
+"""Those of `TYPICAL` with recurrent layers."""
 
 WITHOUT_ADAPTERS = (*HYBRIDS, "gemma4", "gemma4, experts")
 

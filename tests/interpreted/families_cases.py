@@ -62,7 +62,7 @@ def test_passes(name: str, folders: dict[str, Path]) -> None:
     shape = decoder.state_shape(len(PARENTS))
     (state,) = [None] if shape is None else shape.allocate(1)
 
-    def own(commits: bool = False) -> StateRows | None:
+    def own(commits: int = 0) -> StateRows | None:
         return None if state is None else StateRows(state, commits)
 
     def logits(tokens: torch.Tensor, rows: RequestRows) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_passes(name: str, folders: dict[str, Path]) -> None:
     with torch.inference_mode():
         model = AutoModelForCausalLM.from_pretrained(folders[name], attn_implementation="eager").eval()
         expected = model(ids[None], output_hidden_states=True)
-        layout = decoder.plan([RequestRows.chain(0, PREFIX, pages, state=own(commits=True))], pool)
+        layout = decoder.plan([RequestRows.chain(0, PREFIX, pages, state=own(PREFIX))], pool)
         found = decoder.forward_with_states(ids, layout, pool, (1, 0))
         assert_close(decoder.logits(found.final), expected.logits[0], max_error=1e-4, rms_error=1e-4)
         for i, layer in enumerate((1, 0)):

@@ -99,7 +99,7 @@ def outputs(model: CompiledModel, kind: str, chunk: int) -> tuple[Tensor, Tensor
     state, found = new_state(kind), list[Tensor]()
     for start in range(0, LENGTH, chunk):
         part = TOKENS[start : min(start + chunk, LENGTH)]
-        commits = StateRows(state, True)
+        commits = StateRows(state, len(part))
         found.append(run(model, pool, part, RequestRows.chain(start, len(part), pages, state=commits)))
     kept, before = state.clone(), pool.clone()
     tree = run(model, pool, TOKENS[LENGTH:], RequestRows.tree(LENGTH, np.array(PARENTS), pages, state=StateRows(state)))

@@ -77,7 +77,7 @@ def ours(folder: Path, tokens: list[int], tree: TokenTree, compiled: bool = Fals
     logits, states = [], []
     with torch.inference_mode():
         for start, stop in ((0, 70), (70, PREFILL)):
-            rows = [RequestRows.chain(start, stop - start, request.pages, state=request.state_rows(commits=True))]
+            rows = [RequestRows.chain(start, stop - start, request.pages, state=request.state_rows(stop - start))]
             hidden, chosen = run_pass(rows, tokens[start:stop])
             logits.append(target.logits(hidden[: stop - start]))
             states.append(chosen[: stop - start])
@@ -193,9 +193,9 @@ def model_of(name: str, dtype: torch.dtype, compiled: bool) -> tuple[Path, Path]
 def family(name: str, dtype: torch.dtype, compiled: bool = False) -> LLM:
     """A proven engine with the model's copy and with an oracle."""
     folder, draft = model_of(name, dtype, compiled)
-    oracle = OracleDrafter([], 6, vocab=VOCAB)
-    drafts = [oracle] if name in HYBRIDS else [draft, oracle]  # no hybrid drafts
-    return open_llm(folder, drafts, max_num_seqs=3, compile=compiled, prove=compiled)
+    return open_llm(
+        folder, [draft, OracleDrafter([], 6, vocab=VOCAB)], max_num_seqs=3, compile=compiled, prove=compiled
+    )
 
 
 @pytest.mark.slow

@@ -16,7 +16,17 @@ from tests.helpers.families import TYPICAL, WITHOUT_ADAPTERS, fitting, make_mode
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.logits import error, our_logits
 from tests.helpers.loras import CONFIG, lora_request, make_lora, merge
-from tests.helpers.models import exact_in_compiled, greedy, new_folder, open_llm, quick, random_prompts, tiny, tokens_of
+from tests.helpers.models import (
+    VOCAB,
+    exact_in_compiled,
+    greedy,
+    new_folder,
+    open_llm,
+    quick,
+    random_prompts,
+    tiny,
+    tokens_of,
+)
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.sharing import assert_as_alone, few_pages, random_requests, run_at_random_times
 from treespec import LLM, LoRARequest, RequestOutput, SamplingParams, SpecConfig
@@ -142,8 +152,9 @@ def test_adapters_share_no_prefix_and_samples_share_theirs() -> None:
 def test_random_interleavings_of_adapters_that_share_prompts(compiled: bool) -> None:
     """In few pages, with prefix caching, preemption, samples, aborts, and fewer adapters at once than there are."""
     target, drafts = tiny()
+    hybrid = make_model(new_folder("hybrid"), TYPICAL["lfm2"], 3, **(fitting(TYPICAL["lfm2"]) | {"vocab_size": VOCAB}))
     options: dict[str, Any] = {"compile": compiled, "enable_lora": True, "max_num_seqs": 4}
-    llm = open_llm(target, drafts[:2], enable_prefix_caching=True, max_loras=2, **options)
+    llm = open_llm(target, [drafts[0], hybrid], enable_prefix_caching=True, max_loras=2, **options)
     loras = [*loras_of(torch.float32), None, lora_request(make_lora(new_folder("third"), target, 4, r".*o_proj"))]
     asked = [(*request, loras[i % 4]) for i, request in enumerate(random_requests(0, 8, (200, 150), 40, (8, 24)))]
 

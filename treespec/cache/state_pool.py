@@ -13,7 +13,7 @@ class StatePool:
     """
 
     def __init__(self, shape: StateShape, num_requests: int, num_kept: int, device: torch.device | str = "cpu"):
-        without_tree = shape._replace(num_nodes=0)
+        without_tree, self.num_requests = shape._replace(num_nodes=0), num_requests
         self.nbytes = num_requests * shape.nbytes + num_kept * without_tree.nbytes
         self._free, self._held = shape.allocate(num_requests, device), dict[str, RecurrentState]()
         self._free_copies, self._kept = without_tree.allocate(num_kept, device), dict[str | bytes, RecurrentState]()
@@ -29,6 +29,10 @@ class StatePool:
         state = self._held[request_id] = self._free.pop()
         state.reset()
         return state
+
+    def of(self, request_id: str) -> RecurrentState:
+        """Return the state that a request holds, or a new one as `reserve`."""
+        return self._held.get(request_id) or self.reserve(request_id)
 
     def release(self, request_id: str) -> None:
         """Free the state of a request, if it has one."""

@@ -71,7 +71,7 @@ class Runner:
         if not requests:
             return
         rows = [
-            RequestRows.chain(r.context_len, count, r.pages, r.max_len, r.adapter, r.state_rows(commits=True))
+            RequestRows.chain(r.context_len, count, r.pages, r.max_len, r.adapter, r.state_rows(count))
             for r, count in zip(requests, counts, strict=True)
         ]
         tokens = [t for r, n in zip(requests, counts, strict=True) for t in r.tokens[r.context_len : r.context_len + n]]

@@ -212,6 +212,7 @@ class Decoder:
             self.windows,
             self.attention.name,
             self.device,
+            None if self.config.shape.recurrent is None else id(self),  # a pass has the states of one model
         )
 
     @property

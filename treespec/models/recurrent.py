@@ -7,7 +7,7 @@ from its parent. It stores the states after the committed rows only (see `Recurr
 from collections.abc import Mapping, Sequence
 from ctypes import CDLL
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -102,75 +102,111 @@ def state_shape(config: ModelConfig, num_nodes: int, dtype: torch.dtype) -> Stat
     return StateShape(len(shape.layers), sizes, shape.kernel - 1, width, num_nodes, dtype)
 
 
+class _Rows(NamedTuple):
+    """A request's rows in a pass of recurrent layers, and the stored inputs that they read."""
+
+    state: RecurrentState
+    num_rows: int  # the pass's own rows
+    commits: int  # as in `StateRows`
+    earlier: int  # tree slots that earlier passes computed
+    # Of all inputs, stored ones first: the index of the input before on its path, and the number of rows between the
+    # state and it, negative in the history; int64 [stored + num_rows]
+    before: np.ndarray
+    depths: np.ndarray
+    again: np.ndarray  # bool [stored], the stored inputs of replayed rows
+
+    @classmethod
+    def of(cls, rows: RequestRows) -> "_Rows":
+        assert rows.state is not None, "a pass of recurrent layers needs the requests' states"
+        state, commits = rows.state
+        committed, earlier = rows.context_len - state.length, rows.num_earlier
+        state.check(rows.context_len, rows.num_rows, commits, earlier)
+        first = state.history + committed  # input of the tree
+        before = np.concatenate((np.arange(first) - 1, first + rows.parents))
+        slot_depths = rows.depths if rows.slot_depths is None else rows.slot_depths
+        depths = np.concatenate((np.arange(-state.history, committed), committed + slot_depths))
+        again = np.arange(first + earlier) >= state.history
+        if rows.visible is not None:
+            again[first:] = rows.visible[:, :earlier].any(0)
+        return cls(state, rows.num_rows, commits, earlier, before, depths, again)
+
+    @property
+    def stored(self) -> int:
+        return len(self.again)
+
+    @property
+    def committed(self) -> int:
+        """Rows that the request has committed since its state was stored."""
+        return self.stored - self.earlier - self.state.history
+
+    @property
+    def replayed(self) -> int:
+        return int(self.again.sum())
+
+
 class StatePass:
-    """Rows of a pass of recurrent layers: those that the requests have committed since their states were stored
-    (replayed rows), then the pass's own."""
+    """Rows of a pass of recurrent layers: those of which only the inputs are kept (replayed rows), then the pass's own.
+
+    Replayed are the tokens that the requests have committed since their states were stored, or the ancestors of a
+    tree's later level, which earlier passes computed.
+    """
 
     def __init__(self, requests: Sequence[RequestRows], num_rows: int, on_triton: bool = False):
-        self._states: list[RecurrentState] = []
-        self._replayed: list[int] = []  # by request
-        self._commits: list[bool] = []
-        for rows in requests:
-            assert rows.state is not None, "a pass of recurrent layers needs the requests' states"
-            state, commits = rows.state
-            self._states.append(state)
-            self._replayed.append(rows.context_len - state.length)
-            self._commits.append(commits)
-            state.check(rows.context_len, rows.num_rows, commits)
-        self._counts = [rows.num_rows for rows in requests]
-        self._history = self._states[0].history
-        stored = [self._history + count for count in self._replayed]  # inputs of each request
-        self._num_stored, self.num_replayed = sum(stored), sum(self._replayed)
-        self._device = self._states[0].matrices.device
-        self.taps = torch.from_numpy(self._taps(requests, stored, num_rows)).to(self._device)
-        parents, depths, last = self._parents(requests)
+        self._requests = [_Rows.of(rows) for rows in requests]
+        self._history, self._device = self._requests[0].state.history, self._requests[0].state.matrices.device
+        self._num_stored = sum(rows.stored for rows in self._requests)
+        self.num_replayed = sum(rows.replayed for rows in self._requests)
+        self.taps = torch.from_numpy(self._taps(num_rows)).to(self._device)
+        parents, depths, last = self._parents()
+        self._stores = sorted({*last.values()})  # requests whose states change
         self._paths = self._state_paths(parents, last) if on_triton else None
         self._levels = [] if on_triton else _levels(parents, depths, last)
 
-    def _taps(self, requests: Sequence[RequestRows], stored: Sequence[int], num_rows: int) -> np.ndarray:
+    def _taps(self, num_rows: int) -> np.ndarray:
         """Return the inputs that each row's convolution reads, int64 [num_replayed + num_rows, history + 1].
 
         They index the stored inputs of all requests, followed by those of the pass.
         """
-        history, order = self._history, np.arange(self._history + 1)
-        own = self._num_stored + np.arange(num_rows)
-        taps = np.repeat(own[:, None], history + 1, 1)
-        replayed, start, row = list[np.ndarray](), 0, 0
-        for rows, count in zip(requests, stored, strict=True):
-            replayed.append(start + np.arange(count - history)[:, None] + order)
-            chain = np.arange(start + count - history, start + count)  # inputs before the first row
-            for i, parent in enumerate(rows.parents.tolist()):
-                taps[row + i, :-1] = taps[row + parent, 1:] if parent >= 0 else chain
-            start, row = start + count, row + rows.num_rows
-        return np.concatenate((*replayed, taps))
+        replayed, own, first, row = list[np.ndarray](), list[np.ndarray](), 0, self._num_stored
+        for rows in self._requests:
+            places = np.concatenate((first + np.arange(rows.stored), row + np.arange(rows.num_rows)))
+            path = [np.arange(len(places))]
+            for _ in range(self._history):
+                path.append(rows.before[path[-1]])
+            taps = places[np.stack(path[::-1], 1)]
+            replayed.append(taps[: rows.stored][rows.again])
+            own.append(taps[rows.stored :])
+            first, row = first + rows.stored, row + rows.num_rows
+        padding = np.arange(row, self._num_stored + num_rows)[:, None]
+        return np.concatenate((*replayed, *own, padding.repeat(self._history + 1, 1)))
 
-    def _parents(self, requests: Sequence[RequestRows]) -> tuple[list[int], list[int], dict[int, int]]:
+    def _parents(self) -> tuple[list[int], list[int], dict[int, int]]:
         """Return the parent of each row, replayed ones first, and its depth; a first row's parent is ~request.
 
         The last result maps each row after which a state is stored to its request.
         """
-        depths, parents = list[int](), list[int]()
-        for request, count in enumerate(self._replayed):
-            parents += [~request, *range(len(depths), len(depths) + count - 1)][:count]
-            depths += range(count)
-        ends = np.cumsum([0, *self._replayed]).tolist()
-        last = {ends[i + 1] - 1: i for i, count in enumerate(self._replayed) if count and not self._commits[i]}
-        for request, (rows, count) in enumerate(zip(requests, self._replayed, strict=True)):
-            first, root = len(depths), ends[request + 1] - 1 if count else ~request
-            parents += [first + parent if parent >= 0 else root for parent in rows.parents.tolist()]
-            depths += (count + rows.depths).tolist()
-            if self._commits[request]:
-                last[len(depths) - 1] = request
-        return parents, depths, last
+        size = self.num_replayed + sum(rows.num_rows for rows in self._requests)
+        parents, depths, last = np.zeros(size, np.int64), np.zeros(size, np.int64), dict[int, int]()
+        first, own = 0, self.num_replayed
+        for request, rows in enumerate(self._requests):
+            computed = np.flatnonzero(np.append(rows.again, np.ones(rows.num_rows, dtype=bool)))
+            numbers = np.full(rows.stored + rows.num_rows, ~request)  # of the rows of its inputs
+            numbers[computed] = [*range(first, first + rows.replayed), *range(own, own + rows.num_rows)]
+            parents[numbers[computed]] = numbers[rows.before[computed]]
+            depths[numbers[computed]] = rows.depths[computed]
+            if rows.commits or rows.committed:
+                last[own + rows.commits - 1 if rows.commits else first + rows.committed - 1] = request
+            first, own = first + rows.replayed, own + rows.num_rows
+        return parents.tolist(), depths.tolist(), last
 
     def _state_paths(self, parents: Sequence[int], last: Mapping[int, int]) -> StatePaths:
         """List the rows of `_parents` request by request."""
         order, starts = list[int](), [0]
         replayed = own = 0
-        for count, num_rows in zip(self._replayed, self._counts, strict=True):
-            order += range(replayed, replayed + count)
-            order += range(self.num_replayed + own, self.num_replayed + own + num_rows)
-            replayed, own = replayed + count, own + num_rows
+        for rows in self._requests:
+            order += range(replayed, replayed + rows.replayed)
+            order += range(self.num_replayed + own, self.num_replayed + own + rows.num_rows)
+            replayed, own = replayed + rows.replayed, own + rows.num_rows
             starts.append(len(order))
         before = dict(zip(order[1:], order, strict=False))
         kept = dict.fromkeys(parent for row, parent in enumerate(parents) if parent >= 0 and before.get(row) != parent)
@@ -185,7 +221,7 @@ class StatePass:
             uploaded(order),
             uploaded([max(parent, -1) for parent in parents]),
             uploaded([places.get(row, -1) for row in range(len(parents))]),
-            uploaded([ends.get(request, -1) for request in range(len(self._counts))]),
+            uploaded([ends.get(request, -1) for request in range(len(self._requests))]),
             len(places),
         )
 
@@ -207,38 +243,28 @@ class StatePass:
 
         `layer` counts the recurrent layers; `own`: [num_rows, width].
         """
-        parts = [
-            state.inputs[layer, : self._history + count]
-            for state, count in zip(self._states, self._replayed, strict=True)
-        ]
-        inputs = torch.cat([*parts, own])
-        first, row = 0, self._num_stored
-        for state, replayed, count, commits in zip(
-            self._states, self._replayed, self._counts, self._commits, strict=True
-        ):
-            kept, end, new = state.inputs[layer], first + self._history + replayed, inputs[row : row + count]
-            if commits:
-                kept[: self._history] = torch.cat((inputs[first:end], new))[-self._history :]
-            else:
-                kept[: self._history] = inputs[end - self._history : end]
-                kept[self._history : self._history + count] = new
-            first, row = end, row + count
+        inputs = torch.cat([*(rows.state.inputs[layer, : rows.stored] for rows in self._requests), own])
+        first, row, history = 0, self._num_stored, self._history
+        for rows in self._requests:
+            kept, end = rows.state.inputs[layer], first + rows.stored - rows.earlier
+            new, tree = inputs[row : row + rows.num_rows], history + rows.earlier
+            kept[:history] = torch.cat((inputs[end - history : end], new[: rows.commits]))[rows.commits :]
+            kept[tree : tree + rows.num_rows - rows.commits] = new[rows.commits :]
+            first, row = first + rows.stored, row + rows.num_rows
         return inputs
 
     def matrices(self, layer: int) -> Tensor:
         """Return a copy of the requests' stored states, fp32 [num_requests, heads, key_dim, value_dim]."""
-        return torch.stack([state.matrices[layer] for state in self._states])
+        return torch.stack([rows.state.matrices[layer] for rows in self._requests])
 
     def store(self, layer: int, matrices: Tensor) -> None:
-        for state, matrix in zip(self._states, matrices, strict=True):
-            state.matrices[layer].copy_(matrix)
+        for request in self._stores:
+            self._requests[request].state.matrices[layer].copy_(matrices[request])
 
     def finish(self) -> None:
         """Advance the states' lengths, after the last layer."""
-        for state, replayed, count, commits in zip(
-            self._states, self._replayed, self._counts, self._commits, strict=True
-        ):
-            state.length += replayed + (count if commits else 0)
+        for rows in self._requests:
+            rows.state.length += rows.committed + rows.commits
 
 
 def _levels(parents: Sequence[int], depths: Sequence[int], last: Mapping[int, int]) -> list[Level]:

@@ -274,6 +274,7 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
     if options.enable_prefix_caching:  # from now on, so that measurements and proofs compute their prompts
         cache.prefixes = PrefixCache(plan.num_pages + 1, 0 if ssms is None else len(ssms.models))
     drafts = [*(ssms.models if ssms else ()), *(drafter.model for drafter in cross_tokenizer)]
+    state_pools = [*([] if cache.states is None else [cache.states]), *(ssms.state_pools.values() if ssms else ())]
     return Built(
         engine=Engine(runner, scheduler, sources, host, captured),
         config=EngineConfig(
@@ -297,7 +298,7 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
             "target_weights": decoder.nbytes,
             "draft_weights": sum(model.nbytes for model in drafts),
             "kv_cache": cache.nbytes + sum(drafter.cache.nbytes for drafter in cross_tokenizer),
-            "recurrent_states": 0 if cache.states is None else cache.states.nbytes,
+            "recurrent_states": sum(states.nbytes for states in state_pools),
             "captured_rounds": 0 if rounds is None else rounds.nbytes,
             "suffix": sum(source.nbytes for source in sources.others if source.name == "lookup"),
             "table": sum(source.nbytes for source in sources.others if source.name == "table"),
@@ -337,7 +338,9 @@ def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Decoder, cache: KVC
     models: list[GroupModel] = [loader.load_draft(draft, plan.positions) for draft in drafts]
     models += [loader.load_head(head, target, features, plan.positions, cache.pools[0]) for _, head in resolved.heads]
     names = [*(draft.name for draft in drafts), *(name for name, _ in resolved.heads)]
-    return SsmDrafter(models, names, cache) if models else None
+    count = resolved.options.max_num_seqs
+    states = {ssm: StatePool(shape, count, count, loader.device) for ssm, shape in plan.draft_states.items()}
+    return SsmDrafter(models, names, cache, states) if models else None
 
 
 def _search_library(compile: bool | str, library: Callable[[tuple[str, ...], Path], CDLL]) -> CDLL | None:

@@ -152,7 +152,7 @@ def measure(
         raise ConfigError("a cost curve needs free pages in the cache; measure an idle engine")
     context = min(CONTEXT, slots // 4)
     fitting = tuple(n for n in ROWS if n <= max(slots - context - SCRATCH, 8))
-    count = REQUESTS if ssms is not None else 1
+    count = 1 if ssms is None else min([REQUESTS, *(pool.num_requests for pool in ssms.state_pools.values())])
     requests = [Request([1] * (context + 1), SamplingParams(), SpecConfig()) for _ in range(count)]
     requests = requests[: cache.num_free // pages_for(slots)]
     long = _long_request(runner, len(requests) * pages_for(slots))
@@ -324,7 +324,6 @@ def _draft(ssms: SsmDrafter, requests: Sequence[Request], max_ssms: int | None, 
     plans = [DraftPlan(levels, levels, 16, max_ssms=max_ssms)] * len(requests)
     ssms.propose(requests, plans, LevelRule(1.0, 1.0, [1.0] * len(requests), 0.0, 0.0, 0.0, 0.0))
     for request in requests:
-        ssms.release(request)
         ssms.assume_context(request)
 
 

@@ -48,6 +48,7 @@ class MemoryPlan:
     features: FeatureShape | None  # hidden states of the target that draft heads read; None without heads
     state: StateShape | None  # sizes of a request's state of recurrent layers; None without any
     num_kept_states: int  # copies of states after prompts and prefixes
+    draft_states: dict[int, StateShape]  # the same of SSMs with recurrent layers, which have copies after prompts
 
     @property
     def positions(self) -> int:
@@ -84,6 +85,12 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     num_kept = max_num_seqs * (2 if options.enable_prefix_caching else 1)  # for prompts of samples, and for prefixes
     reserved += 0 if state is None else (max_num_seqs + num_kept) * state.nbytes
     ssms = _natives(draft.config for draft in resolved.ssms)
+    draft_states = {
+        i: shape
+        for i, draft in enumerate(resolved.ssms)
+        if isinstance(draft.config, ModelConfig) and (shape := state_shape(draft.config, scratch, loader.dtype))
+    }
+    reserved += sum(2 * max_num_seqs * shape.nbytes for shape in draft_states.values())
     bytes_per_page = page + (0 if cache_bytes else cross_tokenizer_page)
     length = resolve_max_model_len(
         options.max_model_len, target, bytes_per_page, max_num_seqs, scratch, loader.device, reserved, cache_bytes
@@ -103,6 +110,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         features=features,
         state=state,
         num_kept_states=num_kept,
+        draft_states=draft_states,
     )
 
 

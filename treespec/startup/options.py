@@ -301,7 +301,7 @@ def resolve(options: EngineOptions) -> Resolved:
     if attention == "auto":
         attention = "cpu-packed" if device.type == "cpu" else "triton"
     _check_adapters(models, options.linear, device)
-    _check_layers(models, device, options.linear, options.enable_lora)
+    _check_layers(models, device, options.linear, options.enable_lora, on_triton)
     dtype, compiles = _resolve_passes(options, models, target.dtype, device)
     quantization = resolve_quantization(options.quantization, target, dtype)
     linear: LinearImpl | Literal["compiled", "triton"] = "compiled"
@@ -450,8 +450,10 @@ def _read_model(
         return source
 
 
-def _check_layers(models: Sequence[ModelConfig | Source], device: torch.device, linear: str, enable_lora: bool) -> None:
-    """Raise an error for a target's layers that take no adapters, and for recurrent ones in drafts or without kernels.
+def _check_layers(
+    models: Sequence[ModelConfig | Source], device: torch.device, linear: str, enable_lora: bool, on_triton: bool
+) -> None:
+    """Raise an error for a target's layers that take no adapters, and for recurrent ones without kernels.
 
     The target is the first model.
     """
@@ -461,8 +463,8 @@ def _check_layers(models: Sequence[ModelConfig | Source], device: torch.device, 
         reason = f"{model.folder}: its layers are of unequal sizes" if model.shape.sizes else None
         if (recurrent := model.shape.recurrent) is not None:
             reason = f"{model.folder}: {len(recurrent.layers)} of {model.shape.num_layers} layers are recurrent"
-            if i > 0:
-                raise ModelError(f"{reason}; such a model can be the target, but no draft")
+            if i > 0 and on_triton:
+                raise ModelError(f"{reason}; on a GPU such a model can be the target, but no draft")
             if device.type != "cpu" and linear not in ("auto", "triton"):
                 raise KernelError(f"{reason}, for which linear={linear!r} has no kernels on a GPU; leave it at 'auto'")
         if i == 0 and enable_lora and reason is not None:

@@ -101,9 +101,9 @@ class _Place(NamedTuple):
     state: RecurrentState | None  # of recurrent layers, if the model has any
 
     def chain(self, context_len: int, num_rows: int, commits: bool = False) -> RequestRows:
-        return RequestRows.chain(context_len, num_rows, self.pages, state=self.rows(commits))
+        return RequestRows.chain(context_len, num_rows, self.pages, state=self.rows(num_rows if commits else 0))
 
-    def rows(self, commits: bool = False) -> StateRows | None:
+    def rows(self, commits: int = 0) -> StateRows | None:
         return None if self.state is None else StateRows(self.state, commits)
 
     def saved(self) -> RecurrentState | None:

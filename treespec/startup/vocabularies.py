@@ -159,6 +159,11 @@ def connect_drafts(
                 "the tokenizers of models in memory: LLM(model, drafts=[(draft, its tokenizer)], tokenizer=...), "
                 "or generate(assistant_model=..., assistant_tokenizer=..., tokenizer=...) of an accelerated model"
             )
+        if connection.kind in ("translated", "text") and isinstance(config, ModelConfig) and config.shape.recurrent:
+            raise DraftError(
+                f"draft {name} ({config.folder}) has recurrent layers and another tokenizer than the target "
+                f"{target.folder}; such models draft for targets with their tokenizer only"
+            )
         kept = None
         if limit is not None and isinstance(config, ModelConfig) and target_ids is None and limit.applies_to(config):
             kept = _kept(limit, name, target, config, connection)

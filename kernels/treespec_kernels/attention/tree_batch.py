@@ -95,14 +95,20 @@ class RequestRows:
         """Number of tree slots each row attends to, int64 [num_rows]: in a tree, its depth + 1."""
         return self.nodes + 1 if self.visible is None else self.visible.sum(1)
 
+    @property
+    def num_earlier(self) -> int:
+        """Number of tree slots before those of the rows, which earlier passes computed."""
+        return int(self.nodes[0]) if self.num_rows else 0
+
     @cached_property
     def parents(self) -> np.ndarray:
-        """Row of each row's parent, int64 [num_rows], -1 for the first; every row is its own tree slot."""
+        """Tree slot of each tree slot's parent, int64 [num_slots]; -1 for the root, and for slots that no row reads."""
         if self.visible is None:
             return self.nodes - 1
-        nodes = np.arange(self.num_rows)
-        above = np.where(self.visible & (self.depths[None, :] < self.depths[:, None]), nodes, -1)
-        return above.max(1, initial=-1)
+        parents, path = np.full(self.num_slots, -1), self.ancestors
+        below = np.arange(1, path.shape[1]) <= self.depths[:, None]
+        parents[path[:, 1:][below]] = path[:, :-1][below]
+        return parents
 
     @cached_property
     def ancestors(self) -> np.ndarray:

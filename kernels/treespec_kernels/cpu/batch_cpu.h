@@ -10,8 +10,12 @@ struct UpdatedRows {  // rows whose products have the low-rank updates of one ad
 struct RequestState {  // of recurrent layers, and the request's rows of the pass (request_state.py)
     float* matrices;  // [num_layers, state_heads, key_dim, value_dim]
     void* inputs;     // [num_layers, stored_rows, channels + rates * state_heads] in the model's dtype
-    int64_t stored_rows, replayed;  // replayed: rows that were committed since the states were stored
-    int64_t first_row, num_rows, commits;
+    const int64_t* parents;  // [earlier + num_rows], the parent of each slot of the tree; -1 for none
+    // replayed: rows that were committed since the states were stored. earlier: slots that earlier passes computed, of
+    // which only the inputs are kept; nothing is replayed or committed then
+    int64_t stored_rows, replayed, earlier;
+    // The first `commits` rows are committed tokens. They begin at `first_row` of the pass, the others at `tree_row`
+    int64_t num_rows, commits, first_row, tree_row;
 };
 
 struct Batch {
@@ -36,7 +40,6 @@ struct Batch {
     const UpdatedRows* updated;  // [num_updated]
     int64_t num_updated;
     const RequestState* requests;  // of recurrent layers; null without any
-    const int64_t* parents;        // [num_rows], row of each row's parent among its request's; -1 for none
     int64_t num_requests;
 };
 

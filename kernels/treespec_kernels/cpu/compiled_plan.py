@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
-from treespec_kernels.cpu.cpu_library import read_structs
+from treespec_kernels.cpu.cpu_library import address_of, read_structs
+from treespec_kernels.recurrent.request_state import RecurrentState
 
 _State = read_structs(Path(__file__).with_name("batch_cpu.h"))["RequestState"]
 
@@ -27,33 +28,36 @@ class CompiledPlan(NamedTuple):
     states: "PlannedStates | None" = None  # of recurrent layers; None in models without any
 
 
+def state_addresses(state: RecurrentState) -> tuple[int, int]:
+    """Return the addresses of a state's matrices and inputs."""
+    return state.matrices.data_ptr(), state.inputs.data_ptr()
+
+
 class PlannedStates:
     """The requests' states of recurrent layers in a pass, which changes them."""
 
     def __init__(self, requests: Sequence[RequestRows]):
-        self._requests = requests
-        self._parents = np.concatenate([rows.parents for rows in requests])
+        self._requests, self._parents = requests, [rows.parents for rows in requests]
         structs, first = list[ctypes.Structure](), 0
-        for rows in requests:
+        for rows, parents in zip(requests, self._parents, strict=True):
             assert rows.state is not None, "a pass of recurrent layers needs the requests' states"
             state, commits = rows.state
-            state.check(rows.context_len, rows.num_rows, commits)
-            addresses, replayed = (state.matrices.data_ptr(), state.inputs.data_ptr()), rows.context_len - state.length
-            structs.append(_State(*addresses, state.inputs.shape[1], replayed, first, rows.num_rows, commits))
+            state.check(rows.context_len, rows.num_rows, commits, rows.num_earlier)
+            counts = rows.context_len - state.length, rows.num_earlier, rows.num_rows, commits, first, first + commits
+            structs.append(_State(*state_addresses(state), address_of(parents), state.inputs.shape[1], *counts))
             first += rows.num_rows
         self._structs = (_State * len(structs))(*structs)
 
     @property
     def arguments(self) -> dict[str, int]:
         """Fields of a `Batch`."""
-        parents = self._parents.ctypes.data
-        return {"requests": ctypes.addressof(self._structs), "parents": parents, "num_requests": len(self._structs)}
+        return {"requests": ctypes.addressof(self._structs), "num_requests": len(self._structs)}
 
     def finish(self) -> None:
         """Advance the states' lengths, after the pass."""
         for rows in self._requests:
             assert rows.state is not None
-            rows.state.state.length = rows.context_len + (rows.num_rows if rows.state.commits else 0)
+            rows.state.state.length = rows.context_len + rows.state.commits
 
 
 def plan_compiled(

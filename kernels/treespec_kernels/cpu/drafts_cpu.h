@@ -30,6 +30,8 @@ struct Draft {  // an SSM or another draft; `forward`, `probs` and `pairs` are f
     // For a block draft, which runs no pass: probabilities by tree and depth, [num_trees, block_depths, width].
     const float* block_probs;
     int64_t block_depths;
+    // By tree, of recurrent layers: the state, and `replayed` for the first pass; null without any.
+    const RequestState* states;
     // Outputs. out: [num_rows, width], probabilities after the `num_read` committed tokens that the SSM read (if
     // requested), followed by those of the scored nodes, level by level.
     float* out;
@@ -105,12 +107,12 @@ struct Growth {
     int64_t depth = 0, children = 0;  // children: maximum proposals of an SSM at a frontier node
     std::vector<SsmProbs> scored;
     const float* weights;
-    std::vector<int64_t> num_slots;        // slots in use, by tree
+    std::vector<std::vector<int64_t>> slot_parents;  // parent of each slot in use, by tree; -1 for the root
     std::vector<std::vector<float>> best;  // largest node values, by tree
     std::vector<float> least;              // smallest value among the nodes that pruning keeps, by tree
 
     explicit Growth(Trees& trees)
-        : t(trees), weights(trees.weights), num_slots(trees.num_trees), best(trees.num_trees, {1.0f}),
+        : t(trees), weights(trees.weights), slot_parents(trees.num_trees), best(trees.num_trees, {1.0f}),
           least(trees.num_trees) {
         t.num_nodes = t.num_rows = 0;
         for (int64_t tree = 0; tree < t.num_trees; tree++) {
@@ -158,7 +160,8 @@ class Places {
         paths_above.swap(paths);
         slots.resize(n), positions.resize(n), rows.resize(4 * n), paths.resize(n * width);
         for (int64_t first = 0, last; first < n; first = last) {
-            const int64_t tree = g.rows.tree_ids[first], slot = g.num_slots[tree], context = t.context[tree] - offset;
+            const int64_t tree = g.rows.tree_ids[first], slot = g.slot_parents[tree].size();
+            const int64_t context = t.context[tree] - offset;
             for (last = first; last < n && g.rows.tree_ids[last] == tree; last++) {
                 const int64_t logical = context + slot + last - first;
                 if (t.first_page[tree] + logical / t.page_size >= t.first_page[tree + 1]) return false;
@@ -253,6 +256,17 @@ void score_roots(const Growth& g, Draft& draft, const int64_t* valid, const int6
     batch.direct = direct.data(), batch.starts = batch.counts = zeros.data(), batch.pages = t.pages;
     batch.paths = zeros.data(), batch.positions = positions.data();
     draft.num_read = t.reads ? num_read : 0;
+    std::vector<RequestState> states;
+    std::vector<int64_t> chain(n);
+    std::iota(chain.begin(), chain.end(), -1);
+    for (int64_t i = 0, first = 0; draft.states && i < int64_t(rows.size()); i++) {
+        const int64_t tree = g.rows.tree_ids[rows[i]], read = t.context[tree] - valid[tree];
+        RequestState state = draft.states[tree];
+        state.parents = chain.data(), state.num_rows = read + 1, state.commits = read;
+        state.first_row = first, state.tree_row = num_read + i, first += read;
+        states.push_back(state);
+    }
+    batch.requests = states.data(), batch.num_requests = states.size();
     passed.rows.assign(t.num_trees, {});
     for (size_t i = 0; i < rows.size(); i++) passed.rows[g.rows.tree_ids[rows[i]]].push_back(draft.num_read + int64_t(i));
     run_pass(draft, batch, draft.num_read + int64_t(rows.size()), rows.size(), draft.features, passed);
@@ -276,6 +290,19 @@ void score(const Growth& g, const Places& p, Draft& draft, const int64_t* first_
             for (int64_t i : rows) gathered.push_back((*column)[i]);
             *column = gathered.data() + gathered.size() - n;
         }
+    std::vector<RequestState> states;
+    std::vector<std::vector<int64_t>> parents;  // of the slots, by tree
+    for (int64_t first = 0, last; draft.states && first < n; first = last) {
+        const int64_t tree = g.rows.tree_ids[rows[first]], earlier = g.slot_parents[tree].size();
+        parents.push_back(g.slot_parents[tree]);
+        for (last = first; last < n && g.rows.tree_ids[rows[last]] == tree; last++)
+            parents.back().push_back(g.rows.parent_slots[rows[last]]);
+        RequestState state = draft.states[tree];
+        state.parents = parents.back().data(), state.replayed = 0, state.earlier = earlier;
+        state.num_rows = last - first, state.tree_row = first;
+        states.push_back(state);
+    }
+    batch.requests = states.data(), batch.num_requests = states.size();
     std::vector<char> features;
     for (int64_t i = 0; draft.pairs && i < n; i++) {
         std::vector<int64_t>& slots = passed.rows[g.rows.tree_ids[rows[i]]];

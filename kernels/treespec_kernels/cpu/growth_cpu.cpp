@@ -6,6 +6,7 @@
 #include "vectors_cpu.h"
 
 #include <functional>
+#include <numeric>
 #include <tuple>
 
 #include "batch_cpu.h"
@@ -200,7 +201,8 @@ class Level {
             const int64_t tree = g.rows.tree_ids[first], branching = g.branching(tree);
             candidates.clear(), draft_probs.clear(), proposed.clear();
             for (last = first; last < g.rows.size() && g.rows.tree_ids[last] == tree; last++) {
-                t.slots[g.rows.nodes[last]] = g.num_slots[tree]++;
+                t.slots[g.rows.nodes[last]] = g.slot_parents[tree].size();
+                g.slot_parents[tree].push_back(g.rows.parent_slots[last]);
                 t.row_trees[t.num_rows++] = tree;
                 merge(last);
             }

@@ -53,6 +53,8 @@ class DraftInputs(NamedTuple):
     # Probabilities of a block draft, which runs no pass and has read all tokens, float32 [num_trees, depths, width],
     # without temperature and noise; None for other drafts
     block_probs: np.ndarray | None = None
+    # Of recurrent layers, by tree: the addresses and sizes of the state, and `replayed`; None without any
+    states: ctypes.Array[ctypes.Structure] | None = None
 
 
 class DraftModels:

@@ -17,47 +17,47 @@ inline vec sigmoid(vec x) { return 1.0f / (1.0f + exp(-x)); }
 
 // Rows of a pass of recurrent layers, the same for all of them.
 class RecurrentRows {
-    struct Step {  // one update: row `row` of a request, from the state in buffer `from` to the one in `to`
-        int64_t row, from, to;
+    struct Step {  // one update: that of a slot of the tree, from the state in buffer `from` to the one in `to`
+        int64_t slot, from, to;
     };
     struct Of {  // a request
         const RequestState* state;
-        std::vector<Step> steps;  // of the pass's own rows; buffer 0 is the stored state, the others are scratch
+        std::vector<Step> steps;  // of the tree; buffer 0 is the stored state, the others are scratch
         int64_t buffers;          // scratch buffers
-        int64_t first;            // its first row among all rows, replayed ones included
+        int64_t first;            // its first row among all rows: replayed ones, earlier slots and the pass's own
     };
 
     const Model& model;
     const Batch& batch;
-    // width: inputs of a token; row_size: what `make` makes of them; total: rows with replayed ones
+    // width: inputs of a token; row_size: what `make` makes of them; total: rows with replayed ones and earlier slots
     const int64_t history, channels, width, row_size, inner, total;
     std::vector<Of> requests;
-    std::vector<std::pair<int64_t, int64_t>> rows;  // request, and index among its rows, of all rows
+    std::vector<std::pair<int64_t, int64_t>> rows;  // request, and index among its rows, of those to compute
     static inline thread_local std::vector<scalar> fresh_rows;
     static inline thread_local std::vector<float> made_rows, mixed_rows;
 
-    int64_t parent(const RequestState& state, int64_t row) const { return batch.parents[state.first_row + row]; }
-
     // Sets the order of a request's updates: the last child of a node replaces its state, the others are computed before
     // it in a further buffer. So a chain has one buffer, and a tree as many as nodes of a path have other children.
-    void order(Of& of, bool commits) {
+    // Committed rows are a chain before the tree, which replaces the stored state. Of earlier slots, only ancestors of
+    // the pass's rows are computed.
+    void order(Of& of) {
         const RequestState& state = *of.state;
-        std::vector<std::vector<int64_t>> children(state.num_rows);
-        std::vector<std::pair<int64_t, int64_t>> open;  // rows to compute, with the buffer of their parent's state
-        for (int64_t r = 1; r < state.num_rows; r++) children[parent(state, r)].push_back(r);
+        const int64_t slots = state.earlier + state.num_rows;
+        std::vector<std::vector<int64_t>> children(slots);
+        std::vector<std::pair<int64_t, int64_t>> open;  // slots to compute, with the buffer of their parent's state
+        for (int64_t slot = slots - 1; slot > 0; slot--)
+            if (slot >= state.earlier || !children[slot].empty()) children[state.parents[slot]].push_back(slot);
         of.buffers = 0;
-        std::vector<bool> last(state.num_rows, commits);
-        for (const auto& own : children)
-            for (int64_t child : own) last[child] = child == own.back();
         open.push_back({0, 0});
         while (!open.empty()) {
-            const auto [row, from] = open.back();
-            const int64_t to = last[row] ? from : from + 1;
+            const auto [slot, from] = open.back();
             open.pop_back();
-            of.steps.push_back({row, from, to});
+            const bool replaces = slot ? slot == children[state.parents[slot]].front() : state.commits > 0;
+            const int64_t to = replaces && slot != state.commits ? from : from + 1;
+            of.steps.push_back({slot, from, to});
             of.buffers = std::max(of.buffers, to);
-            // The last child is pushed first, so that it is computed after the others.
-            for (auto child = children[row].rbegin(); child != children[row].rend(); child++) open.push_back({*child, to});
+            // The last child, which comes first, is computed after the others.
+            for (int64_t child : children[slot]) open.push_back({child, to});
         }
     }
 
@@ -65,17 +65,19 @@ class RecurrentRows {
     void find_taps(const Of& of, int64_t layer, int64_t row, const scalar** taps) const {
         const RequestState& state = *of.state;
         const scalar* kept = (const scalar*)state.inputs + layer * state.stored_rows * width;
-        int64_t place = history + row;  // among the kept inputs
         int64_t i = 0;
-        if (row >= state.replayed) {
-            for (int64_t own = row - state.replayed; own >= 0 && i <= history; own = parent(state, own))
-                taps[i++] = fresh_rows_at(state.first_row + own);
-            place = history + state.replayed - 1;
-        }
+        for (int64_t slot = row - state.replayed; slot >= 0 && i <= history; slot = state.parents[slot])
+            taps[i++] = slot < state.earlier ? kept + (history + slot) * width : fresh_row(state, slot - state.earlier);
+        int64_t place = history + (i ? state.replayed - 1 : row);  // among the kept inputs
         for (; i <= history; i++) taps[i] = kept + place-- * width;
     }
 
-    const scalar* fresh_rows_at(int64_t row) const { return fresh + row * width; }
+    // Returns the row of the pass that is a request's own row.
+    static int64_t row_of(const RequestState& state, int64_t own) {
+        return own < state.commits ? state.first_row + own : state.tree_row + own - state.commits;
+    }
+
+    const scalar* fresh_row(const RequestState& state, int64_t own) const { return fresh + row_of(state, own) * width; }
 
     // Writes the convolution of a row to `out`.
     void convolve(const Layer& layer, const scalar** taps, float* out) const {
@@ -167,10 +169,12 @@ class RecurrentRows {
             update_head(layer, head, column, columns, stored, stored, made + (of.first + i) * row_size, dropped);
         scratch.resize(of.buffers * size);
         const auto buffer = [&](int64_t i) { return i ? scratch.data() + (i - 1) * size : stored; };
-        for (const Step& step : of.steps)
+        for (const Step& step : of.steps) {
+            const int64_t own = step.slot - state.earlier, at = head * model.value_dim + column;
             update_head(layer, head, column, columns, buffer(step.from), buffer(step.to),
-                        made + (of.first + state.replayed + step.row) * row_size,
-                        mixed + (state.first_row + step.row) * inner + head * model.value_dim + column);
+                        made + (of.first + state.replayed + step.slot) * row_size,
+                        own < 0 ? dropped : mixed + row_of(state, own) * inner + at);
+        }
     }
 
     // Keeps the inputs that the next pass reads.
@@ -178,19 +182,18 @@ class RecurrentRows {
         for (const Of& of : requests) {
             const RequestState& state = *of.state;
             scalar* kept = (scalar*)state.inputs + layer * state.stored_rows * width;
-            const int64_t rows = state.commits ? state.num_rows : 0, shift = state.replayed + rows;
-            const int64_t old = std::max(history - rows, int64_t(0));  // inputs of the history that are kept already
-            std::memmove(kept, kept + shift * width, old * width * sizeof(scalar));
-            const int64_t first = state.commits ? state.num_rows - (history - old) : 0;
-            const int64_t to = state.commits ? old : history;
-            std::copy(fresh_rows_at(state.first_row + first), fresh_rows_at(state.first_row + state.num_rows),
-                      kept + to * width);
+            const int64_t old = std::max(history - state.commits, int64_t(0));  // of the history, kept already
+            std::memmove(kept, kept + (state.replayed + state.commits) * width, old * width * sizeof(scalar));
+            scalar* to = kept + (old + state.earlier) * width;
+            for (int64_t own = state.commits - (history - old); own < state.num_rows; own++, to += width)
+                std::copy_n(fresh_row(state, own), width, to);
         }
     }
 
     static int64_t count_rows(const Batch& batch) {
         int64_t count = 0;
-        for (int64_t i = 0; i < batch.num_requests; i++) count += batch.requests[i].replayed + batch.requests[i].num_rows;
+        for (const RequestState *state = batch.requests, *end = state + batch.num_requests; state < end; state++)
+            count += state->replayed + state->earlier + state->num_rows;
         return count;
     }
 
@@ -206,10 +209,10 @@ class RecurrentRows {
         for (int64_t i = 0; i < batch.num_requests; i++) {
             const RequestState& state = batch.requests[i];
             requests.push_back({&state, {}, 0, first});
-            order(requests.back(), state.commits);
-            const int64_t count = state.replayed + state.num_rows;
-            for (int64_t row = 0; row < count; row++) rows.push_back({i, row});
-            first += count;
+            order(requests.back());
+            for (int64_t row = 0; row < state.replayed; row++) rows.push_back({i, row});
+            for (const Step& step : requests.back().steps) rows.push_back({i, state.replayed + step.slot});
+            first += state.replayed + state.earlier + state.num_rows;
         }
     }
 
@@ -220,11 +223,11 @@ class RecurrentRows {
         fresh = fresh_rows.data(), made = made_rows.data(), mixed = mixed_rows.data();
         for (int64_t r = 0; r < n; r++)
             for (int64_t i = 0; i < width; i += LANES) store(fresh + r * width + i, load<vec>(y + r * step + i));
-        parallel(threads, total, [&](int64_t row) {
+        parallel(threads, int64_t(rows.size()), [&](int64_t row) {
             const FlushDenormals flushing;
             const scalar* taps[16];
             find_taps(requests[rows[row].first], index, rows[row].second, taps);
-            make(layer, taps, made + row * row_size);
+            make(layer, taps, made + (requests[rows[row].first].first + rows[row].second) * row_size);
         });
         const int64_t blocks = (model.value_dim + COLUMNS - 1) / COLUMNS, units = model.state_heads * blocks;
         parallel(threads, int64_t(requests.size()) * units, [&](int64_t unit) {
@@ -261,9 +264,9 @@ class RecurrentRows {
                 const float* row = y + r * step + i;
                 store(fresh + r * width + i, load<vec>(row) * load<vec>(row + 2 * channels));
             }
-        parallel(threads, total, [&](int64_t row) {
+        parallel(threads, int64_t(rows.size()), [&](int64_t row) {
             const Of& of = requests[rows[row].first];
-            const int64_t own = rows[row].second - of.state->replayed, r = of.state->first_row + own;
+            const int64_t own = rows[row].second - of.state->replayed - of.state->earlier, r = row_of(*of.state, own);
             if (own < 0) return;
             const scalar* taps[16];
             find_taps(of, index, rows[row].second, taps);

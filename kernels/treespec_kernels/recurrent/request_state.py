@@ -37,6 +37,7 @@ class RecurrentState:
     A pass does not keep the states of a tree's nodes, which are as large as `matrices`, but their inputs. The next pass
     computes the states of the accepted path again, with the same bits, and only the last one is stored. `inputs` are
     those of the last `history` of the `length` tokens, then those of the tokens accepted since, or of the tree's nodes.
+    A pass over a later level of a tree, as drafts run them, computes the states of its nodes' ancestors again, too.
     """
 
     def __init__(self, matrices: Tensor, inputs: Tensor, history: int):
@@ -64,11 +65,12 @@ class RecurrentState:
         state.length = self.length
         return state
 
-    def check(self, context_len: int, num_rows: int, commits: bool) -> None:
-        """Assert that a pass can compute rows after `context_len` committed tokens."""
-        kept = self.inputs.shape[1] - self.history
-        assert 0 <= context_len - self.length <= kept, "the state does not lead to the rows' context"
-        assert commits or num_rows <= kept, "a tree outgrew its request's state"
+    def check(self, context_len: int, num_rows: int, commits: int, earlier: int = 0) -> None:
+        """Assert that a pass can compute rows after `context_len` committed tokens and `earlier` rows of the tree."""
+        kept, replayed = self.inputs.shape[1] - self.history, context_len - self.length
+        assert 0 <= replayed <= kept, "the state does not lead to the rows' context"
+        assert not earlier or not (replayed or commits), "a tree's first pass replays and commits tokens"
+        assert earlier + num_rows - commits <= kept, "a tree outgrew its request's state"
 
     @torch.inference_mode()
     def commit(self, path: np.ndarray) -> None:
@@ -82,4 +84,4 @@ class StateRows(NamedTuple):
     """A request's state in a pass."""
 
     state: RecurrentState
-    commits: bool = False  # whether the pass's rows are committed tokens, such as a prompt's, after which it is stored
+    commits: int = 0  # the pass's first rows that are committed tokens, such as a prompt's, after which it is stored

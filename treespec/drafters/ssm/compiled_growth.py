@@ -106,11 +106,12 @@ class CompiledGrowth:
         num_read = sum(map(len, tokens)) - count if t.reads else 0
         scores = [self._scores_of(draft, rows + num_read) for draft in drafts]
         for draft, read, probs in zip(drafts, reads, scores, strict=True):
-            features, block = read.inputs
+            features, block, states = read.inputs
             draft.out = address_of(probs, np.float32)
             draft.features = None if features is None else features.data_ptr()
             draft.block_probs = None if block is None else address_of(block, np.float32)
             draft.block_depths = 0 if block is None else block.shape[1]
+            draft.states = None if states is None else addressof(states)
         t.narrow = None
         if any(request.restriction for request in requests):
             held.append(narrow := _Narrow(functools.partial(self._narrow, requests, models, scores)))

@@ -5,13 +5,14 @@ A `StepDraft` scores each level in a pass; a `OnePassDraft` predicts all depths 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
 from treespec.cache.kv_cache import KVCache
+from treespec.cache.state_pool import StatePool
 from treespec.drafters.ssm.drawn_forest import DrawnForest
 from treespec.drafters.ssm.forest import Forest, SsmProbs
 from treespec.drafters.ssm.levels import PlannedLevels
@@ -33,7 +34,10 @@ from treespec.models.decoder import Pass
 from treespec.models.group_model import GroupModel, StepModel
 from treespec.planning.draft_plan import Drafted
 from treespec.request import Request
-from treespec_kernels.cpu.growth_cpu import DraftInputs
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.cpu.compiled_plan import state_addresses
+from treespec_kernels.cpu.growth_cpu import STRUCTS, DraftInputs
+from treespec_kernels.recurrent.request_state import StateRows
 from treespec_kernels.tree.level_rule import LevelRule
 
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
@@ -95,8 +99,9 @@ class GroupDraft(ABC):
         model: GroupModel,
         cache: KVCache,  # the engine's cache; pool `ssm` + 1 is the draft's
         is_compared: bool,  # whether to score the draft on the tokens that it reads, because the group has other drafts
+        states: StatePool | None = None,  # of its recurrent layers; None without any
     ):
-        self.ssm, self.cache, self.pool = ssm, cache, cache.pools[1 + ssm]
+        self.ssm, self.cache, self.pool, self.states = ssm, cache, cache.pools[1 + ssm], states
         self.model, self.is_compared, self.max_depth = model, is_compared, model.max_depth
 
     def scores_at(self, depth: int) -> bool:
@@ -134,7 +139,7 @@ class StepDraft(GroupDraft):
         ends = np.cumsum([stop - start for _, start, stop in chains])
         scored = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
         tokens, features = inputs_of(self.model, self.cache, chains)
-        layout = self.model.plan(rows_of(self.model, chains), self.pool)
+        layout = self.model.plan(self._rows(chains, has_roots=False), self.pool)
         return score_rows(self.model, self.pool, layout, tokens, features, scored)
 
     def score_roots(self, trees: GrowingTrees, rows: Sequence[int]) -> SsmProbs:
@@ -143,7 +148,7 @@ class StepDraft(GroupDraft):
         tokens, features = inputs_of(self.model, self.cache, chains)
         key = self.model.plan_key, *((request.request_id, start) for request, start, _ in chains)
         if key not in trees.layouts:
-            trees.layouts[key] = self.model.plan(rows_of(self.model, chains), self.pool)
+            trees.layouts[key] = self.model.plan(self._rows(chains, has_roots=True), self.pool)
         last = np.cumsum([stop - start for _, start, stop in chains]) - 1
         scored = np.arange(len(tokens)) if self.is_compared else last
         root_rows = last if self.is_compared else np.arange(len(chains))
@@ -177,7 +182,10 @@ class StepDraft(GroupDraft):
         if model.columns:
             parents = {tree: frontier.parent_slots[part] for tree, part in slices.items()}
             features = torch.cat([outputs_of(states[tree].scores[self.ssm], slots) for tree, slots in parents.items()])
-        layout = trees.levels.plan(self.ssm, rows)
+        own = dict[int, StateRows]()
+        if self.states is not None:
+            own = {tree: StateRows(self.states.of(trees.requests[tree].request_id)) for tree in slices}
+        layout = trees.levels.plan(self.ssm, rows, own)
         tokens = frontier.tokens[rows]
         scores = score_rows(model, self.pool, layout, tokens, features, np.arange(len(rows)), scored)
         trees.drafted.add_pass(len(slices))
@@ -185,7 +193,27 @@ class StepDraft(GroupDraft):
             states[tree].scores[self.ssm].append(scores.select(part))
         return SsmProbs(self.ssm, rows, scores.probs, scores.tokens)
 
+    def _rows(self, chains: Sequence[Chain], has_roots: bool) -> list[RequestRows]:
+        """Return the rows of a pass over committed tokens, and the roots behind them, if it has any."""
+        rows = rows_of(self.model, chains)
+        if self.states is None:
+            return rows
+        states = [self.states.of(request.request_id) for request, *_ in chains]
+        return [
+            replace(own, state=StateRows(state, own.num_rows - has_roots))
+            for own, state in zip(rows, states, strict=True)
+        ]
+
     def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
+        if self.states is not None:
+            states = (STRUCTS["RequestState"] * num_trees)()
+            for tree, (request, start, root) in zip(trees, chains, strict=True):
+                state = self.states.of(request.request_id)
+                state.check(start, 0, 0)
+                addresses, stored_rows = state_addresses(state), state.inputs.shape[1]
+                states[tree] = STRUCTS["RequestState"](*addresses, None, stored_rows, start - state.length)
+                state.length = root  # after the call
+            return DraftInputs(states=states)
         if not self.model.columns:
             return DraftInputs()
         # Features before the committed tokens, tree by tree, then features before the roots.
@@ -238,8 +266,8 @@ class OnePassDraft(GroupDraft):
         return DraftInputs(block_probs=block_probs)
 
 
-def group_draft(ssm: int, model: GroupModel, cache: KVCache, is_compared: bool) -> GroupDraft:
+def group_draft(ssm: int, model: GroupModel, cache: KVCache, is_compared: bool, states: StatePool | None) -> GroupDraft:
     """Wrap a model as a draft of the group; arguments as in `GroupDraft`."""
     if isinstance(model, BlockDraft):
         return OnePassDraft(ssm, model, cache, is_compared)
-    return StepDraft(ssm, model, cache, is_compared)
+    return StepDraft(ssm, model, cache, is_compared, states)

@@ -3,7 +3,8 @@
 Expanded nodes take consecutive slots of their tree; the root has slot 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from treespec.drafters.ssm.ssm_state import grown_masks, rows_of_level
 from treespec.models.decoder import Pass
 from treespec.models.group_model import GroupModel
 from treespec.request import Request
+from treespec_kernels.recurrent.request_state import StateRows
 from treespec_kernels.tree.level_rule import LevelRule
 
 
@@ -36,12 +38,17 @@ class PlannedLevels:
                 self._rows[tree_id, offset] = rows_of_level(masks, count, root, request.pages, request.max_len)
         self._row_trees = frontier.tree_ids
 
-    def plan(self, ssm: int, rows: np.ndarray) -> Pass:
-        """Lay out an SSM's pass over the newest level's `rows`: int64, ascending, all or none of each tree's."""
+    def plan(self, ssm: int, rows: np.ndarray, states: Mapping[int, StateRows]) -> Pass:
+        """Lay out an SSM's pass over the newest level's `rows`: int64, ascending, all or none of each tree's.
+
+        `states`, by tree, are those of its recurrent layers; empty without any.
+        """
         tree_ids = np.unique(self._row_trees[rows]).tolist()
         key = self._models[ssm].plan_key, tuple(tree_ids)
         if key not in self._plans:
             served = [self._rows[tree_id, self._models[ssm].offset] for tree_id in tree_ids]
+            if states:
+                served = [replace(of_tree, state=states[i]) for i, of_tree in zip(tree_ids, served, strict=True)]
             self._plans[key] = self._models[ssm].plan(served, self._cache.pools[1 + ssm])
         return self._plans[key]
 

@@ -10,11 +10,12 @@ tokens are left to read after a commit. Inactive SSMs read the tokens that they 
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from treespec.cache.kv_cache import KVCache
+from treespec.cache.state_pool import StatePool
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.additions import Additions
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
@@ -45,7 +46,13 @@ class SsmDrafter:
 
     name = "ssm"
 
-    def __init__(self, models: Sequence[GroupModel], names: Sequence[str], cache: KVCache):
+    def __init__(
+        self,
+        models: Sequence[GroupModel],
+        names: Sequence[str],
+        cache: KVCache,
+        state_pools: Mapping[int, StatePool] | None = None,  # by index of a model with recurrent layers
+    ):
         self.models, self.names, self.cache = list(models), tuple(names), cache
         self.evidence = SeedEvidence()  # evidence ratios of the other sources' proposals
         self.additions = Additions(len(models))
@@ -56,7 +63,11 @@ class SsmDrafter:
         self._by_sources: dict[Sequence[str] | None, list[int]] = {}
         self._compiled_models: dict[tuple[int, ...], DraftModels] = {}  # cached between rounds
         self._growth = CompiledGrowth(names, self.evidence)
-        self.drafts = [group_draft(ssm, model, cache, len(models) > 1) for ssm, model in enumerate(models)]
+        self.state_pools = {} if state_pools is None else state_pools
+        self.drafts = [
+            group_draft(ssm, model, cache, len(models) > 1, self.state_pools.get(ssm))
+            for ssm, model in enumerate(models)
+        ]
 
     def propose(
         self,
@@ -241,13 +252,18 @@ class SsmDrafter:
         for draft in self.drafts:
             self.read(draft, [request for request in requests if draft.ssm in self.allowed(request)])
         for request in requests:
-            if request.group is not None and not request.num_generated:
-                request.group.mixture = self.state(request).mixture.copy()
+            if (group := request.group) is not None and not request.num_generated:
+                group.mixture = self.state(request).mixture.copy()
+                if group.waiting and request.context_len == request.num_prompt - 1:
+                    for ssm in self.state_pools.keys() & self.allowed(request):
+                        pool = self.state_pools[ssm]
+                        pool.keep(group.group_id.encode(), pool.of(request.request_id))
 
     def fork(self, requests: Sequence[Request]) -> None:
         """Initialise samples that share the prompt's pages, with the group's mixture weights after the prompt.
 
         The prompt is marked as read, so no SSM writes to its shared pages. A preempted sample keeps its own weights.
+        SSMs with recurrent layers begin with a copy of the state after it, or read it again if there is none any more.
         """
         for request in requests:
             assert request.group is not None
@@ -258,6 +274,11 @@ class SsmDrafter:
             if not request.num_generated:
                 state.mixture = request.group.mixture.copy()
             state.valid = np.maximum(state.valid, request.num_prompt - 1)
+            for ssm, pool in self.state_pools.items():
+                if (kept := pool.find(request.group.group_id.encode())) is None:
+                    state.valid[ssm] = 0
+                else:
+                    pool.of(request.request_id).copy_from(kept)
 
     def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         """Keep the K/V of accepted nodes."""
@@ -276,6 +297,8 @@ class SsmDrafter:
             self.cache.commit(1 + ssm, pages, lengths, [kept for _, _, kept in moves_of_ssm])
             for state, request, kept in moves_of_ssm:
                 state.valid[ssm] = request.context_len + len(kept)
+                if ssm in self.state_pools and len(kept):
+                    self.state_pools[ssm].of(request.request_id).commit(kept)
 
     def learn(self, request: Request, tree: TokenTree, path: np.ndarray, bonus: int) -> None:
         """Update evidence ratios and additions from a verified tree; arguments as in `SeedEvidence.observe`."""
@@ -298,17 +321,22 @@ class SsmDrafter:
         return request.draft_lengths if state is None else state.valid
 
     def release(self, request: Request) -> None:
-        self._states.pop(request.request_id, None)
+        self.evict(request)
         self._evicted.pop(request.request_id, None)
 
     def evict(self, request: Request) -> None:
         """Release a preempted request's state that depends on its pages."""
         if (state := self._states.pop(request.request_id, None)) is not None:
             self._evicted[request.request_id] = state.mixture
+        for pool in self.state_pools.values():
+            pool.release(request.request_id)
 
     def assume_context(self, request: Request) -> None:
-        """Mark the K/V of all committed positions as computed, for measurements that repeat a round."""
+        """Forget earlier rounds, and mark the K/V of all committed positions as computed, for repeated measurements."""
+        self._states.pop(request.request_id, None)
         self.state(request).valid[:] = request.context_len
+        for pool in self.state_pools.values():
+            pool.of(request.request_id).length = request.context_len
 
     def unread(self, request: Request) -> int:
         """Return how many committed tokens beyond its maximum lag the leading SSM must read to draft."""
@@ -322,6 +350,7 @@ class SsmDrafter:
         if request.request_id not in self._states:
             count, first = len(self.models), np.array([model.offset for model in self.models])
             valid = np.maximum(first, request.draft_lengths)
+            valid[[*self.state_pools]] = 0  # cached prefixes have no states of drafts
             mixture = self._evicted.pop(request.request_id, None) or MixtureWeights(count)
             self._states[request.request_id] = SsmState(mixture, valid, np.full(count, MIN_LAG), np.zeros(count))
             self._catch_up_policy.begin_request()

@@ -21,6 +21,7 @@ from treespec_weights.documents import CONFIG, read_config
 from treespec_weights.draft_tensors import FIRST_LAYER, DraftTensors, config_error, layers_of, tensor_names
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.files import resolve_folder
+from treespec_weights.mtp import MtpForm
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.state_heads import StateForm, StateWeights, load_state_head, medusa_form, speculator_form
 
@@ -116,7 +117,7 @@ class HeadWeights(NamedTuple):
         return sum(t.numel() for t in self.decoder.values()) + sum(t.numel() for t in others if t is not None)
 
 
-DraftForm: TypeAlias = HeadForm | BlockForm | StateForm | AssistantForm
+DraftForm: TypeAlias = HeadForm | BlockForm | StateForm | AssistantForm | MtpForm
 
 
 def read_head(folder: Path | str) -> DraftForm | None:

@@ -16,7 +16,7 @@ from treespec_weights.rules import FamilyRules, ModelShape
 
 # Fields of FamilyRules that affect only names and configs. All others affect a layer's computation.
 _NAMING_FIELDS = (
-    "model_type tensors alternatives tied_copy ignored prefix further_layers config_keys defaults constants requires "
+    "model_type tensors alternatives tied_copy ignored prefix further_layers predictor config_keys defaults constants requires "
     "windows assumed normalize"
 ).split()
 _WITHOUT_EFFECT = (  # config keys that do not affect a decoder's computation

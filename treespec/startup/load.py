@@ -1,7 +1,6 @@
 """Loads the decoders of an engine: native models, draft heads, and adapters around transformers models."""
 
 import logging
-from collections.abc import Sequence
 from ctypes import CDLL
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -238,9 +237,8 @@ class Loader:
     ) -> PredictorHead:
         blocks = self.linear == "compiled"
         weights = load_predictor(form.folder, config.shape, config.rules, self.dtype, self.device, blocks)
-        norms = [weights.pop(name).float() for name in ("embed_norm", "feature_norm")]
-        if config.rules.norm == "rms_plus_one":
-            norms = [1.0 + norm for norm in norms]
+        added = float(config.rules.norm == "rms_plus_one")  # as `prepare` adds it to the other norms
+        norms = weights.pop("embed_norm").float() + added, weights.pop("feature_norm").float() + added
         fc = take_projection(weights, "", ("fc",))
         # The target's embedding and head take the place of these, whose number of rows compiled growth asks for.
         weights["embed"] = torch.zeros(16, config.shape.hidden_size, dtype=self.dtype, device=self.device)
@@ -255,7 +253,7 @@ class Loader:
         bias: Tensor | None,
         embed: Tensor | None,  # None for the target's
         target: Decoder,
-        norms: Sequence[Tensor],
+        norms: tuple[Tensor, Tensor],
         stream: str,  # as in `PairInputs`
     ) -> TorchPairs | PairInputs:
         eps, blocks = decoder.config.norm_eps, target.embed_blocks if embed is None else None
@@ -265,8 +263,8 @@ class Loader:
         else:
             table = (target.embed if embed is None else embed).to(self.dtype)
         if isinstance(decoder, CompiledDecoder):
-            arguments = (self._fitted(product), bias), table, *norms, eps, stream
-            return PairInputs(decoder.library, *arguments, torch.get_num_threads(), self.int8_drafts)
+            weight, threads = (self._fitted(product), bias), torch.get_num_threads()
+            return PairInputs(decoder.library, weight, table, *norms, eps, stream, threads, self.int8_drafts)
         assert isinstance(table, Tensor), "only compiled passes keep matrices in blocks"
         return TorchPairs(self._linear(decoder, product, bias), table, norms, eps, stream)
 

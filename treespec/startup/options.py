@@ -34,7 +34,7 @@ from treespec_weights.assistants import AssistantForm
 from treespec_weights.errors import Problem, UnsupportedModelError
 from treespec_weights.heads import DraftForm, read_head
 from treespec_weights.load import quantized_group
-from treespec_weights.mtp import MTP, mtp_form
+from treespec_weights.mtp import MTP, MtpForm, mtp_form
 from treespec_weights.quant_schemes import METHODS
 
 logger = logging.getLogger("treespec")
@@ -410,9 +410,10 @@ def _read_models(
         if not spec.allows("ssm", name):
             continue
         if isinstance(draft, str):
-            is_native = isinstance(target, ModelConfig)
-            form = mtp_form(target.folder, target.shape, target.rules) if is_native else adapter_mtp_form(target)
-            heads.append((name, form))
+            if isinstance(target, Source):
+                heads.append((name, adapter_mtp_form(target)))
+            else:
+                heads.append((name, mtp_form(target.folder, target.shape, target.rules)))
         elif isinstance(draft, Path) and (form := read_head(draft)) is not None:
             heads.append((name, form))
         else:

@@ -12,9 +12,10 @@ import torch
 
 from treespec_weights.blocks import Weights
 from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.documents import read_config
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
-from treespec_weights.families import FAMILIES
-from treespec_weights.load import load_weights
+from treespec_weights.families import FAMILIES, family_of
+from treespec_weights.load import checked_placements, load_weights
 from treespec_weights.rules import LAYER, FamilyRules, ModelShape, PredictorRules, TensorRule
 
 MTP = "mtp"  # name in `drafts` of the target's own layer
@@ -77,16 +78,25 @@ def load_predictor(
         return load_weights(checkpoint, shape, rules, dtype, device, blocks=blocks)
 
 
+def check_predictor(form: MtpForm) -> int:
+    """Return the number of parameters of a checkpoint's layer. Raises CheckpointError if it does not fit its config."""
+    config = read_config(form.folder)
+    rules = family_of(config, form.folder)
+    shape, rules = predictor_of(form.folder, ModelShape.from_hf(config, rules, form.folder), rules)
+    assert rules.predictor is not None
+    with open_predictor(form.folder, rules.predictor) as checkpoint:
+        checked_placements(checkpoint, shape, rules)
+    return shape.num_parameters()
+
+
 def open_predictor(folder: Path, own: PredictorRules) -> Checkpoint:
     """Open a target's checkpoint with only the tensors of its MTP layer. Raises CheckpointError for none or several."""
     checkpoint = Checkpoint.open(folder)
     second = own.layer_at(1)
     if any(name.startswith(second) for name in checkpoint.names()):
         raise UnsupportedModelError.of(folder, "config", repr(second), "a second MTP layer; supported: one")
-    tensors, absent = (
-        {name: value for name, value in part.items() if name.startswith(own.module)}
-        for part in (checkpoint.tensors, checkpoint.absent)
-    )
+    tensors = {name: info for name, info in checkpoint.tensors.items() if name.startswith(own.module)}
+    absent = {name: file for name, file in checkpoint.absent.items() if name.startswith(own.module)}
     if not tensors:
         message = (
             "no tensor of an MTP layer; several conversions drop it: use the original checkpoint, or leave out "

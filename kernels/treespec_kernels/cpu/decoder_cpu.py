@@ -171,7 +171,7 @@ class PairInputs:
         )
 
     def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the residual stream before the first layer, and this layer's projections; None for those of the stream.
+        """Return the residual stream before the first layer, and this layer's projections or None for the stream's.
 
         Args:
             tokens: int64 [num_rows].

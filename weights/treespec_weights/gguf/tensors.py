@@ -109,11 +109,11 @@ def hf_names(file: GgufFile) -> dict[str, str]:
         if name in FACTORS:
             continue
         layer, known = _layer(name), rules
-        is_further = first is not None and layer != "" and int(layer) >= first
-        if is_further:
-            known = {} if own is None else _names_of_predictor(rules, own, int(layer) - first)
+        further = -1 if first is None or not layer else int(layer) - first
+        if further >= 0:
+            known = {} if own is None else _names_of_predictor(rules, own, further)
         matches = [known[params] for params in _parameters(name) if params in known]
-        if matches or not is_further:  # others of MTP layers are copies of the embedding and the head
+        if matches or further < 0:  # others of MTP layers are copies of the embedding and the head
             names[matches[0].replace("{i}", layer) if matches else name] = name
     return names
 

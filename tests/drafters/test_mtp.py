@@ -13,6 +13,7 @@ from transformers.modeling_layers import MtpModel
 from tests.helpers.architectures import ARCHITECTURES, VOCAB, continuations, make_model, open_adapter_llm, saved
 from tests.helpers.drafting import EXECUTORS, assert_probabilities, target_states
 from tests.helpers.exactness import assert_exact, run
+from tests.helpers.gguf_files import write_gguf
 from tests.helpers.models import VOCAB as NATIVE_VOCAB
 from tests.helpers.models import (
     OracleDrafter,
@@ -28,7 +29,7 @@ from tests.helpers.models import (
     tokens_of,
 )
 from tests.helpers.mtp_made import FILE, LAYOUTS, PredictorReference, make_predictor
-from tests.helpers.quantized_checkpoints import needs_compiler
+from tests.helpers.quantized_checkpoints import needs_compiler, quantize_folder
 from treespec import LLM, RequestOutput, RoundRecord, SpecConfig
 from treespec.drawing.recording import watch
 from treespec.errors import ConfigError, ModelError
@@ -198,6 +199,25 @@ def test_native_trees_give_the_bits_of_plain_decoding(case: tuple[str, str], dty
     prompts, params = random_prompts((30, 64)), greedy(16, temperature=0.5, seed=1, n=2)
     outputs = [llm.generate(prompts, params, spec=each) for each in ("off", SpecConfig(nodes=12, max_depth=4))]
     assert tokens_of(outputs[1]) == tokens_of(outputs[0])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("quantized", ["gguf", "int8"])
+def test_layers_of_quantised_checkpoints(quantized: str, tmp_path: Path) -> None:
+    """In a GGUF file's blocks, embedding included, and in compressed-tensors' int8 but for the projection."""
+    folder = make_predictor("qwen3_5", compiled=True, predicts=True)
+    if quantized == "gguf":
+        kinds = {"nextn_predict_layers": 1, "block_count": 4}
+        path = write_gguf(tmp_path / "m.gguf", folder, lambda name: "F16" if "ffn_down" in name else "Q8_0", **kinds)
+    else:
+        path = quantize_folder(folder, 8, None)
+        config = json.loads((path / "config.json").read_text())["quantization_config"]
+        edit_config(path, quantization_config=config | {"ignore": [*config["ignore"], "mtp.fc"]})
+    for compiled in (True, False):
+        llm = open_llm(path, ["mtp"], compile=compiled, max_num_seqs=2)
+        tree = assert_exact(llm, run(llm, random_prompts((20, 61)), greedy(20)), SpecConfig(nodes=12, max_depth=5))
+        assert tree.acceptance_length > 1.8
 
 
 # --- bad input

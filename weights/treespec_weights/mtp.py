@@ -97,7 +97,7 @@ def open_predictor(folder: Path, own: PredictorRules) -> Checkpoint:
         raise UnsupportedModelError.of(folder, "config", repr(second), "a second MTP layer; supported: one")
     tensors = {name: info for name, info in checkpoint.tensors.items() if name.startswith(own.module)}
     absent = {name: file for name, file in checkpoint.absent.items() if name.startswith(own.module)}
-    if not tensors:
+    if not (tensors or absent):
         message = (
             "no tensor of an MTP layer; several conversions drop it: use the original checkpoint, or leave out "
             f"drafts=[{MTP!r}]"

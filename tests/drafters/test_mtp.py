@@ -224,7 +224,7 @@ def test_layers_of_quantised_checkpoints(quantized: str, tmp_path: Path) -> None
 
 
 def test_targets_without_one_layer() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"no MTP layer is known of 'llama'; .* qwen3_5_text"):
+    with pytest.raises(UnsupportedModelError, match=r"no MTP layer is known of 'llama', only of .*qwen3_5_text"):
         LLM(tiny()[0], drafts=["mtp"], device="cpu")
     with pytest.raises(ModelError, match=r"stablelm.* has no MTP layer"):
         open_adapter_llm(saved("stablelm")[1], ["mtp"])
@@ -236,7 +236,7 @@ def test_targets_without_one_layer() -> None:
         open_adapter_llm(folder, ["mtp"])
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
+@pytest.mark.parametrize("name", quick(["qwen3_5", "glm4_moe"], ("qwen3_5",)))
 def test_native_checkpoints_without_one_whole_layer(name: str) -> None:
     folder, layout = make_predictor(name), LAYOUTS[name]
     own, module = f"{layout.layer}self_attn.k_proj.weight", layout.layer.removesuffix("layers.0.")
@@ -260,7 +260,6 @@ def test_native_checkpoints_without_one_whole_layer(name: str) -> None:
         assert place in str(found.value) and message in str(found.value)
         row = compare_head(inspect_checkpoint(folder), MtpForm(folder))
         assert not row["usable"] and message in row["reason"]
-        open_llm(folder)  # the layer is not read
 
 
 def test_a_checkpoint_without_its_layer() -> None:

@@ -109,6 +109,6 @@ def open_predictor(folder: Path, own: PredictorRules) -> Checkpoint:
 def _predictor_of(folder: Path, shape: ModelShape, rules: FamilyRules) -> PredictorRules:
     if rules.predictor is None:
         known = ", ".join(name for name, family in FAMILIES.items() if family.predictor is not None)
-        message = f"no MTP layer is known of {rules.model_type!r}; native families with one: {known}"
+        message = f"no MTP layer is known of {rules.model_type!r}, only of {known}; a folder of this name is './{MTP}'"
         raise UnsupportedModelError.of(folder, "config", repr(MTP), message)
     return rules.predictor.after(shape.num_layers)

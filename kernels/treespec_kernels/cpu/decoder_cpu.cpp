@@ -163,8 +163,8 @@ struct LayerUpdates {  // low-rank updates of an adapter (LoRA)
 };
 
 struct Pairing {  // what a draft head makes of a token and the feature of the token before it
-    const Linear* product;  // of a pair, [2 * hidden] ->: the residual stream, or else the first layer's projections,
-    // [(heads + 2 * kv_heads) * HEAD_DIM]
+    // of a pair, [2 * hidden]: the residual stream, or the first layer's projections [(heads + 2 * kv_heads) * HEAD_DIM]
+    const Linear* product;
     const void* embed;  // [vocab, hidden]; in blocks of a GGUF file if `embed_type` is not 0
     int64_t embed_type;
     Norm embed_norm, feature_norm;
@@ -637,13 +637,15 @@ void treespec_pairs(const Pairing* pairing, const int64_t* tokens, const scalar*
     const int64_t hidden = pairing->hidden;
     pairs.resize(num_rows * 2 * hidden), row.resize(hidden);
     for (int64_t r = 0; r < num_rows; r++) {
-        const scalar *embed = (const scalar*)pairing->embed + tokens[r] * hidden, *feature = features + r * hidden;
+        const scalar* feature = features + r * hidden;
         for (int64_t half = 0; half < 2; half++) {
             scalar* to = pairs.data() + (2 * r + half) * hidden;
             if (!half && pairing->embed_type)
                 read_blocks(pairing->embed, pairing->embed_type, tokens[r], hidden, row.data());
-            else
-                for (int64_t i = 0; i < hidden; i++) row[i] = to_float((half ? feature : embed)[i]);
+            else {
+                const scalar* from = half ? feature : (const scalar*)pairing->embed + tokens[r] * hidden;
+                for (int64_t i = 0; i < hidden; i++) row[i] = to_float(from[i]);
+            }
             const Moments of = moments(row.data(), hidden, pairing->eps, false);
             const Norm& norm = half ? pairing->feature_norm : pairing->embed_norm;
             for (int64_t i = 0; i < hidden; i += LANES) store(to + i, normed(row.data(), of, norm, i));

@@ -224,8 +224,11 @@ def test_layers_of_quantised_checkpoints(quantized: str, tmp_path: Path) -> None
 
 
 def test_targets_without_one_layer() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"no MTP layer is known of 'llama', only of .*qwen3_5_text"):
-        LLM(tiny()[0], drafts=["mtp"], device="cpu")
+    asked: list[dict[str, Any]] = [{"drafts": ["mtp"]}]
+    asked += [{"speculative_config": {"method": method}} for method in ("mtp", "qwen3_next_mtp")]  # of vLLM
+    for options in asked:
+        with pytest.raises(UnsupportedModelError, match=r"no MTP layer is known of 'llama', only of .*qwen3_5_text"):
+            LLM(tiny()[0], device="cpu", **options)
     with pytest.raises(ModelError, match=r"stablelm.* has no MTP layer"):
         open_adapter_llm(saved("stablelm")[1], ["mtp"])
     folder = make_checkpoint("glm4_moe")

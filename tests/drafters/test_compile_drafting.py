@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -26,6 +27,7 @@ from tests.helpers.models import (
     tiny,
     tokens_of,
 )
+from tests.helpers.mtp_made import make_predictor
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import RoundRecord, SamplingParams, SpecConfig
 from treespec.drafters.ssm.compiled_growth import CompiledGrowth
@@ -46,13 +48,14 @@ SPECS = {
     "a broken one": (SpecConfig(nodes=24), {}),
     "parallel drafts": (SpecConfig(nodes=24, max_depth=9, sources=("ssm",)), {}),
     "parallel drafts alone": (SpecConfig(nodes=24, max_depth=9, sources=("dflash", "pard")), {}),
+    "an MTP layer": (SpecConfig(nodes=24), {}),
     "coupled": (SpecConfig(nodes=24), {"temperature": 0.9, "seed": 3}),
     "restricted": (SpecConfig(nodes=24), {"allowed_token_ids": [*range(20, 60)]}),
     "traversal": (SpecConfig(branching=(2, 2, 1), verification="traversal"), {"temperature": 0.9, "seed": 3}),
 }
 
 
-def drafts_of(kind: str, target: Path, first: Path) -> list[Path]:
+def drafts_of(kind: str, target: Path, first: Path) -> list[Any]:
     """Three SSMs of two shapes or three families, also hybrid ones; of one half of the vocabulary, or NaN after every
     second token; or one beside drafts that predict several tokens in a pass, and fewer than a tree is deep."""
     root = new_folder("shape")
@@ -75,7 +78,7 @@ def drafts_of(kind: str, target: Path, first: Path) -> list[Path]:
     return [first, second, third]
 
 
-@pytest.mark.parametrize("name", quick(SPECS, {*SPECS} - {"parallel drafts", "parallel drafts alone"}))
+@pytest.mark.parametrize("name", quick(SPECS, {*SPECS} - {"parallel drafts", "parallel drafts alone", "an MTP layer"}))
 def test_trees_are_those_of_the_general_path(name: str) -> None:
     """All levels in one call, against `Forest` on the same compiled passes.
 
@@ -83,8 +86,11 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
     probabilities, not logits, which are rounded to the model's dtype.
     """
     spec, options = SPECS[name]
-    target, (first, *_) = tiny(torch.float32 if name == "restricted" else torch.bfloat16)
-    drafts = drafts_of(name, target, first)
+    if name == "an MTP layer":
+        target, drafts = make_predictor("qwen3_5", True, torch.bfloat16, predicts=True), ["mtp"]
+    else:
+        target, (first, *_) = tiny(torch.float32 if name == "restricted" else torch.bfloat16)
+        drafts = drafts_of(name, target, first)
     prompts = random_prompts((9, 50, 63, 64))
     params = [SamplingParams(max_tokens=count, ignore_eos=True, **options) for count in (6, 14, 9, 20)]
 

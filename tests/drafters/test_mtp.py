@@ -11,23 +11,32 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from tests.helpers.architectures import ARCHITECTURES, VOCAB, continuations, make_model, open_adapter_llm, saved
-from tests.helpers.drafting import assert_probabilities, target_states
+from tests.helpers.drafting import EXECUTORS, assert_probabilities, target_states
 from tests.helpers.exactness import assert_exact, run
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.models import VOCAB as NATIVE_VOCAB
 from tests.helpers.models import (
     OracleDrafter,
     edit_config,
     exact_in,
     greedy,
     new_folder,
+    open_llm,
     quick,
     random_prompts,
     randomize,
     tiny,
     tokens_of,
 )
-from treespec import LLM, RoundRecord, SpecConfig
+from tests.helpers.mtp_made import FILE, LAYOUTS, PredictorReference, make_predictor
+from tests.helpers.quantized_checkpoints import needs_compiler, quantize_folder
+from treespec import LLM, RequestOutput, RoundRecord, SpecConfig
 from treespec.drawing.recording import watch
 from treespec.errors import ConfigError, ModelError
+from treespec_weights import inspect_checkpoint
+from treespec_weights.errors import CheckpointError, UnsupportedModelError
+from treespec_weights.heads import compare_head
+from treespec_weights.mtp import MtpForm
 
 NUM_LAYERS = ARCHITECTURES["glm4_moe"]["num_hidden_layers"]
 KINDS = ["glm4_moe", "deepseek_v3", "mellum"]
@@ -140,12 +149,86 @@ def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
     assert tokens_of(trees) == tokens_of(plain)
 
 
+# --- native families
+
+
+NATIVE = [(name, executor) for name in LAYOUTS for executor in ("compiled", "eager")]
+(PROMPT,) = random_prompts((61,))
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", quick(NATIVE, NATIVE[:1]))
+def test_probabilities_are_those_of_the_definition(case: tuple[str, str]) -> None:
+    """At every drafted node, over rounds with partial accepts, after a prefill in chunks."""
+    name, executor = case
+    folder = make_predictor(name, executor == "compiled")
+    reference = PredictorReference(name, folder)
+    (wanted,) = continuations(reference.model, [PROMPT], 24)
+    oracle = OracleDrafter([PROMPT + wanted[:13]], 2)  # knows the first half
+    options = EXECUTORS[executor] | {"draft_quantization": None}
+    llm = open_llm(folder, ["mtp", oracle], max_num_batched_tokens=24, **options)
+    with watch(llm.engine) as records:
+        [output] = llm.generate([PROMPT], greedy(24), spec=SpecConfig(nodes=16, max_depth=4))
+    assert list(output.outputs[0].token_ids) == wanted
+    states = target_states(reference.model, records)
+
+    def expected(record: RoundRecord, drafted: list[int]) -> torch.Tensor:
+        context = [*record.context, int(record.tree.tokens[0])]
+        return reference.logits(states[record.number][-1], context, drafted)
+
+    assert_probabilities(records, "mtp", range(NATIVE_VOCAB), expected)
+
+
+def deepest(output: RequestOutput) -> int:
+    """The most drafted tokens that a pass accepted."""
+    return len(output.metrics.accepted_lengths) - 1
+
+
+@needs_compiler
+@exact_in
+@pytest.mark.parametrize("case", quick([*NATIVE[::2], NATIVE[1], NATIVE[-1]], NATIVE[:1]))
+def test_native_trees_give_the_bits_of_plain_decoding(case: tuple[str, str], dtype: torch.dtype) -> None:
+    """Deep accepts of what the layer drafts, in batches and from prompts of one token; sampled ones too."""
+    name, executor = case
+    folder = make_predictor(name, executor == "compiled", dtype, predicts=True)
+    llm = open_llm(folder, ["mtp"], max_num_seqs=4, max_num_batched_tokens=40, **EXECUTORS[executor])
+    plain = run(llm, random_prompts((1, 2, 61, 90)), greedy(24))
+    for spec in (SpecConfig(nodes=16, max_depth=6), SpecConfig(branching=(3, 2, 1, 1)), SpecConfig()):
+        tree = assert_exact(llm, plain, spec)
+        assert (tree.acceptance_length > 2 and max(map(deepest, tree.outputs)) > 3) or spec.nodes == "auto", spec
+    prompts, params = random_prompts((30, 64)), greedy(16, temperature=0.5, seed=1, n=2)
+    outputs = [llm.generate(prompts, params, spec=each) for each in ("off", SpecConfig(nodes=12, max_depth=4))]
+    assert tokens_of(outputs[1]) == tokens_of(outputs[0])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("quantized", ["gguf", "int8"])
+def test_layers_of_quantised_checkpoints(quantized: str, tmp_path: Path) -> None:
+    """In a GGUF file's blocks, embedding included, and in compressed-tensors' int8 but for the projection."""
+    folder = make_predictor("qwen3_5", compiled=True, predicts=True)
+    if quantized == "gguf":
+        kinds = {"nextn_predict_layers": 1, "block_count": 4}
+        path = write_gguf(tmp_path / "m.gguf", folder, lambda name: "F16" if "ffn_down" in name else "Q8_0", **kinds)
+    else:
+        path = quantize_folder(folder, 8, None)
+        config = json.loads((path / "config.json").read_text())["quantization_config"]
+        edit_config(path, quantization_config=config | {"ignore": [*config["ignore"], "mtp.fc"]})
+    for compiled in (True, False):
+        llm = open_llm(path, ["mtp"], compile=compiled, max_num_seqs=2)
+        tree = assert_exact(llm, run(llm, random_prompts((20, 61)), greedy(20)), SpecConfig(nodes=12, max_depth=5))
+        assert tree.acceptance_length > 1.8
+
+
 # --- bad input
 
 
 def test_targets_without_one_layer() -> None:
-    with pytest.raises(ModelError, match=r"'mtp' is the MTP layer of the target's checkpoint, and native families"):
-        LLM(tiny()[0], drafts=["mtp"], device="cpu")
+    asked: list[dict[str, Any]] = [{"drafts": ["mtp"]}]
+    asked += [{"speculative_config": {"method": method}} for method in ("mtp", "qwen3_next_mtp")]  # of vLLM
+    for options in asked:
+        with pytest.raises(UnsupportedModelError, match=r"no MTP layer is known of 'llama', only of .*qwen3_5_text"):
+            LLM(tiny()[0], device="cpu", **options)
     with pytest.raises(ModelError, match=r"stablelm.* has no MTP layer"):
         open_adapter_llm(saved("stablelm")[1], ["mtp"])
     folder = make_checkpoint("glm4_moe")
@@ -154,6 +237,32 @@ def test_targets_without_one_layer() -> None:
     edit_config(folder, num_nextn_predict_layers=3)
     with pytest.raises(ModelError, match="has 3 MTP layers; supported: one"):
         open_adapter_llm(folder, ["mtp"])
+
+
+@pytest.mark.parametrize("name", quick(["qwen3_5", "glm4_moe"], ("qwen3_5",)))
+def test_native_checkpoints_without_one_whole_layer(name: str) -> None:
+    folder, layout = make_predictor(name), LAYOUTS[name]
+    own, module = f"{layout.layer}self_attn.k_proj.weight", layout.layer.removesuffix("layers.0.")
+    second = layout.layer.replace("0", "1").replace("3", "4") + "input_layernorm.weight"
+    whole = load_file(folder / FILE)
+    without = {stored: tensor for stored, tensor in whole.items() if not stored.startswith(module)}
+    wrong: list[tuple[dict[str, torch.Tensor], str, str]] = [
+        (
+            without,
+            f"'{module}*'",
+            "no tensor of an MTP layer; several conversions drop it: use the original checkpoint",
+        ),
+        ({stored: whole[stored] for stored in whole if stored != own}, own, "missing; expected [32, 48]"),
+        (whole | {second: torch.ones(48)}, second.removesuffix("input_layernorm.weight"), "a second MTP layer"),
+        (whole | {own.replace("k_proj", "x"): torch.ones(48)}, own.replace("k_proj", "x"), "unexpected: no tensor of"),
+    ]
+    for tensors, place, message in wrong:
+        save_file(tensors, folder / FILE, {"format": "pt"})
+        with pytest.raises(CheckpointError) as found:
+            open_llm(folder, ["mtp"])
+        assert place in str(found.value) and message in str(found.value)
+        row = compare_head(inspect_checkpoint(folder), MtpForm(folder))
+        assert not row["usable"] and message in row["reason"]
 
 
 def test_a_checkpoint_without_its_layer() -> None:

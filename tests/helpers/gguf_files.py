@@ -279,12 +279,19 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     add(key, value)
 
 
+_OF_MTP = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
+
+
 def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
     """The tensors by GGUF name, with what the converter changes of them."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    names, found = gguf.get_tensor_name_map(kind, shape.num_layers), {}
+    names, found = gguf.get_tensor_name_map(kind, shape.num_layers + 1), {}
     tensors = _with_split_projections(_with_stacked_experts(load_file(folder / "model.safetensors")), shape.recurrent)
     for own, stored in tensors.items():
+        if own.startswith("mtp.") and (part := own.split(".")[1]) in _OF_MTP:
+            found[f"blk.{shape.num_layers}.nextn.{_OF_MTP[part]}.weight"] = stored + ("norm" in part)
+            continue
+        own = own.replace("mtp.layers.0.", f"model.layers.{shape.num_layers}.")
         own = own.replace("correction_bias", "correction.bias").replace("expert_bias", "expert_bias.bias")
         own += ".weight" * own.endswith("sinks")
         name, tensor = (

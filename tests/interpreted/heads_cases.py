@@ -10,6 +10,7 @@ from tests.helpers.blocks_made import write_dflash
 from tests.helpers.drafting import make_target
 from tests.helpers.heads_made import TargetShape, write_eagle1, write_eagle3
 from tests.helpers.models import edit_config, greedy, make_draft, new_folder, open_llm, random_prompts, tokens_of
+from tests.helpers.mtp_made import LAYOUTS, make_predictor
 from tests.helpers.state_heads_made import write_medusa
 from tests.interpreted.engines import TRITON, captured_rounds
 from treespec import RoundRecord, SpecConfig
@@ -18,8 +19,10 @@ SHAPE = TargetShape(num_hidden_layers=3, num_attention_heads=2, num_key_value_he
 EAGLE3 = {"draft_vocab": 64, "seed": 1, "boundaries": (0, 1, 3)}
 
 
-def write_head(kind: str, target: Path) -> Path:
+def write_head(kind: str, target: Path) -> Path | str:
     head = new_folder("head")
+    if kind in LAYOUTS:
+        return "mtp"
     match kind:
         case "eagle":
             write_eagle1(head, SHAPE, bias=True, own_embedding=False, seed=1)
@@ -37,10 +40,14 @@ def write_head(kind: str, target: Path) -> Path:
     return head
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "dflash", "pard", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "glm4_moe", "qwen3_5", "peagle", "dflash", "pard", "medusa"])
 def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
-    """As are tokens, which plain decoding has too. What drafts a block, or has no attention, goes step by step."""
-    captured, target, records = kind in ("eagle", "eagle3"), make_target(SHAPE), list[list[RoundRecord]]()
+    """As are tokens, which plain decoding has too.
+
+    What drafts a block, or has no attention, goes step by step, and so does what drafts for a hybrid model.
+    """
+    captured, records = kind in ("eagle", "eagle3", "glm4_moe"), list[list[RoundRecord]]()
+    target = make_predictor(kind, vocab_size=SHAPE.vocab_size) if kind in LAYOUTS else make_target(SHAPE)
     head, (prompt,) = write_head(kind, target), random_prompts((9,), vocab=SHAPE.vocab_size)
     spec = SpecConfig(nodes=6, max_depth=3 if captured else 2, sources=("ssm",))
     for options in (TRITON, {"attention": "cpu-packed", "prove": None}):

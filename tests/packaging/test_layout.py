@@ -56,7 +56,7 @@ LAYERS = {
         ("documents",),
         ("codec", "hub", "load", "tokenizer"),
         ("draft_tensors", "draft_vocabulary", "lora", "timing", "transform", "verify", "vocabularies"),
-        ("assistants", "block_drafts", "describe", "inspection", "staging", "state_heads"),
+        ("assistants", "block_drafts", "describe", "inspection", "mtp", "staging", "state_heads"),
         ("convert", "grow", "heads"),
         ("cli",),
     ),

@@ -5,8 +5,7 @@ verified token, and the layer's own output after a drafted one. The target's voc
 """
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,45 +21,23 @@ from treespec.adapter.trace import AdapterConfig, record_calls
 from treespec.errors import ModelError, describe_error
 from treespec.models.attention import Attention
 from treespec.models.feature_head import FeatureHead
-from treespec.models.model_config import ModelConfig
-
-MTP = "mtp"  # name in `drafts` of the target's own layer
+from treespec_weights.mtp import MTP, MtpForm
 
 
-@dataclass(frozen=True)
-class MtpForm:
-    """The MTP layer of a target, with the interface of a draft head's form."""
-
-    folder: Path  # the target's
-    name = "MTP layer"
-
-    @classmethod
-    def of(cls, target: Source | ModelConfig) -> "MtpForm":
-        """Return the form of a target's layer."""
-        if not isinstance(target, Source):
-            raise ModelError(
-                f"drafts: {MTP!r} is the MTP layer of the target's checkpoint, and native families have none; "
-                f"a folder of this name is './{MTP}'"
-            )
-        count = getattr(target.hf_config.get_text_config(decoder=True), "num_mtp_layers", None)
-        if not isinstance(count, int) or not count:
-            raise ModelError(f"drafts: {MTP!r}: {target.name} has no MTP layer (num_nextn_predict_layers)")
-        if count > 1:
-            raise ModelError(f"drafts: {MTP!r}: {target.name} has {count} MTP layers; supported: one")
-        place = target.hf_config.name_or_path
-        if target.model_ref is not None and not (place and Path(place).is_dir()):
-            raise ModelError(
-                f"drafts: {MTP!r}: {target.name} does not hold its MTP layer, which is in its checkpoint; load the "
-                "model from a local folder, or give this folder to LLM"
-            )
-        return cls(target.folder)
-
-    def describe(self, layers: Sequence[int]) -> str:
-        return "reads the target's output states"
-
-    def read_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the target's output after its final norm, numbered as by `HeadForm.read_layers`."""
-        return (num_layers + 1,)
+def adapter_mtp_form(target: Source) -> MtpForm:
+    """Return the form of a target's layer. Raises ModelError if it has none, or several."""
+    count = getattr(target.hf_config.get_text_config(decoder=True), "num_mtp_layers", None)
+    if not isinstance(count, int) or not count:
+        raise ModelError(f"drafts: {MTP!r}: {target.name} has no MTP layer (num_nextn_predict_layers)")
+    if count > 1:
+        raise ModelError(f"drafts: {MTP!r}: {target.name} has {count} MTP layers; supported: one")
+    place = target.hf_config.name_or_path
+    if target.model_ref is not None and not (place and Path(place).is_dir()):
+        raise ModelError(
+            f"drafts: {MTP!r}: {target.name} does not hold its MTP layer, which is in its checkpoint; load the "
+            "model from a local folder, or give this folder to LLM"
+        )
+    return MtpForm(target.folder)
 
 
 def open_mtp(target: AdapterConfig, model: nn.Module) -> tuple[AdapterConfig, nn.Module]:

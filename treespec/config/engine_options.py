@@ -138,8 +138,8 @@ class EngineOptions(VllmEngineOptions):
         """Return the options with vLLM's names translated, ignored with a log line, or refused.
 
         `enforce_eager` disables CUDA graphs; compiled passes on a CPU are not graphs. Of `speculative_config`, a draft
-        model becomes `drafts`, suffix decoding `suffix_tokens`; n-gram lookup is on by default. Raises ConfigError for
-        an option that treespec does not have.
+        model becomes `drafts`, as do the methods for MTP, and suffix decoding `suffix_tokens`; n-gram lookup is on by
+        default. Raises ConfigError for an option that treespec does not have.
         """
         from treespec.errors import ConfigError
 
@@ -156,6 +156,8 @@ class EngineOptions(VllmEngineOptions):
         rest = {name: value for name, value in self.speculative_config.items() if value is not None}
         model = rest.pop("model", None)
         method = rest.pop("method", "ngram" if model in ("ngram", "[ngram]") else "draft_model")
+        if str(method).endswith("mtp") and model in (None, options.model):  # also "qwen3_next_mtp" and the like
+            method, model = "draft_model", "mtp"
         if method == "suffix":
             options = replace(options, suffix_tokens=options.suffix_tokens or SUFFIX_TOKENS)
         elif method == "draft_model" and model is not None:

@@ -139,6 +139,7 @@ class Decoder:
     entries: PassEntries | None = None  # entry points for calls from another library
     per_layer: PerLayerInputs | None = None
     head_vocabulary: HeadVocabulary | None = None  # tokens of a reduced head, set after loading
+    embed_blocks: Blocks | None = None  # of a GGUF file, in place of `embed`
 
     def __init__(
         self,
@@ -160,7 +161,6 @@ class Decoder:
         self.vocab_size = shape.vocab_size
         self.quantization = _quantization(weights)
         embed = weights.pop("embed")
-        self.embed_blocks: Blocks | None = None
         if isinstance(embed, Blocks):
             self.embed_blocks, known = embed, weights["final_norm"]
         else:

@@ -16,7 +16,7 @@ from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_linear import CompiledLinear
 from treespec_kernels.cpu.decoder_cpu import PairInputs, PassEntries
-from treespec_kernels.linear.linear import Linear, LinearImpl
+from treespec_kernels.linear.linear import Linear
 from treespec_weights.heads import HeadForm, HeadWeights
 
 AnyLinear = Linear | CompiledLinear
@@ -90,7 +90,45 @@ class FeatureHead(DecoderWrapper, ABC):
         """
 
 
-class Eagle3Head(FeatureHead):
+class PairHead(FeatureHead):
+    """Base of heads with norms of both parts of a pair; `norm_output`: its features are outputs after the final norm.
+
+    `pairs` returns the inputs of the layers. If these include projections, the first layer has no `qkv`.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        target: Decoder | None,  # as in `FeatureHead`
+        columns: Sequence[int],
+        pairs: "TorchPairs | PairInputs",
+        norm_output: bool,
+    ):
+        super().__init__(decoder, target, columns)
+        self.pairs, self._norm_output = pairs, norm_output
+        scorer = self.vocabulary_head.entries
+        if decoder.entries is not None and scorer is not None and isinstance(pairs, PairInputs):
+            entries = pairs.add_to(decoder.entries, norm_output)
+            self.entries = entries._replace(probs=scorer.probs, head=scorer.head)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights in memory, without the target's embeddings and vocabulary head."""
+        return self.decoder.nbytes + self.pairs.nbytes
+
+    def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
+        final, streams = self.decoder.forward_stream(StreamInput(*self.pairs(tokens, features)), layout, kv)
+        final = final[: len(tokens)]
+        return final, final if self._norm_output else streams[: len(tokens), 0]
+
+
+class PredictorHead(PairHead):
+    """The MTP layer of a native target's checkpoint: its features are the target's output states, and its own."""
+
+    kind = "mtp"
+
+
+class Eagle3Head(PairHead):
     """An EAGLE-3 head."""
 
     kind = "eagle3"
@@ -98,21 +136,18 @@ class Eagle3Head(FeatureHead):
     def __init__(
         self,
         form: HeadForm,  # its arithmetic
-        decoder: Decoder,  # its layers and its head; the first layer has no `qkv`
+        decoder: Decoder,  # its layers and its head
         weights: HeadWeights,  # of the norms of the states
         columns: Sequence[int],
         fc: AnyLinear,  # projection of the target's states to a feature
-        pairs: "TorchPairs | PairInputs",  # returns the inputs of the layers
+        pairs: "TorchPairs | PairInputs",
     ):
-        super().__init__(decoder, None, columns)
-        self.form, self._fc, self.pairs, self._state_norms = form, fc, pairs, weights.state_norms
-        if decoder.entries is not None and isinstance(pairs, PairInputs):
-            self.entries = pairs.add_to(decoder.entries, form.norm_output)
+        super().__init__(decoder, None, columns, pairs, form.norm_output)
+        self.form, self._fc, self._state_norms = form, fc, weights.state_norms
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights in memory, without the target's embeddings."""
-        return self.decoder.nbytes + self._fc.nbytes + self.pairs.nbytes
+        return super().nbytes + self._fc.nbytes
 
     def features_of(self, states: Tensor) -> Tensor:
         return self.project(states.index_select(1, self._columns))
@@ -123,11 +158,6 @@ class Eagle3Head(FeatureHead):
         if (norms := self._state_norms) is not None:
             states = F.rms_norm(states.view(-1, *norms.shape), norms.shape[1:], None, self.config.norm_eps) * norms
         return self._fc(states.reshape(len(states), -1))
-
-    def forward_features(self, tokens: Tensor, features: Tensor, layout: Pass, kv: Tensor) -> tuple[Tensor, Tensor]:
-        final, streams = self.decoder.forward_stream(StreamInput(*self.pairs(tokens, features)), layout, kv)
-        final = final[: len(tokens)]
-        return final, final if self.form.norm_output else streams[: len(tokens), 0]
 
 
 class EagleHead(FeatureHead):
@@ -158,19 +188,18 @@ class EagleHead(FeatureHead):
 class TorchPairs:
     """Inputs of a head's layers, with the interface of `PairInputs`."""
 
-    def __init__(self, form: HeadForm, weights: HeadWeights, embed: Tensor, eps: float, impl: LinearImpl):
-        assert weights.embed_norm is not None and weights.feature_norm is not None
-        self.form, self.embed, self._eps = form, embed, eps
-        self._qkv = Linear(*weights.qkv, impl)
-        self._embed_norm, self._feature_norm = weights.embed_norm, weights.feature_norm
-        self.nbytes = self._qkv.nbytes
+    def __init__(self, product: AnyLinear, embed: Tensor, norms: Sequence[Tensor], eps: float, stream: str):
+        self.embed, self.nbytes = embed, product.nbytes
+        self._product, self._norms, self._eps, self._stream = product, norms, eps, stream
 
-    def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream before the first layer, and this layer's projections, as `PairInputs`."""
-        embedded = F.embedding(tokens, self.embed).to(features.dtype)
-        normed = self._norm(features, self._feature_norm)
-        qkv = self._qkv(torch.cat((self._norm(embedded, self._embed_norm), normed), 1))
-        return normed if self.form.residual_after_norm else features, qkv
+        parts = F.embedding(tokens, self.embed).to(features.dtype), features
+        normed = [self._norm(part, weight) for part, weight in zip(parts, self._norms, strict=True)]
+        product = self._product(torch.cat(normed, 1))
+        if self._stream == "product":
+            return product, None
+        return features if self._stream == "feature" else normed[1], product
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[1],), weight, self._eps)
+        return F.rms_norm(x.float(), (x.shape[1],), weight.float(), self._eps).to(x.dtype)

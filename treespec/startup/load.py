@@ -4,14 +4,14 @@ import logging
 from ctypes import CDLL
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from treespec.adapter.decoder import AdapterDecoder, open_adapter
-from treespec.adapter.mtp import MtpDecoder, MtpForm, MtpHead, open_mtp
+from treespec.adapter.mtp import MtpDecoder, MtpHead, open_mtp
 from treespec.adapter.source import Source
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache.kv_cache import FeatureShape
@@ -29,8 +29,9 @@ from treespec.models.block_draft import (
 )
 from treespec.models.compiled import CompiledDecoder
 from treespec.models.decoder import Decoder
-from treespec.models.feature_head import AnyLinear, Eagle3Head, EagleHead, FeatureHead, TorchPairs
+from treespec.models.feature_head import AnyLinear, Eagle3Head, EagleHead, FeatureHead, PredictorHead, TorchPairs
 from treespec.models.head_vocabulary import HeadVocabulary
+from treespec.models.layer import take_projection
 from treespec.models.model_config import ModelConfig
 from treespec.models.state_head import DepthHeads, MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
 from treespec.models.triton_decoder import TritonDecoder
@@ -41,7 +42,7 @@ from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.decoder_cpu import PairInputs
 from treespec_kernels.cpu.decoder_library import DTYPES, build
 from treespec_kernels.linear.linear import Linear, LinearImpl, onednn_available
-from treespec_kernels.linear.quantized import QuantizedWeight
+from treespec_kernels.linear.quantized import BlockWeight, QuantizedWeight, dequantized
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import load_weights
 from treespec_weights.assistants import AssistantForm, load_assistant
@@ -50,6 +51,7 @@ from treespec_weights.blocks import Blocks, Weights
 from treespec_weights.gguf.tensors import describe_storage
 from treespec_weights.heads import DraftForm, load_head
 from treespec_weights.load import UNQUANTISED
+from treespec_weights.mtp import MtpForm, load_predictor, predictor_of
 from treespec_weights.quantize import quantize
 from treespec_weights.state_heads import StateForm, load_state_head
 from treespec_weights.vocabularies import connect
@@ -64,7 +66,7 @@ _ANY_HEAD = 16  # head size of the library build; linear layers do not use it
 class HeadConfig:
     """A draft head, or block draft, and what it reads of its target."""
 
-    form: DraftForm | MtpForm  # of the published folder
+    form: DraftForm  # of the published folder
     # Config of its layers, with the target's vocabulary size; of a head without attention, the target's with no layers
     decoder: ModelConfig | AdapterConfig
     layers: tuple[int, ...]  # of the target, whose inputs it reads; see `HeadForm.read_layers`
@@ -92,6 +94,12 @@ class HeadConfig:
                 else replace(target, shape=shape, masks=(), sinks=())
             )
             return cls(form, stub, layers, shape.hidden_size)
+        if isinstance(form, MtpForm):
+            assert isinstance(target, ModelConfig), "`Loader.open_mtp` opens the layers that transformers' code runs"
+            shape, rules = predictor_of(form.folder, target.shape, target.rules)
+            kind = next(kind for kind in reversed(target.layers) if not kind.recurrent)
+            kinds = (kind._replace(sparse=shape.experts is not None),)
+            return cls(form, replace(target, shape=shape, rules=rules, layers=kinds), layers, shape.hidden_size)
         if isinstance(form, AssistantForm):
             return cls(form, assistant_config(form, target, max_model_len), layers, target.shape.hidden_size)
         decoder = ModelConfig.from_raw(form.folder, form.config, form.rules, max_model_len)
@@ -197,6 +205,8 @@ class Loader:
             shape, hidden = config.decoder.shape, config.target_hidden
             loaded = load_assistant(config.form, shape, hidden, self.dtype, self.device)
             return AssistantHead(config.form, loaded, config.decoder, target, pool, columns, impl)
+        if isinstance(config.form, MtpForm) and isinstance(config.decoder, ModelConfig):
+            return self._load_predictor(config.form, config.decoder, target, columns, positions)
         if isinstance(config.form, MtpForm):
             assert isinstance(config.decoder, AdapterConfig)
             op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs)
@@ -206,25 +216,57 @@ class Loader:
         shape = config.decoder.shape
         sizes = len(config.layers), config.target_hidden
         weights, tokens = load_head(config.form, shape, *sizes, self.dtype, self.device)
-        embed = (target.embed if weights.embed is None else weights.embed).to(self.dtype)
         assert isinstance(config.decoder, ModelConfig)
         decoder = self._make_decoder(config.decoder, weights.decoder, tokens, positions)
         fc = self._linear(decoder, *weights.fc)
         if config.form.kind == "eagle":
+            embed = (target.embed if weights.embed is None else weights.embed).to(self.dtype)
             return EagleHead(decoder, target, columns, embed, fc, self._linear(decoder, *weights.qkv))
-        pairs: TorchPairs | PairInputs
-        eps = decoder.config.norm_eps
-        if isinstance(decoder, CompiledDecoder):
-            assert weights.embed_norm is not None and weights.feature_norm is not None
-            norms, threads = (weights.embed_norm, weights.feature_norm), torch.get_num_threads()
-            qkv, after = (self._fitted(weights.qkv[0]), weights.qkv[1]), config.form.residual_after_norm
-            pairs = PairInputs(decoder.library, qkv, embed, *norms, eps, after, threads, self.int8_drafts)
-        else:
-            pairs = TorchPairs(config.form, weights, embed, eps, self._impl)
+        assert weights.embed_norm is not None and weights.feature_norm is not None
+        norms, stream = (weights.embed_norm, weights.feature_norm), "feature"
+        if config.form.residual_after_norm:
+            stream = "normed feature"
+        pairs = self._pairs(decoder, *weights.qkv, weights.embed, target, norms, stream)
         head = Eagle3Head(config.form, decoder, weights, columns, fc, pairs)
         if weights.mask_states is None:
             return head
         return ParallelEagle(head, config.form.block, config.form.mask_token, weights.mask_states)
+
+    def _load_predictor(
+        self, form: MtpForm, config: ModelConfig, target: Decoder, columns: list[int], positions: int
+    ) -> PredictorHead:
+        blocks = self.linear == "compiled"
+        weights = load_predictor(form.folder, config.shape, config.rules, self.dtype, self.device, blocks)
+        added = float(config.rules.norm == "rms_plus_one")  # as `prepare` adds it to the other norms
+        norms = weights.pop("embed_norm").float() + added, weights.pop("feature_norm").float() + added
+        fc = take_projection(weights, "", ("fc",))
+        # The target's embedding and head take the place of these, whose number of rows compiled growth asks for.
+        weights["embed"] = torch.zeros(16, config.shape.hidden_size, dtype=self.dtype, device=self.device)
+        decoder = self._make_decoder(config, weights, None, positions, library=self._library(config, None))
+        pairs = self._pairs(decoder, fc, None, None, target, norms, "product")
+        return PredictorHead(decoder, target, columns, pairs, norm_output=True)
+
+    def _pairs(
+        self,
+        decoder: Decoder,  # the head's layers
+        product: Any,  # this and the next: weight and bias of `PairInputs`
+        bias: Tensor | None,
+        embed: Tensor | None,  # None for the target's
+        target: Decoder,
+        norms: tuple[Tensor, Tensor],
+        stream: str,  # as in `PairInputs`
+    ) -> TorchPairs | PairInputs:
+        eps, blocks = decoder.config.norm_eps, target.embed_blocks if embed is None else None
+        table: Tensor | BlockWeight
+        if blocks is not None:
+            table = BlockWeight(blocks.kind, blocks.rows, blocks.release)
+        else:
+            table = (target.embed if embed is None else embed).to(self.dtype)
+        if isinstance(decoder, CompiledDecoder):
+            weight, threads = (self._fitted(product), bias), torch.get_num_threads()
+            return PairInputs(decoder.library, weight, table, *norms, eps, stream, threads, self.int8_drafts)
+        assert isinstance(table, Tensor), "only compiled passes keep matrices in blocks"
+        return TorchPairs(self._linear(decoder, product, bias), table, norms, eps, stream)
 
     def _load_block(self, config: HeadConfig, form: BlockForm, target: Decoder, columns: list[int]) -> BlockDraft:
         weights, tokens = load_block(form, config.decoder.shape, config.target_hidden, self.dtype, self.device)
@@ -271,15 +313,17 @@ class Loader:
         ]
         return MlpSpeculator(heads, steps, form.scale_input)
 
-    def _fitted(self, weight: Tensor) -> Tensor | QuantizedWeight:
+    def _fitted(self, weight: Any) -> Any:
         """Return a draft head's projection as its layers' matrices are kept."""
-        return QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts else weight
+        return QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts and isinstance(weight, Tensor) else weight
 
-    def _linear(self, decoder: Decoder, weight: Tensor, bias: Tensor | None = None) -> AnyLinear:
+    def _linear(self, decoder: Decoder, weight: Any, bias: Tensor | None = None) -> AnyLinear:
         """Return a draft's linear layer beside the layers of `decoder`."""
         if isinstance(decoder, CompiledDecoder):
             sizes = self.dtype, torch.get_num_threads(), self.int8_drafts
             return CompiledLinear(decoder.library, self._fitted(weight), bias, *sizes)
+        if isinstance(weight, QuantizedWeight):
+            weight = dequantized(weight).to(self.dtype)
         return Linear(weight, bias, self._impl)
 
     @property

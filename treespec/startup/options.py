@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from treespec.adapter.mtp import MTP, MtpForm
+from treespec.adapter.mtp import adapter_mtp_form
 from treespec.adapter.source import Source, check_inputs
 from treespec.adapter.trace import AdapterConfig
 from treespec.config.configs import QUANTIZATIONS, SpecConfig
@@ -34,6 +34,7 @@ from treespec_weights.assistants import AssistantForm
 from treespec_weights.errors import Problem, UnsupportedModelError
 from treespec_weights.heads import DraftForm, read_head
 from treespec_weights.load import quantized_group
+from treespec_weights.mtp import MTP, MtpForm, mtp_form
 from treespec_weights.quant_schemes import METHODS
 
 logger = logging.getLogger("treespec")
@@ -293,7 +294,7 @@ def resolve(options: EngineOptions) -> Resolved:
     target, drafts, forms, table, drafters = _read_models(options, spec, on_triton)
     heads, length = list[tuple[str, HeadConfig]](), options.max_model_len
     if isinstance(target, ModelConfig):
-        heads = [(name, HeadConfig.of(form, target, length)) for name, form in forms if not isinstance(form, MtpForm)]
+        heads = [(name, HeadConfig.of(form, target, length)) for name, form in forms]
     models = [target, *(model for _, model in drafts)]
     others = [head for _, head in heads if not isinstance(head.form, AssistantForm)]  # assistants run eagerly
     models += [head.decoder for head in others if isinstance(head.decoder, ModelConfig)]
@@ -374,7 +375,7 @@ def _read_models(
 ) -> tuple[
     ModelConfig | Source,
     list[tuple[str, ModelConfig | Source]],
-    list[tuple[str, DraftForm | MtpForm]],
+    list[tuple[str, DraftForm]],
     Path | str | None,
     list[Drafter],
 ]:
@@ -387,9 +388,6 @@ def _read_models(
     model, length, backend = options.model, options.max_model_len, options.backend
     source = model if isinstance(model, nn.Module) else resolve_model(model)
     target = _read_model(source, length, backend, on_triton, options.tokenizer)
-    if MTP in (options.drafts or ()) and isinstance(target, ModelConfig) and target.rules.further_layers:
-        logger.info("%s: backend=transformers, whose code runs the MTP layer", target.folder)
-        target = _read_model(source, length, "transformers" if backend == "auto" else backend, on_triton)
     if isinstance(model, nn.Module):
         check_inputs(model)
     models, drafters = resolve_drafts(model, options.drafts)
@@ -407,12 +405,15 @@ def _read_models(
     spec.check_sources(names, bool(options.suffix_tokens), sources)
     table = tables[0] if tables and spec.allows(TABLE, TABLE) else None
     drafts: list[tuple[str, ModelConfig | Source]] = []
-    heads: list[tuple[str, DraftForm | MtpForm]] = []
+    heads: list[tuple[str, DraftForm]] = []
     for name, draft in models:
         if not spec.allows("ssm", name):
             continue
         if isinstance(draft, str):
-            heads.append((name, MtpForm.of(target)))
+            if isinstance(target, Source):
+                heads.append((name, adapter_mtp_form(target)))
+            else:
+                heads.append((name, mtp_form(target.folder, target.shape, target.rules)))
         elif isinstance(draft, Path) and (form := read_head(draft)) is not None:
             heads.append((name, form))
         else:

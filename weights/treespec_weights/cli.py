@@ -21,6 +21,7 @@ from treespec_weights.files import resolve_folder
 from treespec_weights.grow import grow_checkpoint, grown_shape
 from treespec_weights.heads import compare_head, read_head
 from treespec_weights.inspection import compare_draft, inspect_checkpoint
+from treespec_weights.mtp import MTP, MtpForm
 from treespec_weights.rules import ModelShape
 from treespec_weights.sizes import parse_bytes, parse_size
 from treespec_weights.timing import time_loading
@@ -29,12 +30,13 @@ from treespec_weights.verify import verify_checkpoint
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
+DRAFTS = "Compare a draft's folder, or 'mtp', the MTP layer in the checkpoint; may be repeated."
 Folder = Annotated[
     Path, typer.Argument(help="A folder of config.json and safetensors, or a GGUF file.", show_default=False)
 ]
 Destination = Annotated[Path, typer.Argument(help="The folder to create; it must not exist yet.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-Drafts = Annotated[list[Path] | None, typer.Option("--draft", help="Compare a draft's folder; may be repeated.")]
+Drafts = Annotated[list[Path] | None, typer.Option("--draft", help=DRAFTS)]
 Dtype = Annotated[str | None, typer.Option(metavar="|".join(DTYPES), help="Dtype of all tensors. [default: as stored]")]
 
 
@@ -52,7 +54,8 @@ def inspect(folder: Folder, draft: Drafts = None, as_json: Json = False) -> None
 
 
 def _compare(report: dict[str, Any], path: Path) -> dict[str, Any]:
-    form = read_head(path)
+    is_own = path == Path(MTP) and not path.exists()
+    form = MtpForm(resolve_folder(report["folder"])) if is_own else read_head(path)
     return compare_draft(report, inspect_checkpoint(path)) if form is None else compare_head(report, form)
 
 

@@ -21,6 +21,7 @@ from treespec_weights.documents import CONFIG, read_config
 from treespec_weights.draft_tensors import FIRST_LAYER, DraftTensors, config_error, layers_of, tensor_names
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.files import resolve_folder
+from treespec_weights.mtp import MtpForm, check_predictor
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.state_heads import StateForm, StateWeights, load_state_head, medusa_form, speculator_form
 
@@ -116,7 +117,7 @@ class HeadWeights(NamedTuple):
         return sum(t.numel() for t in self.decoder.values()) + sum(t.numel() for t in others if t is not None)
 
 
-DraftForm: TypeAlias = HeadForm | BlockForm | StateForm | AssistantForm
+DraftForm: TypeAlias = HeadForm | BlockForm | StateForm | AssistantForm | MtpForm
 
 
 def read_head(folder: Path | str) -> DraftForm | None:
@@ -294,11 +295,11 @@ def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:
         size, hidden = target["shape"]["vocab_size"], target["shape"]["hidden_size"]
         try:
             layers = form.read_layers(target["shape"]["num_layers"])
-            weights, tokens, same_hidden = _load_stored(form, len(layers), size, hidden)
+            parameters, tokens, same_hidden = _check_stored(form, len(layers), size, hidden)
         except CheckpointError as error:
             reason = "; ".join(map(str, error.problems))
         else:
-            num_tokens, parameters = size if tokens is None else len(tokens), weights.num_parameters
+            num_tokens = size if tokens is None else len(tokens)
             connection = f"{form.name}, {form.describe(layers)}; proposes {num_tokens:,} of {size:,} tokens"
     return {
         "folder": str(form.folder),
@@ -314,17 +315,23 @@ def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:
     }
 
 
-def _load_stored(
+def _check_stored(
     form: DraftForm, num_states: int, vocab_size: int, hidden: int
-) -> tuple[HeadWeights | BlockWeights | StateWeights | AssistantWeights, np.ndarray | None, bool]:
-    """Return a head's stored weights and tokens for a target of this size, and whether it has its hidden size."""
+) -> tuple[int, np.ndarray | None, bool]:
+    """Return the parameters and the tokens of a head for a target of this size, and whether it has its hidden size."""
+    if isinstance(form, MtpForm):
+        return check_predictor(form), None, True
+    weights: HeadWeights | BlockWeights | StateWeights | AssistantWeights
     if isinstance(form, StateForm):
-        return *load_state_head(form, hidden, vocab_size, None, "cpu"), True
+        weights, tokens = load_state_head(form, hidden, vocab_size, None, "cpu")
+        return weights.num_parameters, tokens, True
     shape = replace(ModelShape.from_hf(form.config, form.rules, form.folder), vocab_size=vocab_size)
-    same_hidden = shape.hidden_size == hidden
+    tokens = None
     if isinstance(form, AssistantForm):
         shape = replace(shape, sizes=tuple(own._replace(kv_of=-1) for own in shape.sizes))
-        return load_assistant(form, shape, hidden, None, "cpu"), None, same_hidden
-    if isinstance(form, BlockForm):
-        return *load_block(form, shape, hidden, None, "cpu"), same_hidden
-    return *load_head(form, shape, num_states, hidden, None, "cpu"), same_hidden
+        weights = load_assistant(form, shape, hidden, None, "cpu")
+    elif isinstance(form, BlockForm):
+        weights, tokens = load_block(form, shape, hidden, None, "cpu")
+    else:
+        weights, tokens = load_head(form, shape, num_states, hidden, None, "cpu")
+    return weights.num_parameters, tokens, shape.hidden_size == hidden

@@ -16,8 +16,8 @@ from treespec_weights.rules import FamilyRules, ModelShape
 
 # Fields of FamilyRules that affect only names and configs. All others affect a layer's computation.
 _NAMING_FIELDS = (
-    "model_type tensors alternatives tied_copy ignored prefix further_layers config_keys defaults constants requires "
-    "windows assumed normalize"
+    "model_type tensors alternatives tied_copy ignored prefix further_layers predictor config_keys defaults constants "
+    "requires windows assumed normalize"
 ).split()
 _WITHOUT_EFFECT = (  # config keys that do not affect a decoder's computation
     "architectures attention_dropout auto_map bos_token_id dtype embd_pdrop eos_token_id hidden_dropout "

@@ -22,6 +22,7 @@ TensorShape = tuple[int, ...]
 FULL_ATTENTION = "full_attention"
 MLP_ONLY = ("mlp", "moe")  # types of layers that are only an MLP, if each layer is one block (`RecurrentRules.single`)
 BESIDE_SLIDING = "full_attention beside sliding_attention"
+LAYER = "model.layers.{i}."  # beginning of the names of a layer's tensors in families with `PredictorRules`
 TILED = "tiled_value_heads"  # key of `RecurrentShape.tiled` in the config of a GGUF file
 
 
@@ -132,6 +133,7 @@ class ModelShape:
     # Width of the input that each layer has of every token, from an embedding of its own; 0 for none
     per_layer_size: int = 0
     per_layer_vocab: int = 0  # rows of this embedding
+    pairs: bool = False  # of an MTP layer: reads pairs of an embedding and a state, and has neither embedding nor head
 
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and layer in self.recurrent.layers
@@ -177,6 +179,8 @@ class ModelShape:
             last |= {"input_gate": (size, hidden), "input_out": (hidden, size), "input_norm": (hidden,)}
         sparse = {} if self.experts is None else dict.fromkeys(self.experts.layers, self.experts.parameters(hidden))
         result: dict[str, TensorShape] = {"embed": (self.vocab_size, hidden)}
+        if self.pairs:
+            result = {"fc": (hidden, 2 * hidden), "embed_norm": (hidden,), "feature_norm": (hidden,)}
         if self.learned_positions:
             result |= {"positions": (self.learned_positions, hidden)}
         if inputs := self.num_layers * size:
@@ -197,7 +201,7 @@ class ModelShape:
             parts |= last
             result |= {f"layers.{i}.{name}": shape for name, shape in parts.items()}
         result |= norm("final_norm")
-        if not self.tied:
+        if not (self.tied or self.pairs):
             result["lm_head"] = (self.vocab_size, hidden)
         return result
 
@@ -383,6 +387,34 @@ class RecurrentRules:
         return [FULL_ATTENTION if i in (attention or ()) else self.layer_type for i in range(num_layers)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PredictorRules:
+    """Where a checkpoint has its layer for multi-token prediction (MTP); "{n}" is the number of the model's layers."""
+
+    module: str  # beginning of the names of all its tensors
+    layer: str  # what the names of the layer's own tensors have in place of `LAYER`
+    tensors: Mapping[str, str]  # name -> parameter, of the tensors that other layers do not have
+    copies: tuple[str, ...] = ()  # names of copies of the model's embedding and head, which are not read
+
+    def after(self, num_layers: int) -> "PredictorRules":
+        """Return the rules for a model with so many layers."""
+
+        def named(name: str) -> str:
+            return name.replace("{n}", str(num_layers))
+
+        tensors = {named(name): param for name, param in self.tensors.items()}
+        return PredictorRules(
+            module=named(self.module),
+            layer=named(self.layer),
+            tensors=tensors,
+            copies=tuple(map(named, self.copies)),
+        )
+
+    def layer_at(self, number: int) -> str:
+        """Return `layer` of a further layer, whose `number` is not 0."""
+        return re.sub(r"\d+", lambda first: str(int(first[0]) + number), self.layer)
+
+
 NormKind = Literal["rms", "rms_plus_one", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
 
@@ -430,6 +462,7 @@ class FamilyRules:
     activation: str = "hidden_act"  # key of the MLP's activation, one of `ACTIVATIONS`
     # whether a checkpoint may have layers after the last one, for multi-token prediction, which are not read
     further_layers: bool = False
+    predictor: PredictorRules | None = None  # None: a layer for multi-token prediction, if there is one, is not known
     clamped: bool = False  # the activation is clamped_swiglu instead
     experts: ExpertRules | None = None  # None for a family without experts
     # reads the ModelShape fields of unequal layers from a config and the fields already read; adds to the problems
@@ -468,7 +501,7 @@ class FamilyRules:
     def for_names(self, names: Collection[str]) -> "FamilyRules":
         """Return the rules for a checkpoint with these tensor names, without the prefix if no name has it."""
         if self.alternatives:
-            stems = {re.sub(r"\.\d+\.", ".{i}.", name, count=1) for name in names}
+            stems = {*names, *(re.sub(r"\.\d+\.", ".{i}.", name, count=1) for name in names)}
             present = tuple(rule for rule in self.alternatives if rule.name in stems)
             replaced = {param for rule in present for param in rule.params}
             kept = tuple(rule for rule in self.tensors if not replaced.intersection(rule.params))

@@ -11,7 +11,7 @@ from treespec_weights.layouts import with_defaults
 COMPOSITES = ("gemma3", "gemma4", "gemma4_unified", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
 _OF_THE_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 _PARTS = {"model.language_model.": "model.", "language_model.": ""}  # by prefix, also that of earlier releases
-_HEAD = "lm_head."
+_BESIDE = ("lm_head.", "mtp.")  # the head, and a layer for multi-token prediction
 
 
 def text_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -44,4 +44,4 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
     if part is None:
         return {name: name for name in names}
     renamed = {_PARTS[part] + name.removeprefix(part): name for name in names if name.startswith(part)}
-    return renamed | {name: name for name in names if name.startswith(_HEAD)}
+    return renamed | {name: name for name in names if name.startswith(_BESIDE)}

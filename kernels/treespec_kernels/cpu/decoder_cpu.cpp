@@ -163,10 +163,13 @@ struct LayerUpdates {  // low-rank updates of an adapter (LoRA)
 };
 
 struct Pairing {  // what a draft head makes of a token and the feature of the token before it
-    const Linear* qkv;    // of its first layer: [2 * hidden] -> [(heads + 2 * kv_heads) * HEAD_DIM]
-    const scalar* embed;  // [vocab, hidden]
+    // of a pair, [2 * hidden]: the residual stream, or the first layer's projections [(heads + 2 * kv_heads) * HEAD_DIM]
+    const Linear* product;
+    const void* embed;  // [vocab, hidden]; in blocks of a GGUF file if `embed_type` is not 0
+    int64_t embed_type;
     Norm embed_norm, feature_norm;
-    int64_t hidden, residual_after_norm;  // residual_after_norm: the residual stream begins with the normalised feature
+    // stream: what the residual stream begins with: 0 the feature, 1 the normalised feature, 2 the product
+    int64_t hidden, stream;
     float eps;
 };
 
@@ -204,6 +207,12 @@ enum FactorForm { FLOATS, HALVES, CODES };  // fp32, fp16, or int8 times an fp16
 #include "recurrent_cpu.h"
 #include "experts_cpu.h"
 
+// Writes a row of blocks of a table of `width` values a row to `to`.
+void read_blocks(const void* table, int64_t type, int64_t row, int64_t width, float* to) {
+    const BlockFormat& format = format_of(type);
+    dequantize_row(type, (const uint8_t*)table + row * (width / format.values * format.bytes), width, to);
+}
+
 // One pass with its buffers: the residual stream `x`, fp32 [num_rows, hidden], and intermediate results.
 class Pass {
     const Model& model;
@@ -239,12 +248,6 @@ class Pass {
 
     // Calls body(row) for each row.
     template <class Body> void for_rows(const Body& body) const { parallel(threads_of_rows(n, threads), n, body); }
-
-    // Writes a row of blocks of a table of `width` values a row to `to`.
-    static void read_blocks(const void* table, int64_t type, int64_t row, int64_t width, float* to) {
-        const BlockFormat& format = format_of(type);
-        dequantize_row(type, (const uint8_t*)table + row * (width / format.values * format.bytes), width, to);
-    }
 
     // Returns a token's embedding, which is in blocks, valid until the next call.
     const scalar* embed_in_blocks(int64_t token) const {
@@ -626,7 +629,7 @@ void treespec_tree_logits(const Model* model, const Linear* head, Batch* batch, 
 void treespec_write_context(const Model* model, const Batch* batch) { Pass(*model, *batch).write_context(); }
 
 // Writes the inputs of a draft head's pass: the residual stream before its first layer, [num_rows, hidden], and that
-// layer's projections. features: [num_rows, hidden]. All in the model's dtype.
+// layer's projections, unless they are those of the stream. features: [num_rows, hidden]. All in the model's dtype.
 void treespec_pairs(const Pairing* pairing, const int64_t* tokens, const scalar* features, int64_t num_rows,
                     scalar* inputs, scalar* qkv, int64_t threads) {
     static thread_local std::vector<scalar> pairs;
@@ -634,18 +637,23 @@ void treespec_pairs(const Pairing* pairing, const int64_t* tokens, const scalar*
     const int64_t hidden = pairing->hidden;
     pairs.resize(num_rows * 2 * hidden), row.resize(hidden);
     for (int64_t r = 0; r < num_rows; r++) {
-        const scalar* pair[] = {pairing->embed + tokens[r] * hidden, features + r * hidden};
+        const scalar* feature = features + r * hidden;
         for (int64_t half = 0; half < 2; half++) {
             scalar* to = pairs.data() + (2 * r + half) * hidden;
-            for (int64_t i = 0; i < hidden; i++) row[i] = to_float(pair[half][i]);
+            if (!half && pairing->embed_type)
+                read_blocks(pairing->embed, pairing->embed_type, tokens[r], hidden, row.data());
+            else {
+                const scalar* from = half ? feature : (const scalar*)pairing->embed + tokens[r] * hidden;
+                for (int64_t i = 0; i < hidden; i++) row[i] = to_float(from[i]);
+            }
             const Moments of = moments(row.data(), hidden, pairing->eps, false);
             const Norm& norm = half ? pairing->feature_norm : pairing->embed_norm;
             for (int64_t i = 0; i < hidden; i += LANES) store(to + i, normed(row.data(), of, norm, i));
         }
-        const scalar* feature = pairing->residual_after_norm ? pairs.data() + (2 * r + 1) * hidden : pair[1];
-        std::copy_n(feature, hidden, inputs + r * hidden);
+        if (pairing->stream < 2)
+            std::copy_n(pairing->stream ? pairs.data() + (2 * r + 1) * hidden : feature, hidden, inputs + r * hidden);
     }
-    linear(*pairing->qkv, pairs.data(), num_rows, qkv, ROUND, int(threads));
+    linear(*pairing->product, pairs.data(), num_rows, pairing->stream < 2 ? qkv : inputs, ROUND, int(threads));
 }
 
 // Applies a linear layer: [num_rows, inputs] -> [num_rows, outputs], both in the model's dtype.

@@ -139,51 +139,56 @@ class PassEntries(NamedTuple):
 class PairInputs:
     """Inputs of a draft head's pass: a token's embedding and the feature of the token before it, a pair."""
 
+    STREAMS = ("feature", "normed feature", "product")
+
     def __init__(
         self,
         library: ctypes.CDLL,  # from `decoder_library.build`, for the dtype of the embeddings
-        # Weight and bias or None of the first layer's projections of a pair, [..., 2 * hidden_size]
-        qkv: tuple[Weight, Tensor | None],
-        embed: Tensor,  # embeddings, [vocab_size, hidden_size], contiguous
+        # Weight and bias or None of the product of a pair, [..., 2 * hidden_size]
+        product: tuple[Weight | Sequence[Weight], Tensor | None],
+        embed: Tensor | BlockWeight,  # embeddings, [vocab_size, hidden_size], contiguous
         embed_norm: Tensor,  # weights of the RMSNorms, [hidden_size]
         feature_norm: Tensor,
         eps: float,  # of the norms
-        residual_after_norm: bool,  # the residual stream begins with the normalised feature
+        stream: str,  # what the residual stream begins with, of `STREAMS`; other products are the layer's projections
         num_threads: int,  # number of threads that share the products
         integer: bool = False,
     ):
-        assert embed.is_contiguous()
-        self._library, self._threads, self._embed = library, num_threads, embed
-        self._qkv = PanelLinear(library, *qkv, integer)
+        rows = embed.rows if isinstance(embed, BlockWeight) else embed
+        assert rows.is_contiguous()
+        self._library, self._threads, self._embed = library, num_threads, rows
+        self._product, self._projects = PanelLinear(library, *product, integer), stream != "product"
         self._norms = [norm.float().contiguous() for norm in (embed_norm, feature_norm)]
-        self.nbytes = self._qkv.nbytes
+        self.nbytes = self._product.nbytes
         self._pairing = STRUCTS["Pairing"](
-            ctypes.addressof(self._qkv.struct),
-            embed.data_ptr(),
+            ctypes.addressof(self._product.struct),
+            rows.data_ptr(),
+            BLOCK_TYPES[embed.kind].number if isinstance(embed, BlockWeight) else 0,
             *(_NormStruct(norm.data_ptr()) for norm in self._norms),
-            embed.shape[1],
-            residual_after_norm,
+            len(embed_norm),
+            self.STREAMS.index(stream),
             eps,
         )
 
-    def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual stream before the first layer, and this layer's projections.
+    def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream before the first layer, and this layer's projections or None for the stream's.
 
         Args:
             tokens: int64 [num_rows].
             features: [num_rows, hidden_size], of the tokens before them.
         """
         features, tokens = features.contiguous(), tokens.contiguous()
-        assert features.dtype == self._embed.dtype and features.shape == (len(tokens), self._embed.shape[1])
-        inputs = torch.empty_like(features)
-        qkv = torch.empty(len(tokens), self._qkv.out_features, dtype=features.dtype, device="cpu")
+        assert features.shape == (len(tokens), len(self._norms[0]))
+        inputs, qkv = torch.empty_like(features), None
+        if self._projects:
+            qkv = torch.empty(len(tokens), self._product.out_features, dtype=features.dtype, device="cpu")
         self._library.treespec_pairs(
             ctypes.byref(self._pairing),
             tokens.data_ptr(),
             features.data_ptr(),
             len(tokens),
             inputs.data_ptr(),
-            qkv.data_ptr(),
+            None if qkv is None else qkv.data_ptr(),
             self._threads,
         )
         return inputs, qkv
@@ -191,7 +196,8 @@ class PairInputs:
     def add_to(self, entries: PassEntries, norm_output: bool) -> PassEntries:
         """Return the entries of the head's layers completed with those of its inputs."""
         pairs, pairing = _address_of(self._library.treespec_pairs), ctypes.addressof(self._pairing)
-        qkv_bytes = self._qkv.out_features * self._embed.itemsize
+        itemsize = entries.hidden_bytes // len(self._norms[0])
+        qkv_bytes = self._product.out_features * itemsize if self._projects else 0
         return entries._replace(pairs=pairs, pairing=pairing, qkv_bytes=qkv_bytes, norm_output=norm_output)
 
 

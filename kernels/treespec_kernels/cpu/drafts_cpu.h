@@ -203,7 +203,7 @@ void run_pass(Draft& draft, Batch batch, int64_t scored, int64_t trees, const ch
     if (draft.pairs) {
         inputs.resize(bytes), qkv.resize(batch.num_rows * draft.qkv_bytes);
         draft.pairs(draft.pairing, batch.tokens, features, batch.num_rows, inputs.data(), qkv.data(), draft.threads);
-        batch.inputs = inputs.data(), batch.qkv = qkv.data();
+        batch.inputs = inputs.data(), batch.qkv = draft.qkv_bytes ? qkv.data() : nullptr;
         if (!draft.norm_output) {
             states.resize(bytes);
             batch.states = states.data(), batch.state_layers = &draft.num_layers, batch.num_states = 1;

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from treespec_weights.experts import ExpertRules
 from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS, QK_NORMS, QWEN2, QWEN3
-from treespec_weights.rules import TensorRule, one_to_one, with_biases
+from treespec_weights.rules import PredictorRules, TensorRule, one_to_one, with_biases
 
 _EXPERT = "layers.{i}.experts.{e}."
 _GATE, _UP, _DOWN = (_EXPERT + name for name in ("gate", "up", "down"))
@@ -89,6 +89,8 @@ OLMOE = replace(
     experts=ExpertRules(count=_COUNT, size="intermediate_size"),
 )
 
+_AFTER_GLM = "model.layers.{n}."
+
 GLM4_MOE = replace(
     LLAMA,
     model_type="glm4_moe",
@@ -106,6 +108,17 @@ GLM4_MOE = replace(
     ),
     alternatives=STACKED_EXPERTS,
     further_layers=True,
+    predictor=PredictorRules(
+        module=_AFTER_GLM,
+        layer=_AFTER_GLM,
+        tensors={
+            _AFTER_GLM + "eh_proj.weight": "fc",
+            _AFTER_GLM + "enorm.weight": "embed_norm",
+            _AFTER_GLM + "hnorm.weight": "feature_norm",
+            _AFTER_GLM + "shared_head.norm.weight": "final_norm",
+        },
+        copies=(_AFTER_GLM + "embed_tokens.weight", _AFTER_GLM + "shared_head.head.weight"),
+    ),
     config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "qk_norm": "use_qk_norm"},
     assumed={
         "hidden_act": "silu",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from treespec_weights.families.experts import QWEN_EXPERTS, SHARED_EXPERT, STACKED_EXPERTS
 from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS, QK_NORMS
-from treespec_weights.rules import RecurrentRules, TensorRule, one_to_one
+from treespec_weights.rules import PredictorRules, RecurrentRules, TensorRule, one_to_one
 
 _QUERIES = "model.layers.{i}.self_attn.q_proj.weight"
 _MIXER = "model.layers.{i}.linear_attn."
@@ -31,7 +31,16 @@ _PROJECTIONS_BY_HEAD = (
     TensorRule(_MIXER + "in_proj_qkvz.weight", _MIX, "per_head", "key_heads"),
     TensorRule(_MIXER + "in_proj_ba.weight", _RATES, "per_head", "key_heads"),
 )
-_PREDICTORS = ("mtp.",)  # layers for multi-token prediction
+_PREDICTOR = PredictorRules(
+    module="mtp.",
+    layer="mtp.layers.0.",
+    tensors={
+        "mtp.fc.weight": "fc",
+        "mtp.pre_fc_norm_embedding.weight": "embed_norm",
+        "mtp.pre_fc_norm_hidden.weight": "feature_norm",
+        "mtp.norm.weight": "final_norm",
+    },
+)
 
 DELTA_SIZES = {
     "kernel": "linear_conv_kernel_dim",
@@ -50,7 +59,8 @@ QWEN3_5 = replace(
         *_DELTA,
         *_PROJECTIONS,
     ),
-    ignored=_PREDICTORS,
+    ignored=(_PREDICTOR.module,),
+    predictor=_PREDICTOR,
     config_keys=LLAMA_SIZES,
     defaults={"head_dim": 256},
     constants={"qk_norm": True, "output_gate": True},

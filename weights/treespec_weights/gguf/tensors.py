@@ -1,7 +1,8 @@
 """Read tensors of GGUF files under their Hugging Face names.
 
 Changes of llama.cpp's converter are undone: it permutes the rows of q and k of some architectures for interleaved
-rotation, adds 1 to the norms of Gemma and Qwen 3.5, stores -exp(A_log), and drops or adds dimensions of 1.
+rotation, adds 1 to the norms of Gemma and Qwen 3.5, stores -exp(A_log), and drops or adds dimensions of 1. A layer for
+multi-token prediction (MTP), which follows the others, has the names of `PredictorRules`.
 """
 
 import functools
@@ -22,6 +23,7 @@ from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.gguf.config import FACTORS, PERMUTED, num_predictors, rules_of
 from treespec_weights.gguf.reader import GgufFile, GgufTensor, gguf_package, read_gguf
 from treespec_weights.quant_schemes import Form
+from treespec_weights.rules import LAYER, PredictorRules
 
 _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decoder parameters; families differ in ffn_up
     "token_embd": (("embed",),),
@@ -75,6 +77,10 @@ _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decod
     "proj": (("input_out",),),
     "post_norm": (("input_norm",),),
     "layer_output_scale": (("scalar",),),
+    "nextn.eh_proj": (("fc",),),
+    "nextn.enorm": (("embed_norm",),),
+    "nextn.hnorm": (("feature_norm",),),
+    "nextn.shared_head_norm": (("final_norm",),),
     **{f"ffn_{name}_exps": ((f"experts.{{e}}.{name}",),) for name in ("gate", "up", "down")},
     **{f"ffn_{name}_shexp": ((f"shared.{name}",),) for name in ("gate", "up", "down")},
 }
@@ -95,15 +101,29 @@ def hf_names(file: GgufFile) -> dict[str, str]:
     family = rules_of(file)
     stored = (rule for rule in (*family.tensors, *family.alternatives) if not rule.layout.startswith("interleaved"))
     rules = {rule.params: rule.name for rule in stored}
-    names, predictors = {}, num_predictors(file)
+    names, predictors = dict[str, str](), num_predictors(file)
     count = file.value("block_count")
-    unread = {str(count - 1 - i) for i in range(predictors)} if type(count) is int else set[str]()
+    first = count - predictors if predictors and type(count) is int else None  # of the layers for MTP
+    own = None if first is None or family.predictor is None else family.predictor.after(first)
     for name in file.tensors:
-        if name not in FACTORS and _layer(name) not in unread:
-            matches = [rules[params] for params in _parameters(name) if params in rules]
-            layer = _layer(name)
+        if name in FACTORS:
+            continue
+        layer, known = _layer(name), rules
+        further = -1 if first is None or not layer else int(layer) - first
+        if further >= 0:
+            known = {} if own is None else _names_of_predictor(rules, own, further)
+        matches = [known[params] for params in _parameters(name) if params in known]
+        if matches or further < 0:  # others of MTP layers are copies of the embedding and the head
             names[matches[0].replace("{i}", layer) if matches else name] = name
     return names
+
+
+def _names_of_predictor(
+    rules: Mapping[tuple[str, ...], str], own: PredictorRules, number: int
+) -> dict[tuple[str, ...], str]:
+    """Return the names of the tensors of an MTP layer by their parameters, as `rules` are those of other layers."""
+    names = {params: name.replace(LAYER, own.layer_at(number)) for params, name in rules.items()}
+    return names if number else names | {(f"layers.{{i}}.{param}",): name for name, param in own.tensors.items()}
 
 
 def _layer(name: str) -> str:
@@ -235,7 +255,8 @@ class GgufTensors:
         stem = _stem(self._names_in_file[name])
         if stem == "ssm_a":
             return torch.log(-data.float())
-        adds_one = self._adds_one and name.endswith("norm.weight") and stem != "ssm_norm"
+        is_norm = name.endswith("norm.weight") or stem in ("nextn.enorm", "nextn.hnorm")
+        adds_one = self._adds_one and is_norm and stem != "ssm_norm"
         return data.float() - 1.0 if adds_one else data
 
     def _check_types(self) -> None:

@@ -1,0 +1,67 @@
+"""MTP layers in the checkpoints of native families: what is read of folders and GGUF files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.helpers import commands
+from tests.helpers.gguf_files import write_gguf
+from tests.helpers.models import new_folder
+from tests.helpers.mtp_made import FILE, LAYOUTS, make_predictor
+from tests.weights.test_experts import stacked
+from treespec.models.model_config import ModelConfig
+from treespec_weights import load_weights
+from treespec_weights.mtp import load_predictor, predictor_of
+
+
+def layer_of(folder: Path) -> dict[str, Tensor]:
+    config = ModelConfig.from_hf(folder)
+    found = load_predictor(folder, *predictor_of(folder, config.shape, config.rules), torch.float32, "cpu")
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gguf_files_hold_the_layer(name: str, tmp_path: Path) -> None:
+    """Behind the others; llama.cpp's converter adds 1 to the norms of Qwen's."""
+    folder = make_predictor(name, linear_num_key_heads=4) if name != "glm4_moe" else make_predictor(name)
+    path = write_gguf(tmp_path / "model.gguf", folder, nextn_predict_layers=1, block_count=4)
+    expected, found = layer_of(folder), layer_of(path)
+    assert expected.keys() == found.keys() and {"fc", "embed_norm", "layers.0.k"} <= found.keys()
+    for part, tensor in expected.items():
+        torch.testing.assert_close(found[part], tensor, rtol=0, atol=2e-7 if part.endswith("norm") else 0)
+    config = ModelConfig.from_hf(path)
+    assert config.shape.num_layers == 3 and "layers.3.k" not in load_weights(path, config.shape, config.rules)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "glm4_moe"])
+def test_experts_in_one_tensor(name: str) -> None:
+    folder, other = make_predictor(name), new_folder("stacked")
+    save_file(stacked(load_file(folder / FILE)), other / FILE, {"format": "pt"})
+    (other / "config.json").write_text((folder / "config.json").read_text())
+    expected, found = layer_of(folder), layer_of(other)
+    assert expected.keys() == found.keys() and all(torch.equal(found[part], expected[part]) for part in expected)
+
+
+def test_layers_beside_the_text_part_of_a_model_for_images() -> None:
+    folder, whole = make_predictor("qwen3_5"), new_folder("whole")
+    tensors = {
+        own.replace("model.", "model.language_model.", own.startswith("model.")): tensor
+        for own, tensor in load_file(folder / FILE).items()
+    }
+    save_file(tensors | {"model.visual.patch_embed.proj.weight": torch.ones(4)}, whole / FILE, {"format": "pt"})
+    text = json.loads((folder / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text, "dtype": "float32"}))
+    expected, found = layer_of(folder), layer_of(whole)
+    assert expected.keys() == found.keys() and all(torch.equal(found[part], expected[part]) for part in expected)
+
+
+def test_inspect_describes_the_layer() -> None:
+    folder = make_predictor("qwen3_5_moe")
+    [row] = commands.run("weights", "inspect", folder, "--draft", "mtp", "--json").document["drafts"]
+    parameters = sum(tensor.numel() for tensor in layer_of(folder).values())
+    assert (row["usable"], row["parameters"]) == (True, parameters)
+    assert row["connection"] == "MTP layer, reads the target's output states; proposes 512 of 512 tokens"

@@ -1,0 +1,114 @@
+"""The layer for multi-token prediction (MTP, arXiv 2412.19437) in a target's own checkpoint.
+
+A row of it combines a token's embedding with the state of the token before it: the target's output state after a
+verified token, and the layer's own output after a drafted one. The target's vocabulary head reads its outputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from treespec_weights.blocks import Weights
+from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.documents import read_config
+from treespec_weights.errors import CheckpointError, UnsupportedModelError
+from treespec_weights.families import FAMILIES, family_of
+from treespec_weights.load import checked_placements, load_weights
+from treespec_weights.rules import LAYER, FamilyRules, ModelShape, PredictorRules, TensorRule
+
+MTP = "mtp"  # name in `drafts` of the target's own layer
+
+
+@dataclass(frozen=True)
+class MtpForm:
+    """The MTP layer of a target, with the interface of a draft head's form."""
+
+    folder: Path  # the target's
+    name = "MTP layer"
+
+    def describe(self, layers: Sequence[int]) -> str:
+        return "reads the target's output states"
+
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the target's output after its final norm, numbered as by `HeadForm.read_layers`."""
+        return (num_layers + 1,)
+
+
+def mtp_form(folder: Path, shape: ModelShape, rules: FamilyRules) -> MtpForm:
+    """Return the form of the layer in a checkpoint. Raises CheckpointError if it has none, or several."""
+    with open_predictor(folder, _predictor_of(folder, shape, rules)):
+        return MtpForm(folder)
+
+
+def predictor_of(folder: Path, shape: ModelShape, rules: FamilyRules) -> tuple[ModelShape, FamilyRules]:
+    """Return the shape of a target's MTP layer, as a model of one layer, and its family."""
+    own, experts = _predictor_of(folder, shape, rules), shape.experts
+    if experts is not None:
+        experts = replace(experts, layers=(0,)) if shape.num_layers - 1 in experts.layers else None
+
+    def moved(rule: TensorRule) -> TensorRule:
+        return replace(rule, name=rule.name.replace(LAYER, own.layer))
+
+    pairs = tuple(TensorRule(name, (param,)) for name, param in own.tensors.items())
+    kept = (rule for rule in rules.tensors if rule.params != ("final_norm",))
+    rules = replace(
+        rules,
+        tensors=(*map(moved, kept), *pairs),
+        alternatives=tuple(map(moved, rules.alternatives)),
+        ignored=own.copies,
+        further_layers=False,
+        predictor=own,
+    )
+    return replace(shape, num_layers=1, pairs=True, tied=False, experts=experts, recurrent=None), rules
+
+
+def load_predictor(
+    folder: Path,
+    shape: ModelShape,  # this and the rules: results of `predictor_of`
+    rules: FamilyRules,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    blocks: bool = False,
+) -> Weights:
+    """Load the layer; arguments, result and errors as those of `load_weights`."""
+    assert rules.predictor is not None
+    with open_predictor(folder, rules.predictor) as checkpoint:
+        return load_weights(checkpoint, shape, rules, dtype, device, blocks=blocks)
+
+
+def check_predictor(form: MtpForm) -> int:
+    """Return the number of parameters of a checkpoint's layer. Raises CheckpointError if it does not fit its config."""
+    config = read_config(form.folder)
+    rules = family_of(config, form.folder)
+    shape, rules = predictor_of(form.folder, ModelShape.from_hf(config, rules, form.folder), rules)
+    assert rules.predictor is not None
+    with open_predictor(form.folder, rules.predictor) as checkpoint:
+        checked_placements(checkpoint, shape, rules)
+    return shape.num_parameters()
+
+
+def open_predictor(folder: Path, own: PredictorRules) -> Checkpoint:
+    """Open a target's checkpoint with only the tensors of its MTP layer. Raises CheckpointError for none or several."""
+    checkpoint = Checkpoint.open(folder)
+    second = own.layer_at(1)
+    if any(name.startswith(second) for name in checkpoint.names()):
+        raise UnsupportedModelError.of(folder, "config", repr(second), "a second MTP layer; supported: one")
+    tensors = {name: info for name, info in checkpoint.tensors.items() if name.startswith(own.module)}
+    absent = {name: file for name, file in checkpoint.absent.items() if name.startswith(own.module)}
+    if not (tensors or absent):
+        message = (
+            "no tensor of an MTP layer; several conversions drop it: use the original checkpoint, or leave out "
+            f"drafts=[{MTP!r}]"
+        )
+        raise CheckpointError.of(folder, "missing", repr(f"{own.module}*"), message)
+    return replace(checkpoint, tensors=tensors, absent=absent)
+
+
+def _predictor_of(folder: Path, shape: ModelShape, rules: FamilyRules) -> PredictorRules:
+    if rules.predictor is None:
+        known = ", ".join(name for name, family in FAMILIES.items() if family.predictor is not None)
+        message = f"no MTP layer is known of {rules.model_type!r}, only of {known}; a folder of this name is './{MTP}'"
+        raise UnsupportedModelError.of(folder, "config", repr(MTP), message)
+    return rules.predictor.after(shape.num_layers)

@@ -22,7 +22,8 @@ from treespec.models.attention import TritonAttention
 from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
-from treespec.models.recurrent import ConvMixer, StateMixer, StatePass, make_mixer
+from treespec.models.recurrent import ConvMixer, StateMixer, make_mixer
+from treespec.models.state_pass import RequestStates
 from treespec.models.triton_weights import LayerWeights, ModelWeights, StackedExperts, Weight, map_tensors
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
@@ -446,7 +447,7 @@ class TritonDecoder(Decoder):
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             uploaded(positions, torch.int32),
             adapters=adapters,
-            states=None if self.config.shape.recurrent is None else StatePass(requests, len(positions), True),
+            states=None if self.config.shape.recurrent is None else RequestStates(requests, len(positions), True),
         )
 
     def _forward(

@@ -40,7 +40,7 @@ def opened(name: str, **options: Any) -> tuple[LLM, list[list[int]]]:
     return open_llm(target, [oracle], **options, **TRITON), plain
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2"])
 def test_trees_give_the_bits_of_plain_decoding(name: str) -> None:
     """Log-probabilities show every bit of the logits. The third request joins when another one has left."""
     llm, plain = opened(name)

@@ -35,6 +35,11 @@ def test_a_models_shape_says_what_its_kernels_are(tmp_path: Path) -> None:
     }
 
 
+def test_a_model_without_mlps_has_no_products_of_them(tmp_path: Path) -> None:
+    [setting] = settings_of(str(make_model(tmp_path, TYPICAL["mamba2"], 0)), [], None)
+    assert [layer.name for layer in setting.shape.linear_layers] == ["qkv", "o"]
+
+
 def test_the_memory_plan_counts_states_of_nodes(tmp_path: Path) -> None:
     """Those of a round of two requests, and of the run before its capture."""
     limits, planned = RoundLimits(12, (1, 64), 4, 256), []

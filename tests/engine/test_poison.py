@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.helpers.models import (
     VOCAB,
-    OracleDrafter,
+    Poisoner,
     greedy,
     new_folder,
     open_llm,
@@ -22,7 +22,6 @@ from tests.helpers.models import (
     random_prompts,
     tiny,
     tiny_llm,
-    tree_of,
 )
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.sampled import tokens_of
@@ -121,20 +120,7 @@ def test_a_poisoned_node_off_the_path_changes_nothing(value: float) -> None:
     truths = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     assert not any(POISON in truth for truth in truths)
 
-    class Poisoner(OracleDrafter):
-        def tree(self, tokens: list[int], max_depth: int) -> TokenTree:
-            tree = super().tree(tokens, max_depth)
-            paths = {
-                tuple(tree.tokens[tree.path_to(n)[1:]].tolist()): float(tree.probs[n]) for n in range(1, len(tree))
-            }
-            if len(tokens) % 3 == 0:  # in some rounds only, so that deep paths are committed behind poisoned ones
-                above = max((path for path in paths if path[0] == tree.tokens[1:][0]), key=len, default=())
-                for depth in range(min(len(above), 3) + 1):
-                    paths[(*above[:depth], POISON)] = 0.3
-                    paths[(*above[:depth], POISON, 7)] = 0.2
-            return tree_of(tokens[-1], paths)
-
-    for drafts in ([Poisoner(truths, 4)], [*tiny()[1][:2], Poisoner(truths, 4)]):
+    for drafts in ([Poisoner(POISON, truths, 4)], [*tiny()[1][:2], Poisoner(POISON, truths, 4)]):
         llm = poisoned(open_llm(tiny()[0], drafts, max_num_seqs=2), value)
         with checked(llm):
             outputs = llm.generate(prompts, greedy(24), SpecConfig(nodes=48, max_depth=5))

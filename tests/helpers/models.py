@@ -324,3 +324,21 @@ class OracleDrafter:
                     paths[(*above, other, (token + 1) % self.vocab)] = 0.5
             paths[(*above, token)] = self.sure
         return tree_of(tokens[-1], paths, self.name)
+
+
+class Poisoner(OracleDrafter):
+    """An oracle that proposes a bad token beside the true ones, at every depth."""
+
+    def __init__(self, poison: int, *options: Any, **named: Any):
+        super().__init__(*options, **named)
+        self.poison = poison
+
+    def tree(self, tokens: list[int], max_depth: int) -> TokenTree:
+        tree = super().tree(tokens, max_depth)
+        paths = {tuple(tree.tokens[tree.path_to(n)[1:]].tolist()): float(tree.probs[n]) for n in range(1, len(tree))}
+        if len(tokens) % 3 == 0:  # in some rounds only, so that deep paths are committed behind poisoned ones
+            above = max((path for path in paths if path[0] == tree.tokens[1:][0]), key=len, default=())
+            for depth in range(min(len(above), 3) + 1):
+                paths[(*above[:depth], self.poison)] = 0.3
+                paths[(*above[:depth], self.poison, 7)] = 0.2
+        return tree_of(tokens[-1], paths)

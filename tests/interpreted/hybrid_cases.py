@@ -1,28 +1,107 @@
-"""Hybrid models on the Triton kernels, whose rounds run step by step."""
+"""Hybrid models on the Triton kernels: their captured rounds against passes step by step, and the CPU's tokens."""
 
+import functools
+import math
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from tests.helpers.families import TYPICAL, make_model, small
-from tests.helpers.models import OracleDrafter, greedy, new_folder, open_llm, random_prompts, tokens_of
-from tests.interpreted.engines import TRITON
-from treespec import SpecConfig
+from tests.helpers.families import CASES, make_model, small
+from tests.helpers.models import (
+    OracleDrafter,
+    Poisoner,
+    drafting_by,
+    greedy,
+    new_folder,
+    open_llm,
+    random_prompts,
+    tokens_of,
+)
+from tests.interpreted.engines import TRITON, captured_rounds, step_by_step, told
+from treespec import LLM, SpecConfig
+from treespec.engine.host_executor import HostExecutor
+
+TREES = SpecConfig(nodes=8, max_depth=3)
+VOCAB, POISON = 61, 60
+PROMPTS = random_prompts([20, 3, 7], vocab=POISON)
+PARAMS = [greedy(7), greedy(5), greedy(5, temperature=0.9, seed=3)]
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
-def test_trees_give_the_tokens_of_plain_decoding(name: str) -> None:
-    """Behind a prompt in two chunks; tokens are those of the CPU's decoder."""
-    target, prompts = (
-        make_model(new_folder("hybrid"), TYPICAL[name], 3, **small(name)),
-        random_prompts([20, 3], vocab=61),
-    )
-    options: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
-    plain = tokens_of(open_llm(target, attention="cpu-packed", **options).generate(prompts, greedy(6), spec="off"))
-    oracle = OracleDrafter([p + t for p, t in zip(prompts, plain, strict=True)], 3, vocab=61)
-    llm = open_llm(target, [oracle], **options, **TRITON)
-    trees = llm.generate(prompts, greedy(6), spec=SpecConfig(nodes=8, max_depth=3))
-    assert tokens_of(trees) == plain == tokens_of(llm.generate(prompts, greedy(6), spec="off"))
+@functools.cache
+def opened(name: str, **options: Any) -> tuple[LLM, list[list[int]]]:
+    """An engine for two requests with prompts in two chunks and an oracle, and the tokens of the CPU's decoder."""
+    target = make_model(new_folder("hybrid"), CASES[name], 3, **small(name, vocab=VOCAB))
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 128, "spec": TREES} | options
+    cpu = open_llm(target, attention="cpu-packed", **options)
+    plain = tokens_of(cpu.generate(PROMPTS, PARAMS, spec="off"))
+    oracle = OracleDrafter([p + t for p, t in zip(PROMPTS, plain, strict=True)], 3, vocab=POISON)
+    return open_llm(target, [oracle], **options, **TRITON), plain
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2"])
+def test_trees_give_the_bits_of_plain_decoding(name: str) -> None:
+    """Log-probabilities show every bit of the logits. The third request joins when another one has left."""
+    llm, plain = opened(name)
+    shown = [params.clone() for params in PARAMS]
+    for params in shown:
+        params.logprobs = 2
+    with step_by_step(llm):
+        expected = told(llm, PROMPTS, shown, "off")
+    with captured_rounds():
+        trees = llm.generate(PROMPTS, shown, spec=TREES)
+        assert told(llm, PROMPTS, shown, "off") == expected
+    assert [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in trees] == expected
+    assert plain == [tokens for tokens, _ in expected]
     assert all(output.metrics.acceptance_length > 1.5 for output in trees)
-    assert llm.engine.captured is None
+    llm.engine.check_integrity()
+
+
+def test_rounds_launched_ahead() -> None:
+    """Their states move on even if the next round is another one, after a stop that no launch could foresee."""
+    llm, plain = opened("qwen3_5")
+    stops = [PARAMS[0], PARAMS[1].clone()]
+    stops[1].stop_token_ids = plain[1][2:3]
+    expected = [plain[0], plain[1][: plain[1].index(plain[1][2]) + 1]]
+    with captured_rounds(), mock.patch("treespec.graphs.graph_executor.STEADY_ROUNDS", 0):
+        for spec in ("off", TREES):
+            assert tokens_of(llm.generate(PROMPTS[:2], stops, spec=spec)) == expected
+    llm.engine.check_integrity()
+
+
+def test_a_round_that_is_dropped_leaves_the_states() -> None:
+    """A drafted token whose logits are NaN; the request's root is computed again, step by step."""
+    llm, plain = opened("qwen3_5")
+    source, *_ = llm.engine.sources.others
+    embed, forward = llm.engine.runner.target.embed, HostExecutor.forward
+    before = embed[POISON].clone()
+    with (
+        mock.patch.object(HostExecutor, "forward", autospec=True, side_effect=forward) as by_steps,
+        drafting_by(llm, Poisoner(POISON, source.drafter.truths, 3, vocab=POISON)),
+        torch.inference_mode(),
+    ):
+        embed[POISON] = math.nan
+        trees = llm.generate(PROMPTS, PARAMS, spec=TREES)
+        embed[POISON] = before
+    assert tokens_of(trees) == plain and all(output.metrics.acceptance_length > 1 for output in trees)
+    assert by_steps.call_count > 0
+    llm.engine.check_integrity()
+
+
+def test_preempted_requests_and_cached_prefixes() -> None:
+    """One of two requests is computed again, and then once more behind its first page."""
+    first, _ = opened("qwen3_5")
+    cache, prompts, params = first.engine.cache, random_prompts([98, 98], vocab=POISON), greedy(12)
+    size = 7 * cache.nbytes // (cache.num_pages + 1)
+    options = {"kv_cache_memory_bytes": size, "enable_prefix_caching": True, "max_num_batched_tokens": 256}
+    llm, _ = opened("qwen3_5", **options)
+    with step_by_step(first):
+        plain = tokens_of(first.generate(prompts, params, spec="off"))
+    oracle = OracleDrafter([p + t for p, t in zip(prompts, plain, strict=True)], 3, vocab=POISON)
+    with captured_rounds(), drafting_by(llm, oracle):
+        trees = llm.generate(prompts, params, spec=TREES)
+        [again] = llm.generate(prompts[1:], params, spec=TREES)
+    assert tokens_of(trees) == plain and llm.stats()["num_preemptions"] == 1
+    assert tokens_of([again]) == plain[1:] and again.metrics.cached_tokens == 64
     llm.engine.check_integrity()

@@ -1,5 +1,8 @@
 """Mixtures of experts, adapters of requests, and hybrid models, on a simulated GPU."""
 
+from unittest import mock
+
+import pytest
 import torch
 
 from tests.helpers.families import TYPICAL, WINDOW, make_model, small
@@ -58,14 +61,26 @@ def test_rounds_of_adapters(gpu: Gpu) -> None:
     leave(gpu)
 
 
-def test_hybrids(gpu: Gpu) -> None:
-    """Their states lie on the GPU, and their rounds run step by step."""
-    target = make_model(new_folder("hybrid"), TYPICAL["qwen3_5"], 3, torch.float16, **small("qwen3_5"))
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+def test_rounds_of_hybrids(name: str, gpu: Gpu) -> None:
+    """Rounds with an SSM are launched ahead; also target passes of the host's rounds. No program leans on one before
+    it."""
+    root = new_folder("hybrid")
+    target = make_model(root / "target", TYPICAL[name], 3, torch.float16, **small(name))
+    draft = make_llama(root / "ssm", 9, torch.float16, **SMALL | {"vocab_size": 61})
     [prompt], options = random_prompts([5], vocab=61), {"spec": TREES, "max_num_seqs": 1, "enable_prefix_caching": True}
-    [plain] = tokens_of(open_llm(target, **options, **ON_GPU).generate([prompt], greedy(4), spec="off"))
-    llm = open_llm(target, [OracleDrafter([prompt + plain], 3, vocab=61)], **options, **ON_GPU)
-    assert llm.stats()["frozen"]["rounds"] == "step by step"
-    [trees] = llm.generate([prompt], greedy(4), spec=TREES)
+    [plain] = tokens_of(open_llm(target, spec="off", max_num_seqs=1, **ON_GPU).generate([prompt], greedy(6)))
+    llm = open_llm(target, [draft, OracleDrafter([prompt + plain], 3, vocab=61)], **options, **ON_GPU)
+    assert llm.stats()["frozen"]["rounds"] == "on the device"
+    with rounds_wait_for_nothing(gpu), mock.patch("treespec.graphs.graph_executor.STEADY_ROUNDS", 0):
+        assert tokens_of(llm.generate([prompt], greedy(6), spec="off")) == [plain]
+        gpu.launches.backwards = True
+        [trees] = llm.generate([prompt], greedy(6), spec=TREES)
     assert tokens_of([trees]) == [plain] and trees.metrics.acceptance_length > 1.5
+    replays = gpu.replays
+    for _ in range(2):
+        [host] = llm.generate([prompt], greedy(6), spec=SpecConfig(branching=(2, 1)))
+        assert tokens_of([host]) == [plain] and host.metrics.acceptance_length > 1
+    assert gpu.replays > replays
     llm.engine.check_integrity()
     leave(gpu)

@@ -30,7 +30,8 @@ def test_engines(names: str) -> None:
     "names",
     [
         "hunyuan;ministral3",
-        "gpt_oss;qwen2_moe;mixtral;qwen3_moe;olmoe;glm4_moe, groups of experts;qwen3_next;lfm2_moe;granite_hybrid",
+        "gpt_oss;qwen2_moe;mixtral;qwen3_moe;olmoe;glm4_moe, groups of experts;qwen3_next;lfm2_moe;granite_hybrid;"
+        "nemotron_h;mamba2",
     ],
 )
 def test_other_families(names: str) -> None:

@@ -158,7 +158,7 @@ def test_every_family_has_a_case() -> None:
 
 def test_models_without_triton_kernels_are_refused(tmp_path: Path) -> None:
     folder = make_model(tmp_path, TYPICAL["nemotron_h"], 3)
-    reason = "there is no Triton kernel for its layers of one part"
+    reason = "there is no Triton kernel for its experts that read a projection"
     for backend in ("native", "auto"):
         with pytest.raises(VariantError, match=reason):
             open_llm(folder, attention="triton", backend=backend)

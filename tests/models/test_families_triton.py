@@ -3,11 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.families import TYPICAL, make_model
 from tests.helpers.models import edit_config
 from treespec.cli.kernels import settings_of
 from treespec.errors import ConfigError
+from treespec.graphs.capture import planned_bytes
+from treespec.graphs.round_inputs import RoundLimits
+from treespec.models.model_config import ModelConfig
 from treespec_kernels.linear.quantized import WeightForm
 from treespec_weights.quantize import compressed_tensors_config
 
@@ -29,6 +33,22 @@ def test_a_models_shape_says_what_its_kernels_are(tmp_path: Path) -> None:
         "gpt_neox": ("layer", False, False, True, False, "gelu"),
         "gpt2": ("layer", False, False, False, False, "gelu_tanh"),
     }
+
+
+def test_a_model_without_mlps_has_no_products_of_them(tmp_path: Path) -> None:
+    [setting] = settings_of(str(make_model(tmp_path, TYPICAL["mamba2"], 0)), [], None)
+    assert [layer.name for layer in setting.shape.linear_layers] == ["qkv", "o"]
+
+
+def test_the_memory_plan_counts_states_of_nodes(tmp_path: Path) -> None:
+    """Those of a round of two requests, and of the run before its capture."""
+    limits, planned = RoundLimits(12, (1, 64), 4, 256), []
+    for size in (16, 32):
+        folder = make_model(tmp_path / str(size), TYPICAL["qwen3_5"], 0, linear_value_head_dim=size)
+        config = ModelConfig.from_hf(folder)
+        planned.append(planned_bytes([config], limits, 2, 512, torch.bfloat16))
+    shape = config.shape.recurrent
+    assert shape is not None and planned[1] - planned[0] > 2 * 2 * limits.width * shape.heads * shape.key_dim * 16 * 4
 
 
 FORMS = [

@@ -36,7 +36,8 @@ LAYERS = {
     ),
     "treespec_kernels": (
         ("comparison", "launch"),
-        ("linear", "recurrent", "tree"),
+        ("linear", "tree"),
+        ("recurrent",),
         ("attention", "sampling"),
         ("cpu", "tuning"),
         ("ops",),

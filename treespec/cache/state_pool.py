@@ -15,7 +15,8 @@ class StatePool:
     def __init__(self, shape: StateShape, num_requests: int, num_kept: int, device: torch.device | str = "cpu"):
         without_tree, self.num_requests = shape._replace(num_nodes=0), num_requests
         self.nbytes = num_requests * shape.nbytes + num_kept * without_tree.nbytes
-        self._free, self._held = shape.allocate(num_requests, device), dict[str, RecurrentState]()
+        self.tensors = shape.tensors(num_requests, device)  # of the requests
+        self._free, self._held = self.tensors.states, dict[str, RecurrentState]()
         self._free_copies, self._kept = without_tree.allocate(num_kept, device), dict[str | bytes, RecurrentState]()
 
     @property

@@ -39,7 +39,8 @@ from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
 
 logger = logging.getLogger("treespec")
 
-_LASTING = "temperature", "draft_temperature", "rng_seed", "sample", "max_len", "adapter"  # constant for a request
+# Constant for a request:
+_LASTING = "temperature", "draft_temperature", "rng_seed", "sample", "max_len", "adapter", "state_slot"
 
 
 class _Round(NamedTuple):
@@ -158,15 +159,16 @@ class BatchRound:
 
         return results
 
-    def launch_following(self) -> None:
+    def launch_following(self) -> bool:
         """Launch the beginning of the next round of the same requests; call it before reading this round's results.
 
-        Does nothing in rounds that count tokens on the device, or copy log-probabilities to the host.
+        Does nothing in rounds that count tokens on the device, or copy log-probabilities to the host. Returns whether
+        it launched a target pass.
         """
         assert self._round is not None
         requests, levels, nodes, kind, side, _ = self._round
         if kind.transforms or kind.logprobs:
-            return
+            return False
         captured, self.has_captured = self.has_captured, False
         self._launch_first(levels, kind, 1 - side, follows=True)
         if not levels:
@@ -174,6 +176,7 @@ class BatchRound:
             self._launch_verify(nodes, kind, 1 - side, follows=True)
         self._following = _Round(requests, levels, nodes, kind, 1 - side, self.has_captured)
         self.has_captured = captured
+        return not levels
 
     def _continues(self, following: _Round, requests: Sequence[RoundInput], levels: int, kind: RoundKind) -> bool:
         """Return whether a round begins with the kernels launched as `following`."""

@@ -87,7 +87,8 @@ def captured_rounds(
     limits = round_limits(spec, max_model_len, scratch, len(ssms.models) if ssms is not None else 0)
     target, cache = runner.target, runner.cache
     assert isinstance(target, TritonDecoder)
-    model = ModelStack(target.kernels, target.table, target.triton_attention, cache.pools[0])
+    states = None if cache.states is None else cache.states.tensors
+    model = ModelStack(target.kernels, target.table, target.triton_attention, cache.pools[0], states=states)
     stacks = _stacks(ssms, cache.stacked[1:], configs)
     features = None if cache.features is None else FeaturePool(cache.features.layers, cache.pools[-1])
     captures = cuda_graphs and target.device.type == "cuda"
@@ -149,12 +150,28 @@ def planned_bytes(
         split = 8 * max(shape.hidden_size, 3 * shape.num_heads * shape.head_dim) * 4  # fp32 sums of split layers
         activations = rows * (widths * dtype.itemsize + split + shape.vocab_size * (dtype.itemsize + 1))
         tables = len(model.ropes) * (limits.max_context + model.short_context) * 2 * shape.head_dim * 4  # RoPE tables
-        needed += partials + activations + tables
+        needed += partials + activations + tables + _state_bytes(model, limits.width, rows, max_num_seqs, dtype)
         if not i:  # fp32 transformed scores, logits of the host executor's passes, log-probabilities
             nodes = max_num_seqs * limits.nodes[-1]
             scored = nodes * 4 + min(nodes, MAX_ROWS) * dtype.itemsize + LOGPROB_ROWS * BYTES_PER_LOGIT
             needed += scored * shape.vocab_size + SamplingState.nbytes(max_num_seqs, shape.vocab_size)
     return needed
+
+
+def _state_bytes(model: ModelConfig, width: int, rows: int, max_num_seqs: int, dtype: torch.dtype) -> int:
+    """Return the memory of one recurrent layer in a captured round and in a prefill pass; 0 without such layers.
+
+    `rows` and the limits count as in `planned_bytes`. The states of the nodes that have several children, one for each
+    depth of a request's tree, are the largest part.
+    """
+    recurrent, hidden = model.shape.recurrent, model.shape.hidden_size
+    if recurrent is None:
+        return 0
+    channels, inner = recurrent.channels(hidden), recurrent.heads * recurrent.value_dim or hidden
+    per_row = (channels + 2 * inner + 2 * recurrent.width(hidden)) * dtype.itemsize + (channels + 2 * inner) * 4
+    states = recurrent.heads * recurrent.key_dim * recurrent.value_dim * 4
+    replayed = 2 * max_num_seqs * width
+    return (rows + replayed) * (per_row + 8 * (recurrent.kernel + 4)) + replayed * states
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:

@@ -38,6 +38,7 @@ class GraphExecution(Execution):
     seed_trees: list[TokenTree | None] = field(default_factory=list)  # proposals of model-free sources
     batch: BatchRound = field(init=False)
     results: Callable[[], list[RoundResult]] = field(init=False)  # waits for the device; results by request
+    runs_ahead: bool = False  # whether the next target pass is launched, which replays the tokens that this one commits
     host_seconds: float = 0.0  # seconds that the device waited for the launch
     decided: list[RoundResult] = field(default_factory=list)  # results of this round
 
@@ -149,6 +150,8 @@ class GraphExecutor(Executor[GraphExecution]):
                 execution.planner = None
                 continue
             request.target_passes += 1
+            if request.state is not None:
+                request.state.length = request.context_len + (len(result.path) if execution.runs_ahead else 0)
             if not len(result.path):
                 assert execution.rows is not None
                 request.nodes_verified += result.num_nodes
@@ -183,7 +186,7 @@ class GraphExecutor(Executor[GraphExecution]):
             return  # its pages change before the next round
         size, context = self.rounds.size_for(len(requests)), max(request.context_len for request in requests)
         if self.rounds.round_for(size, min(context + most, self.max_model_len)) is batch:
-            batch.launch_following()
+            execution.runs_ahead = batch.launch_following()
             for request in requests:
                 request.runs_ahead = True
 
@@ -222,7 +225,7 @@ class GraphExecutor(Executor[GraphExecution]):
     def _input(
         self, request: Request, plan: DraftPlan, adapter: int, transforms: RequestTransforms | None
     ) -> RoundInput:
-        sampler, spec, captured = request.sampler, request.spec, self.ssms
+        sampler, spec, captured, state = request.sampler, request.spec, self.ssms, request.state
         temperature = sampler.temperature if sampler is not None else 0.0
         weights, new = np.zeros(0), request.tokens[-1:]
         if captured is not None and plan.levels and captured.ssms.may_draft(request):
@@ -242,5 +245,6 @@ class GraphExecutor(Executor[GraphExecution]):
             LEAST_VALUE,
             request.max_len,
             adapter,
+            *((0, 0) if state is None else (state.slot, request.context_len - state.length)),
             transforms,
         )

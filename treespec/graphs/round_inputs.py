@@ -51,6 +51,8 @@ class RoundInput(NamedTuple):
     least_value: float  # minimum value of a node
     max_len: int  # maximum number of positions of the request
     adapter: int = NO_ADAPTER  # slot of the request's adapter
+    state_slot: int = 0  # of the request's state of recurrent layers, in models with any
+    replayed: int = 0  # committed tokens since this state
     transforms: RequestTransforms | None = None  # logit transforms of the target; None for temperature alone
 
 
@@ -112,9 +114,8 @@ class RoundInputs(DeviceInputs):
 
     def __init__(self, num_requests: int, num_ssms: int, limits: RoundLimits, device: torch.device):
         b = num_requests
-        ints = dict.fromkeys(
-            ("context_lens", "new_lens", "roots", "max_depths", "max_nodes", "max_lens", "adapters"), (b,)
-        )
+        names = "context_lens new_lens roots max_depths max_nodes max_lens adapters state_slots replayed"
+        ints = dict.fromkeys(names.split(), (b,))
         floats = dict.fromkeys(("temperatures", "draft_temperatures", "least_values"), (b,))
         seeds = b, SEEDS
         fields: dict[torch.dtype, dict[str, tuple[int, ...]]] = {
@@ -167,6 +168,7 @@ class RoundInputs(DeviceInputs):
             new = request.new_tokens
             assert 1 <= len(new) <= self.limits.width, "the SSMs must read all but D + 1 tokens before the round"
             assert request.context_len <= self.limits.max_context, "the request's context exceeds the round's"
+            assert 0 <= request.replayed <= self.limits.width, "the request's state does not lead to its context"
             host["context_lens"][i] = request.context_len
             host["new_lens"][i] = len(new)
             host["roots"][i] = new[-1]
@@ -174,6 +176,7 @@ class RoundInputs(DeviceInputs):
             host["max_nodes"][i] = request.max_nodes
             host["max_lens"][i] = request.max_len
             host["adapters"][i] = request.adapter
+            host["state_slots"][i], host["replayed"][i] = request.state_slot, request.replayed
             host["temperatures"][i] = request.temperature
             host["draft_temperatures"][i] = request.draft_temperature
             host["least_values"][i] = request.least_value

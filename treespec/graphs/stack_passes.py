@@ -14,10 +14,12 @@ from treespec.models.attention import TritonAttention
 from treespec.models.feature_head import FeatureHead
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.hidden_states import record_states
+from treespec.models.state_pass import RoundStates
 from treespec.models.triton_decoder import PassKernels, TritonPass
 from treespec_kernels.attention.pass_layout import DeviceLayout
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.linear.lm_head import BlockStats, LmHead
+from treespec_kernels.recurrent.request_state import StateTensors
 
 
 class FeaturePool(NamedTuple):
@@ -46,6 +48,7 @@ class ModelStack:
     first: int = 0  # index of the first model among the SSMs
     heads: Sequence[HeadVocabulary] = ()  # vocabularies of reduced heads, one per model; empty for full heads
     scorer: PassKernels | None = None  # kernels of the model whose LM head is used; None for the stack's own
+    states: StateTensors | None = None  # of the requests, in the recurrent layers of a target; None without any
 
     @property
     def groups(self) -> int:
@@ -98,6 +101,10 @@ class StackPasses:
             )
             for window in stack.kernels.windows
         ]
+        self._states = None
+        if stack.states is not None:
+            of_requests = stack.states, inputs["state_slots"], inputs["replayed"]
+            self._states = RoundStates(*of_requests, rows, limits.width)
         models = torch.arange(stack.groups, dtype=torch.int32, device=device)[:, None, None]
         self._first_pages = models * (stack.pool.shape[2] // stack.groups)
         self._first_tokens = models.long() * (len(stack.kernels.weights.embed) // stack.groups)
@@ -143,7 +150,9 @@ class StackPasses:
         if adapted and slots is not None:
             of_requests = self.inputs["adapters"][:, None]
             adapters = slots.rows(of_requests.expand(-1, layout.rows_per_request).flatten())
-        return TritonPass(layout.num_rows, self.stack.table, layout.slots, attention, positions, adapters=adapters)
+        states = self._states and self._states.place(of_rows, placed[-1], self.stack.kernels.spreads)
+        rows = layout.num_rows, self.stack.table, layout.slots, attention
+        return TritonPass(*rows, positions, adapters=adapters, states=states)
 
     def hidden(
         self,

@@ -83,6 +83,9 @@ class TargetPass:
         longest = next((limit for limit in self._contexts if limit >= context), None)
         if size is None or longest is None:
             return None
+        states = [(request.context_len, request.state) for request in requests if request.state is not None]
+        if any(length - state.length > self._limits.width for length, state in states):
+            return None  # a deeper tree was verified before
         adapted = any(request.adapter is not None for request in requests)
         shape = _PassShape(size, self._limits.fitting(nodes), longest, adapted)
         return shape if size * shape.nodes <= MAX_ROWS else None
@@ -135,6 +138,8 @@ class _Graph:
             "context_lens": (b,),
             "max_lens": (b,),
             "adapters": (b,),
+            "state_slots": (b,),
+            "replayed": (b,),
             "pages": (b, limits.max_pages),
             "tokens": (b, n),
         }
@@ -156,6 +161,9 @@ class _Graph:
         if self._replay is None:
             self._replay = run_then_capture(self._run, self._memory)
         self._replay()
+        for request in requests:
+            if request.state is not None:
+                request.state.length = request.context_len
         rows = self._out.view(*self._shape[:2], -1)
         # Copy the rows, because the next pass writes to the same memory.
         return torch.cat([rows[i, : len(tree)] for i, tree in enumerate(trees)])
@@ -171,6 +179,8 @@ class _Graph:
         for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
             count, ancestors = len(tree), tree_rows(request, tree).ancestors
             host["context_lens"][i], host["max_lens"][i] = request.context_len, request.max_len
+            if (state := request.state) is not None:
+                host["state_slots"][i], host["replayed"][i] = state.slot, request.context_len - state.length
             host["pages"][i, : len(request.pages)] = request.pages
             host["tokens"][i, :count] = tree.tokens
             host["depths"][i, :count] = tree.depths

@@ -14,6 +14,7 @@ from treespec.graphs.stack_passes import FeaturePool, ModelStack, TreePass
 from treespec.sampling.logprobs import LogprobRows
 from treespec.tree import TokenTree, join_seed_tree
 from treespec_kernels.attention.kv_commit import kv_commit_triton
+from treespec_kernels.recurrent.round_states import keep_path_triton
 from treespec_kernels.sampling.logit_transforms import TransformInputs, logit_transforms_triton
 from treespec_kernels.sampling.row_topk import row_topk_triton
 from treespec_kernels.tree.device_trees import SEED_BIT, DeviceTrees
@@ -120,6 +121,7 @@ class VerifyStage:
         inputs, walk = self.inputs, self._walk
         last = walk.tokens.gather(1, (walk.path_lens - 1).clamp(min=0).long()[:, None])[:, 0]
         inputs["context_lens"].add_(walk.path_lens)
+        inputs["replayed"].copy_(walk.path_lens)
         inputs["roots"].copy_(torch.where(walk.path_lens > 0, last, inputs["roots"]))
         inputs["new_lens"].copy_(walk.path_lens)
         inputs["new_tokens"].copy_(walk.tokens.clamp(min=0))
@@ -161,6 +163,8 @@ class VerifyStage:
         tree_walk_triton(trees, choices.tokens.view(b, nodes), choices.finite.view(b, nodes), out=walk)
         for pool in (self.target.pool, *(() if self.features is None else (self.features.pool,))):
             kv_commit_triton(pool, inputs["pages"], inputs["context_lens"], walk.paths, walk.path_lens)
+        if (states := self.target.states) is not None:
+            keep_path_triton(states.inputs, inputs["state_slots"], walk.paths, walk.path_lens, states.history)
         if kind.logprobs:
             first_rows = nodes * torch.arange(b, dtype=torch.int64, device=inputs.device)[:, None]
             paths, tokens = (walk.paths.long() + first_rows).flatten(), walk.tokens.long().clamp(min=0).flatten()

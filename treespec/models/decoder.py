@@ -25,9 +25,10 @@ from treespec.models.layer import Layer, make_linear, prepare, take_projection
 from treespec.models.layer_kinds import RotaryEmbedding
 from treespec.models.low_rank import LowRank, Updates, fused_updates
 from treespec.models.model_config import ModelConfig
-from treespec.models.norms import STREAMS, LayerStream, RmsStream, norm_heads
+from treespec.models.norms import STREAMS, LayerStream, RmsStream
 from treespec.models.per_layer import PerLayerInputs
-from treespec.models.recurrent import RecurrentLayer, StatePass, state_shape
+from treespec.models.recurrent import RecurrentLayer, state_shape
+from treespec.models.state_pass import RequestStates
 from treespec.utils.memory import drop_mapped
 from treespec_kernels.attention.tree_attention_cpu import SplitCache
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows, UpdatedRows, updated_rows
@@ -35,6 +36,7 @@ from treespec_kernels.cpu.decoder_cpu import PassEntries
 from treespec_kernels.linear.activations import ACTIVATIONS, sigmoid, soft_cap
 from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.linear.quantized import QuantizedWeight
+from treespec_kernels.linear.rms_norm import norm_heads
 from treespec_kernels.recurrent.request_state import StateShape
 from treespec_weights.blocks import Blocks, Weights
 
@@ -287,7 +289,7 @@ class Decoder:
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             self._learned_at(positions),
             updated_rows((rows.adapter, rows.num_rows) for rows in requests),
-            None if self.config.shape.recurrent is None else StatePass(requests, num_rows),
+            None if self.config.shape.recurrent is None else RequestStates(requests, num_rows),
         )
 
     def updates(self, matrices: Mapping[str, LowRank]) -> Any:
@@ -517,8 +519,7 @@ class Decoder:
         n = len(hidden)
         if n < self.min_rows:
             hidden = F.pad(hidden, (0, 0, 0, self.min_rows - n))
-        logits = self.head(hidden)[:n]
-        return self._finish_logits(logits)
+        return self._finish_logits(self.head(hidden)[:n])
 
     def _finish_logits(self, logits: Tensor) -> Tensor:
         """Apply the soft cap, and expand the logits of a reduced head, in which all other tokens are -inf."""

@@ -49,7 +49,7 @@ class ModelConfig:
         shape = self.shape
         parts = {
             "layers of unequal sizes": shape.sizes,
-            "layers of one part": shape.without_mlp or shape.mlp_only,
+            "experts that read a projection": shape.experts is not None and shape.experts.latent_size,
         }
         return next((name for name, present in parts.items() if present), None)
 

@@ -90,10 +90,3 @@ def take_head_norm(weights: Weights, i: int, shape: ModelShape) -> Tensor | None
     if k_norm is not None:
         parts += [(norm, sizes.num_kv_heads) for norm in (k_norm, torch.ones_like(k_norm))[: 1 + shape.value_norm]]
     return torch.cat([norm.float().view(-1, sizes.head_dim).expand(heads, -1) for norm, heads in parts])
-
-
-def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:
-    """Apply RMSNorm to each head, fp32 [num_rows, num_heads, head_dim], in place; weight: [num_heads, head_dim]."""
-    head_dim = heads.shape[-1]
-    mirrored = F.layer_norm(torch.cat((heads, -heads), -1), (2 * head_dim,), None, None, eps)
-    torch.mul(mirrored[..., :head_dim], weight, out=heads)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from treespec.models.layer import make_linear, take_projection
 from treespec.models.model_config import ModelConfig
-from treespec.models.norms import norm_heads
 from treespec_kernels.linear.linear import LinearImpl
+from treespec_kernels.linear.rms_norm import norm_heads
 from treespec_weights.blocks import Blocks, Weights
 
 

@@ -22,7 +22,8 @@ from treespec.models.attention import TritonAttention
 from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
-from treespec.models.recurrent import ConvMixer, StateMixer, StatePass, make_mixer
+from treespec.models.recurrent import ConvMixer, StateMixer, make_mixer
+from treespec.models.state_pass import RequestStates
 from treespec.models.triton_weights import LayerWeights, ModelWeights, StackedExperts, Weight, map_tensors
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_triton
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
@@ -196,33 +197,35 @@ class PassKernels:
         tables, qkv = layout.rotation.unbind(), None if start is None else start.qkv
         stream = self._embed(tokens, layout) if start is None else start.rows.clone()  # passes add to it in place
         fused = partial(Norm, eps=self.config.norm_eps, kind=self.config.rules.norm)
-        norms = [fused(layer.attn_norm, shift=layer.attn_norm_bias) for layer in layers]
+        kinds = [self.config.layers[i] for i in self._numbers[: len(layers)]]
+        norms = [
+            fused(layer.mlp_norm, shift=layer.mlp_norm_bias)
+            if kind.mlp_only
+            else fused(layer.attn_norm, shift=layer.attn_norm_bias)
+            for layer, kind in zip(layers, kinds, strict=True)
+        ]
         norms.append(fused(weights.final_norm, shift=weights.final_norm_bias))
         h = stream if qkv is not None or norms[0].weight is None else self._norm(stream, norms[0])
-        each_layer = zip(layers, self._linear, self._experts, self.mixers, self._kinds, norms[1:], strict=False)
+        each_layer = zip(layers, kinds, self._linear, self._experts, self.mixers, self._kinds, norms[1:], strict=False)
         caches, recurrent = iter(kv), itertools.count()
-        for i, (layer, linear, experts, mixer, (ropes, window), norm) in enumerate(each_layer):
+        for i, (layer, kind, linear, experts, mixer, (ropes, window), norm) in enumerate(each_layer):
             if i in states:
                 states[i] = stream.clone()
+            mixed = None
             if mixer is not None:
                 mixed = mixer(h, layout.states, next(recurrent))
-            else:
+            elif not kind.mlp_only:
                 product = self._updated(i, "qkv", h, layout) if i or qkv is None else qkv
                 rotations = [tables[rope] for rope in dict.fromkeys(ropes)] if tables else []
                 mixed = self._attend(layer, product, layout, next(caches), rotations, layout.attention[window])
                 if layer.attn_gate is not None:
                     gate = self._linear_rows(h, layer.attn_gate, linear["attn_gate"])
                     mixed = (mixed.float() * sigmoid(gate)).to(self.dtype)
-            inner = fused(layer.mlp_norm, shift=layer.mlp_norm_bias, post_weight=layer.attn_post_norm)
-            if self.config.parallel:  # parallel block: the MLP does not see the attention output
-                h = self._norm(stream, inner)
-                if self.adapters is None:
-                    self._linear_rows(mixed, layer.o, linear["o"], stream, bias=layer.o_bias)
-                else:
-                    product, pdl = self._updated(i, "o", mixed, layout), self.pdl
-                    add_splits_triton(product, stream, residual=stream, bias=layer.o_bias, pdl=pdl)
-            else:
-                h = self._norm(self._updated(i, "o", mixed, layout), inner, stream, layer.o_bias)
+            if mixed is not None:
+                inner = norm if kind.without_mlp else fused(layer.mlp_norm, shift=layer.mlp_norm_bias)
+                h = self._add(i, mixed, inner._replace(post_weight=layer.attn_post_norm), stream, layout)
+            if kind.without_mlp:
+                continue
             last, update = norm._replace(post_weight=layer.mlp_post_norm), None
             if layer.down is not None:
                 update = self._updated(i, "down", self._activated(h, i, layout), layout)
@@ -269,6 +272,22 @@ class PassKernels:
     def _norm(self, x: Tensor, norm: Norm, stream: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Return the norm of x; with a stream, add x and bias, or their post-norm, to it in place, and norm it."""
         return rms_norm_triton(x, norm, residual=stream, bias=bias, pdl=self.pdl)
+
+    def _add(self, i: int, mixed: Tensor, norm: Norm, stream: Tensor, layout: TritonPass) -> Tensor:
+        """Add the output projection of mixed rows to the stream in place, and return the normed input of what follows.
+
+        In a parallel block, that does not see the attention output.
+        """
+        layer = self._layers[i]
+        if not self.config.parallel:
+            return self._norm(self._updated(i, "o", mixed, layout), norm, stream, layer.o_bias)
+        h = self._norm(stream, norm)
+        if self.adapters is None:
+            self._linear_rows(mixed, layer.o, self._linear[i]["o"], stream, bias=layer.o_bias)
+        else:
+            product = self._updated(i, "o", mixed, layout)
+            add_splits_triton(product, stream, residual=stream, bias=layer.o_bias, pdl=self.pdl)
+        return h
 
     def _attend(
         self,
@@ -446,7 +465,7 @@ class TritonDecoder(Decoder):
             [self.attention.plan(requests, len(positions), window) for window in self.windows],
             uploaded(positions, torch.int32),
             adapters=adapters,
-            states=None if self.config.shape.recurrent is None else StatePass(requests, len(positions), True),
+            states=None if self.config.shape.recurrent is None else RequestStates(requests, len(positions), True),
         )
 
     def _forward(

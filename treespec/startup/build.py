@@ -359,9 +359,6 @@ def _capture_rounds(resolved: Resolved, plan: MemoryPlan, host: HostExecutor, sc
     configs, options, ssms = resolved.loader.configs, resolved.options, host.sources.ssms
     if configs is None:
         return None
-    if plan.state is not None:
-        logger.info("rounds are not captured: the states of recurrent layers are updated step by step")
-        return None
     drafts = {} if ssms is None else dict(zip(ssms.names, ssms.models, strict=True))
     if others := [name for name, model in drafts.items() if not runs_on_device(model)]:
         logger.info("rounds are not captured: %s draft step by step", ", ".join(others))

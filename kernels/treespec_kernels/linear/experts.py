@@ -52,11 +52,15 @@ class Routing:
 class ExpertProducts(NamedTuple):
     """Weights of the experts of a layer, stacked; optionally quantised."""
 
-    # [num_experts, 2 * size, hidden_size], rows of the gate, then of the up projection
+    # [num_experts, 2 * size, hidden_size], rows of the gate, then of the up projection; without a gate, `size` rows
     gate_up: Tensor | QuantizedWeight
     gate_up_bias: Tensor | None
     down: Tensor | QuantizedWeight  # [num_experts, hidden_size, size]
     down_bias: Tensor | None
+
+    @property
+    def has_gate(self) -> bool:
+        return self.gate_up.shape[-2] != self.down.shape[-1]
 
 
 class ExpertConfigs(NamedTuple):
@@ -134,7 +138,7 @@ def experts_ref(
         chosen, weights = chosen.where(slots[:, None] != 0, routing.count), weights.where(slots[:, None] != 0, 0.0)
     pairs = chosen.flatten()
     inner = chosen_linear_ref(
-        x, products.gate_up, pairs, bias=products.gate_up_bias, silu_gate=True, activation=activation
+        x, products.gate_up, pairs, bias=products.gate_up_bias, silu_gate=products.has_gate, activation=activation
     )
     outputs = chosen_linear_ref(inner, products.down, pairs, bias=products.down_bias)
     outputs = outputs.view(*chosen.shape, x.shape[1]).float()
@@ -168,9 +172,10 @@ def experts_triton(
     The bits of a row depend only on the row, its products, the weights and `config`.
     """
     columns, (inner, hidden) = routing.count + gated, products.gate_up.shape[-2:]
+    size = inner // 2 if products.has_gate else inner
     dense = [None if isinstance(weight, QuantizedWeight) else weight for weight in (products.gate_up, products.down)]
     check_arguments(
-        {"columns": columns, "experts": routing.count, "inner": inner, "size": inner // 2, "hidden": hidden},
+        {"columns": columns, "experts": routing.count, "inner": inner, "size": size, "hidden": hidden},
         x=(x, "[rows hidden+]", FLOAT_TYPES),
         logits=(logits, "[splits rows columns]", torch.float32),
         bias=(bias, "[experts]", FLOAT_TYPES),
@@ -215,7 +220,7 @@ def experts_triton(
         rows,
         config=config.gate_up,
         bias=products.gate_up_bias,
-        silu_gate=True,
+        silu_gate=products.has_gate,
         activation=activation,
         pdl=pdl,
     )

@@ -13,6 +13,7 @@ residual (Gemma 2).
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from treespec_kernels.launch.arguments import check_arguments
@@ -125,3 +126,10 @@ def rms_norm_triton(
         **launch_options(pdl),
     )
     return out
+
+
+def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:
+    """Apply RMSNorm to each head, fp32 [num_rows, num_heads, head_dim], in place; weight: [num_heads, head_dim]."""
+    head_dim = heads.shape[-1]
+    mirrored = F.layer_norm(torch.cat((heads, -heads), -1), (2 * head_dim,), None, None, eps)
+    torch.mul(mirrored[..., :head_dim], weight, out=heads)

@@ -49,16 +49,15 @@ class KernelShape:
 
     @property
     def linear_layers(self) -> tuple[LinearLayer, ...]:
-        """Linear layers of one decoder layer, in execution order."""
+        """Linear layers of one decoder layer, in execution order; a model may have no MLP."""
         width, hidden, intermediate = self.num_heads * self.head_dim, self.hidden_size, self.intermediate_size
-        return (
+        attention = (
             LinearLayer("qkv", width + 2 * self.num_kv_heads * self.head_dim, hidden),
             LinearLayer("o", hidden, width),
-            LinearLayer("gate_up", 2 * intermediate, hidden, True)
-            if self.gated
-            else LinearLayer("up", intermediate, hidden),
-            LinearLayer("down", hidden, intermediate),
         )
+        up = LinearLayer("up", intermediate, hidden)
+        up = LinearLayer("gate_up", 2 * intermediate, hidden, True) if self.gated else up
+        return (*attention, up, LinearLayer("down", hidden, intermediate)) if intermediate else attention
 
     @property
     def attention(self) -> AttentionShape:

@@ -23,12 +23,29 @@ class StateShape(NamedTuple):
         inputs = (self.history + self.num_nodes) * self.width * self.dtype.itemsize
         return self.num_layers * (4 * heads * key_dim * value_dim + inputs)
 
-    def allocate(self, count: int, device: torch.device | str = "cpu") -> list["RecurrentState"]:
-        """Return the states of `count` requests. On a CPU, memory is committed on first write."""
+    def tensors(self, count: int, device: torch.device | str = "cpu") -> "StateTensors":
+        """Return the memory of the states of `count` requests. On a CPU, it is committed on first write."""
         shape = (count, self.num_layers)
         matrices = torch.zeros(*shape, *self.matrix, dtype=torch.float32, device=device)
         inputs = torch.zeros(*shape, self.history + self.num_nodes, self.width, dtype=self.dtype, device=device)
-        return [RecurrentState(*parts, self.history) for parts in zip(matrices, inputs, strict=True)]
+        return StateTensors(matrices, inputs, self.history)
+
+    def allocate(self, count: int, device: torch.device | str = "cpu") -> list["RecurrentState"]:
+        """Return the states of `count` requests."""
+        return self.tensors(count, device).states
+
+
+class StateTensors(NamedTuple):
+    """States in one memory, whose address captured graphs contain."""
+
+    matrices: Tensor  # fp32 [num_slots, num_layers, heads, key_dim, value_dim]
+    inputs: Tensor  # [num_slots, num_layers, history + num_nodes, width]
+    history: int
+
+    @property
+    def states(self) -> list["RecurrentState"]:
+        parts = enumerate(zip(self.matrices, self.inputs, strict=True))
+        return [RecurrentState(*tensors, self.history, slot) for slot, tensors in parts]
 
 
 class RecurrentState:
@@ -40,10 +57,11 @@ class RecurrentState:
     A pass over a later level of a tree, as drafts run them, computes the states of its nodes' ancestors again, too.
     """
 
-    def __init__(self, matrices: Tensor, inputs: Tensor, history: int):
+    def __init__(self, matrices: Tensor, inputs: Tensor, history: int, slot: int = 0):
         self.matrices = matrices  # fp32 [num_layers, heads, key_dim, value_dim]
         self.inputs = inputs  # [num_layers, history + num_nodes, width]
         self.history, self.length = history, 0
+        self.slot = slot  # index in `StateTensors`
 
     @torch.inference_mode()
     def reset(self) -> None:

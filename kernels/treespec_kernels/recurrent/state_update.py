@@ -14,7 +14,7 @@ from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import FLOAT_TYPES
 from treespec_kernels.launch.triton_launch import block_of, load_kernels
 
-_COLUMNS = 32  # of a state per program: with keys of 128, 32 values per thread
+_COLUMNS = 8  # of a state per program, which is one warp: no sum over keys waits for another one
 _CHANNELS = 256  # per program of a convolution
 
 
@@ -31,13 +31,17 @@ class Level(NamedTuple):
 class StatePaths(NamedTuple):
     """The rows of each request in an order in which parents precede their children, for `state_update_triton`; int32.
 
-    Row numbers are indices of q, k and v.
+    Row numbers are indices of qk and v.
     """
 
-    starts: Tensor  # [num_requests + 1], first index of each request's rows in `order`
+    slots: Tensor  # [num_requests], index of each request's state
+    starts: Tensor  # [num_requests], first index of each request's rows in `order`
+    ends: Tensor  # [num_requests], index after the last one
     order: Tensor  # [num_rows], row numbers
     parents: Tensor  # [num_rows], number of each row's parent; -1 for a request's first row
-    kept: Tensor  # [num_rows], place of a row's state in scratch memory; -1 if only the next row in order needs it
+    # [num_rows], place of a row's state in scratch memory; -1 if only the next row in order needs it. A later row may
+    # take the place after the row's last child
+    kept: Tensor
     last: Tensor  # [num_requests], the row after which a request's state is stored; -1 for none
     num_kept: int
 
@@ -59,29 +63,31 @@ def causal_conv_ref(inputs: Tensor, taps: Tensor, weight: Tensor, bias: Tensor |
 
 def state_update_ref(
     states: Tensor,
-    q: Tensor,
-    k: Tensor,
+    qk: Tensor,
     v: Tensor,
     beta: Tensor,
     decay: Tensor,
     levels: Sequence[Level],
     reads: bool = True,
+    tiled: bool = False,
 ) -> Tensor:
     """Apply the gated delta rule (arXiv 2412.06464) along the rows' paths, and store the last committed states.
 
     S = decay * S' + k (beta (v - k^T (decay * S')))^T, with S' the parent's state; a row's output is q^T S. Without
-    `reads`, the rule is that of Mamba 2 (arXiv 2405.21060): S = decay * S' + k (beta v)^T.
+    `reads`, the rule is that of Mamba 2 (arXiv 2405.21060): S = decay * S' + k (beta v)^T. Head i has the query and key
+    of head i // (heads / key_heads), or i % key_heads if `tiled`.
 
     Args:
         states: fp32 [num_requests, heads, key_dim, value_dim], of the requests; changed in place.
-        q, k: fp32 [num_rows, heads, key_dim].
+        qk: fp32 [num_rows, 2 * key_heads, key_dim], queries, then keys.
         v: fp32 [num_rows, heads, value_dim].
         beta, decay: fp32 [num_rows, heads].
         levels: all rows that belong to a request, by their distance from its state.
 
     Returns fp32 [num_rows, heads, value_dim], 0 for the other rows.
     """
-    out, current = torch.zeros_like(v), states
+    out, current, each = torch.zeros_like(v), states, 2 * v.shape[1] // qk.shape[1]
+    q, k = (x.repeat(1, each, 1) if tiled else x.repeat_interleave(each, 1) for x in qk.chunk(2, 1))
     for rows, parents, last, requests in levels:
         key = k[rows][..., None]
         current = current[parents] * decay[rows][..., None, None]
@@ -118,40 +124,47 @@ def causal_conv_triton(inputs: Tensor, taps: Tensor, weight: Tensor, bias: Tenso
 
 def state_update_triton(
     states: Tensor,
-    q: Tensor,
-    k: Tensor,
+    qk: Tensor,
     v: Tensor,
     beta: Tensor,
     decay: Tensor,
     paths: StatePaths,
     reads: bool = True,
+    tiled: bool = False,
 ) -> Tensor:
-    """Compute `state_update_ref` on a GPU, in one launch; arguments as there, with `paths` of the same rows."""
+    """Compute `state_update_ref` on a GPU, in one launch; arguments as there, with `paths` of the same rows.
+
+    `states` are [num_slots, heads, key_dim, value_dim]: those of `paths.slots` are changed. Other rows than those of
+    `paths` have 0 in the result.
+    """
     check_arguments(
-        states=(states, "[requests heads key value]", torch.float32),
-        q=(q, "[rows heads key]", torch.float32),
-        k=(k, "[rows heads key]", torch.float32),
+        states=(states, "slots heads key value", torch.float32),
+        slots=(paths.slots, "[requests]", torch.int32),
+        qk=(qk, "[rows both key]", torch.float32),
         v=(v, "[rows heads value]", torch.float32),
         beta=(beta, "[rows heads]", torch.float32),
         decay=(decay, "[rows heads]", torch.float32),
-        starts=(paths.starts, "[starts]", torch.int32),
+        starts=(paths.starts, "[requests]", torch.int32),
+        ends=(paths.ends, "[requests]", torch.int32),
         order=(paths.order, "[rows]", torch.int32),
         parents=(paths.parents, "[rows]", torch.int32),
         kept=(paths.kept, "[rows]", torch.int32),
         last=(paths.last, "[requests]", torch.int32),
     )
-    requests, heads, key_dim, value_dim = states.shape
-    out, block_v = torch.empty_like(v), min(_COLUMNS, block_of(value_dim))
+    (_, heads, key_dim, value_dim), requests = states.shape, len(paths.starts)
+    out, block_v = torch.zeros_like(v), min(_COLUMNS, block_of(value_dim))
     scratch = states.new_empty(max(paths.num_kept, 1), heads, key_dim, value_dim)
     load_kernels("recurrent.state_update", states).update_states[(requests, heads, -(-value_dim // block_v))](
-        *(states, q, k, v, beta, decay, out, scratch, *paths[:5]),
+        *(states, paths.slots, qk, v, beta, decay, out, scratch, *paths[1:-1], states.stride(0)),
         HEADS=heads,
+        KEY_HEADS=qk.shape[1] // 2,
+        TILED=tiled,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         READS=reads,
         BLOCK_K=block_of(key_dim),
         BLOCK_V=block_v,
-        num_warps=4,
+        num_warps=1,
         enable_fp_fusion=False,
     )
     return out

@@ -3,25 +3,29 @@
 import triton
 import triton.language as tl
 
-_TENSORS = "states q k v beta decay out scratch starts order parents kept last".split()
+_TENSORS = "states slots qk v beta decay out scratch starts ends order parents kept last stride_slot".split()
 
 
 @triton.jit(do_not_specialize=_TENSORS)
 def update_states(
-    states,  # [num_requests, HEADS, KEY_DIM, VALUE_DIM] fp32
-    q,  # [num_rows, HEADS, KEY_DIM] fp32, also k
-    k,
+    states,  # [num_slots, HEADS, KEY_DIM, VALUE_DIM] fp32, slots `stride_slot` apart
+    slots,  # [num_requests] int32
+    qk,  # [num_rows, 2 * KEY_HEADS, KEY_DIM] fp32
     v,  # [num_rows, HEADS, VALUE_DIM] fp32, also out
     beta,  # [num_rows, HEADS] fp32, also decay
     decay,
     out,
     scratch,  # [num_kept, HEADS, KEY_DIM, VALUE_DIM] fp32
     starts,  # `StatePaths`
+    ends,
     order,
     parents,
     kept,
     last,
+    stride_slot,
     HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    TILED: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     READS: tl.constexpr,
@@ -42,19 +46,22 @@ def update_states(
     m_state = m_k[:, None] & m_v[None, :]
     o_state = o_k[:, None] * VALUE_DIM + o_v[None, :]
     SIZE: tl.constexpr = KEY_DIM * VALUE_DIM
-    p_state = states + (request * HEADS + head) * SIZE + o_state
+    slot = tl.load(slots + request).to(tl.int64)
+    key_head = head % KEY_HEADS if TILED else head // (HEADS // KEY_HEADS)
+    p_state = states + slot * stride_slot + head * SIZE + o_state
     b_state = tl.load(p_state, mask=m_state, other=0.0)
     end_row = tl.load(last + request)
     previous = -1
-    for i in range(tl.load(starts + request), tl.load(starts + request + 1)):
+    for i in range(tl.load(starts + request), tl.load(ends + request)):
         row = tl.load(order + i)
         parent = tl.load(parents + row)
         if parent != previous:  # the first row's parent, -1, is the request's state
             place = tl.load(kept + parent).to(tl.int64)
             b_state = tl.load(scratch + (place * HEADS + head) * SIZE + o_state, mask=m_state, other=0.0)
         i_head = row.to(tl.int64) * HEADS + head
-        b_key = tl.load(k + i_head * KEY_DIM + o_k, mask=m_k, other=0.0)
-        b_query = tl.load(q + i_head * KEY_DIM + o_k, mask=m_k, other=0.0)
+        p_query = qk + (row.to(tl.int64) * (2 * KEY_HEADS) + key_head) * KEY_DIM + o_k
+        b_key = tl.load(p_query + KEY_HEADS * KEY_DIM, mask=m_k, other=0.0)
+        b_query = tl.load(p_query, mask=m_k, other=0.0)
         b_value = tl.load(v + i_head * VALUE_DIM + o_v, mask=m_v, other=0.0)
         b_state = b_state * tl.load(decay + i_head)
         if READS:

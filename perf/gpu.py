@@ -153,7 +153,7 @@ def check_round(bench: Bench) -> Figures:
     out.zero_()
     replay()
     differing = sum(not torch.equal(out[node], row) for node, row in zip(path, plain, strict=True))
-    stack = ModelStack(decoder.kernels, decoder.table, decoder.triton_attention, passes.pool)
+    stack = ModelStack(decoder.kernels, decoder.tables, decoder.triton_attention, passes.pool)
     limits = RoundLimits(depth, (1, count), len(passes.pages), context + PAGE_SIZE)
     batch = BatchRound(1, limits, stack, [], None if bench.dry else GraphMemory.of(bench.device))
     drawing = 0.0, 0.0, 0, 0, np.zeros(0)

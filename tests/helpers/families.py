@@ -157,8 +157,6 @@ HYBRIDS = ("qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granite_
 HYBRIDS += ("olmo_hybrid",)
 """Those of `TYPICAL` with recurrent layers."""
 
-WITHOUT_ADAPTERS = (*HYBRIDS, "gemma4", "gemma4, experts")
-
 CASES = TYPICAL | {
     "gemma": _case("gemma", tie_word_embeddings=True, hidden_act="gelu"),  # read as its tanh approximation
     "vaultgemma": _case("vaultgemma", **_CAPS, sliding_window=WINDOW, query_pre_attn_scalar=40),
@@ -283,8 +281,12 @@ CASES = TYPICAL | {
 
 
 def small(name: str, layers: int = 2, vocab: int = 61) -> dict[str, Any]:
-    """Changes that leave the first layers of a typical model: two where there are two kinds, one of each."""
+    """Changes that leave the first layers of a typical model: two where there are two kinds, one of each.
+
+    Models whose last layers read the K/V of others keep all of theirs.
+    """
     case = CASES[name]
+    layers = case.config.get("num_hidden_layers", layers)
     if case.model_type == "gpt2":
         return {"n_layer": layers, "vocab_size": vocab}
     kinds = {key: case.config[key][:layers] for key in ("layer_types", "no_rope_layers") if key in case.config}

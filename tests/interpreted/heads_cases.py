@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.drafters.test_assistants import assistant_of, target_of
 from tests.helpers.blocks_made import write_dflash
 from tests.helpers.drafting import make_target
 from tests.helpers.heads_made import TargetShape, write_eagle1, write_eagle3
@@ -32,6 +33,8 @@ def write_head(kind: str, target: Path) -> Path | str:
             write_eagle3(head, SHAPE, layout="speculators", own_embedding=True, parallel=3, **EAGLE3)
         case "dflash":
             write_dflash(head, SHAPE, layout="z-lab", read=(0, 1, 3), block_size=3)
+        case "assistant":
+            return assistant_of("groups")
         case "medusa":
             write_medusa(head, SHAPE, layout="vllm", mapped=64)
         case "pard":
@@ -40,14 +43,19 @@ def write_head(kind: str, target: Path) -> Path | str:
     return head
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "glm4_moe", "qwen3_5", "peagle", "dflash", "pard", "medusa"])
+@pytest.mark.parametrize(
+    "kind", ["eagle", "eagle3", "glm4_moe", "qwen3_5", "peagle", "dflash", "pard", "medusa", "assistant"]
+)
 def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
     """As are tokens, which plain decoding has too.
 
     What drafts a block, or has no attention, goes step by step.
     """
     captured, records = kind in ("eagle", "eagle3", "glm4_moe", "qwen3_5"), list[list[RoundRecord]]()
-    target = make_predictor(kind, vocab_size=SHAPE.vocab_size) if kind in LAYOUTS else make_target(SHAPE)
+    if kind in LAYOUTS:
+        target = make_predictor(kind, vocab_size=SHAPE.vocab_size)
+    else:
+        target = target_of() if kind == "assistant" else make_target(SHAPE)
     head, (prompt,) = write_head(kind, target), random_prompts((9,), vocab=SHAPE.vocab_size)
     spec = SpecConfig(nodes=6, max_depth=3 if captured else 2, sources=("ssm",))
     for options in (TRITON, {"attention": "cpu-packed", "prove": None}):

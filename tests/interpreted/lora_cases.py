@@ -1,6 +1,9 @@
 """LoRA adapters of requests on the Triton kernels."""
 
+from typing import Any
+
 import pytest
+import torch
 
 from tests.helpers.families import TYPICAL, make_model, small
 from tests.helpers.loras import lora_request, make_lora
@@ -33,18 +36,25 @@ def test_adapters_of_a_batch_change_no_bits_of_one_another() -> None:
     llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen2_moe", "gemma4", "gemma4, experts"])
 def test_other_families(name: str) -> None:
-    """Products without a gate, a block whose MLP does not see its attention, and layers with experts."""
+    """Products without a gate, a block whose MLP does not see its attention, experts, and layers of unequal sizes."""
     root = new_folder("families")
     target = make_model(root / "target", TYPICAL[name], 3, **small(name))
-    modules = r".*layers\.\d+\.(?!mlp\.(gate$|.*expert)).*"
+    modules = r".*self_attn.*" if "experts" in name else r".*layers\.\d+\.(?!mlp\.(gate$|.*expert)).*"
     lora, (prompt,) = lora_request(make_lora(root / "lora", target, 7, modules)), random_prompts([9], vocab=61)
     llm = open_llm(target, enable_lora=True, max_num_seqs=1, **TRITON)
     cpu = open_llm(target, attention="cpu-packed", enable_lora=True, max_num_seqs=1)
-    [(tokens, _)], [(others, _)] = said(llm, [prompt], [lora]), said(llm, [prompt], [None])
-    assert tokens == said(cpu, [prompt], [lora])[0][0] and others == said(cpu, [prompt], [None])[0][0]
-    assert tokens != others
+    found, expected = ([values(said(each, [prompt], [one])) for one in (lora, None)] for each in (llm, cpu))
+    for (tokens, logprobs), (of_cpu, near) in zip(found, expected, strict=True):
+        assert tokens == of_cpu and (logprobs - near).abs().max() < 1e-3
+    assert (found[0][1] - found[1][1]).abs().max() > 0.01
+
+
+def values(told: list[tuple[list[int], Any]]) -> tuple[list[int], torch.Tensor]:
+    """Tokens, and the log-probabilities of the likeliest, [num_tokens, 2]."""
+    [(tokens, logprobs)] = told
+    return tokens, torch.tensor([sorted(entry.logprob for entry in each.values())[-2:] for each in logprobs])
 
 
 def said(llm: LLM, prompts: list[list[int]], loras: list[LoRARequest | None]) -> list[tuple[list[int], object]]:

@@ -18,11 +18,13 @@ pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 GEMMA = KernelShape(
     torch.float16, 24, 3, 1, 63, 33, 123, "rms_plus_one", True, True, activation="gelu_tanh", capped=True
 )
+UNEQUAL = KernelShape(torch.float16, 24, 4, 2, 64, 32, 123, qk_norm=True, planes=(2, 8))
 OPT = KernelShape(torch.float32, 10, 2, 2, 40, 24, 63, "layer", rotary=False, gated=False, activation="relu")
 INT4 = replace(LLAMA, dtype=torch.float16, hidden_size=64, quantized=WeightForm(4, 32, True))
 SHAPES: dict[str, tuple[KernelShape, dict[str, int]]] = {
     "llama": (LLAMA, {}),
     "gemma": (GEMMA, {}),
+    "unequal": (UNEQUAL, {}),
     "opt": (OPT, {"nodes": 1, "context": 0, "requests": 1}),
     "int4": (INT4, {"groups": 2}),
 }
@@ -31,6 +33,7 @@ KINDS = ("row_linear", "lm_head", "rms_norm", "qkv_rope", "tree_attention")
 PAIRS = [
     *(("llama", op) for op in OPS if not op.startswith("quantized")),
     *((kind, op) for kind in ("gemma", "opt") for op in KINDS),
+    *(("unequal", op) for op in ("rms_norm", "qkv_rope", "tree_attention", "kv_commit")),
     *(("int4", op) for op in ("quantized_row_linear", "experts")),
 ]
 

@@ -18,6 +18,7 @@ from tests.interpreted.common import (
     split_sums,
 )
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_ref, qkv_rope_triton
+from treespec_kernels.attention.tree_attention import whole_heads
 from treespec_kernels.comparison import same_bits
 
 MAX_POSITIONS, PAGE_SIZE, NUM_PAGES, EPS = 300, 4, 20, 1e-5
@@ -39,6 +40,8 @@ class Case(NamedTuple):
     wide: bool = False
     last: bool = False
     q_rotates: bool = False  # Q by another table
+    values: bool = False  # V is normalised
+    planes: tuple[int, int] | None = None  # their heads, and the size of these; None: whole heads
 
 
 CASES = [
@@ -57,6 +60,10 @@ CASES = [
     Case(4, 16, 34, 17, None, 2, 2, wide=True),
     Case(3, 24, 3, 1, 2, 0, 0, last=True),
     Case(3, 24, 3, 2, 2, q_rotates=True),
+    Case(3, 24, 4, 2, 2, norm_groups=0, values=True, planes=(1, 8)),
+    Case(2, 16, 4, 4, planes=(2, 16)),
+    Case(2, 32, 4, 2, None, 0, planes=(2, 16)),
+    Case(3, 16, 4, 0, 2, norm_groups=0),
 ]
 
 
@@ -72,15 +79,18 @@ def arguments_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     width = (case.heads + 2 * case.kv_heads) * case.head_dim
     cos, sin = angles(case.head_dim).cos(), angles(case.head_dim).sin()
     rotation = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1).float()
-    pool = torch.empty(3, NUM_PAGES, 2, PAGE_SIZE, case.kv_heads, case.head_dim, device=DEVICE)
+    heads, part_dim = case.planes or (case.kv_heads, case.head_dim)
+    planes = case.kv_heads * case.head_dim // max(heads * part_dim, 1)
+    pool = torch.empty(2 + max(planes, 1), NUM_PAGES, 2, PAGE_SIZE, heads, part_dim, device=DEVICE)
     pattern = 1000.0 + torch.arange(pool.numel(), device=DEVICE) % 1000
     pattern[::3] = NAN
+    layers = pattern.to(dtype).view(pool.shape).permute(0, 2, 1, 4, 3, 5)
     arguments: dict[str, Any] = {
         "qkv": split_sums(draw, case.splits, case.rows, width, dtype=dtype),
         "rotation": rotation if case.rotates else None,
         "positions": torch.randint(MAX_POSITIONS, (case.rows,), generator=generator).int().to(DEVICE),
         "slots": torch.randperm(NUM_PAGES * PAGE_SIZE, generator=generator)[: case.rows].to(DEVICE),
-        "kv_layer": pattern.to(dtype).view(pool.shape)[1].permute(1, 0, 3, 2, 4),
+        "kv_layer": None if not planes else layers[1] if case.planes is None else layers[1 : 1 + planes],
         "q_out": torch.full((case.rows, case.heads, case.head_dim), NAN, dtype=dtype, device=DEVICE),
     }
     if case.q_rotates:
@@ -91,20 +101,24 @@ def arguments_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
         heads = (case.heads, case.kv_heads) if case.wide else (1, 1)
         sizes = ((*[case.norm_groups] * (case.norm_groups > 0), count * case.head_dim) for count in heads)
         weights = (1 + draw(*size, dtype=dtype) / 4 for size in sizes)
-        arguments["norm"] = HeadNorm(*weights, EPS, case.wide, case.last)
+        arguments["norm"] = HeadNorm(*weights, EPS, case.wide, case.last, case.values)
     return arguments
 
 
 def written(arguments: dict[str, Any]) -> torch.Tensor:
     """[rows, num_heads + 2 * num_kv_heads, head_dim]: Q, and what lies in the rows' slots."""
-    slots = arguments["slots"]
-    k, v = (cache[slots // PAGE_SIZE, :, slots % PAGE_SIZE] for cache in arguments["kv_layer"])
-    return torch.cat((arguments["q_out"], k, v), 1)
+    slots, q, cache = arguments["slots"], arguments["q_out"], arguments["kv_layer"]
+    if cache is None:
+        return q
+    parts = cache.unbind(-5)  # K and V
+    rows = [whole_heads(part, q.shape[2])[slots // PAGE_SIZE, :, slots % PAGE_SIZE] for part in parts]
+    return torch.cat((q, *rows), 1)
 
 
 def model(arguments: dict[str, Any]) -> torch.Tensor:
     """The same in float64: a pair of dimensions is a complex number, and a position turns it by its angle."""
-    (rows, heads, head_dim), kv_heads = arguments["q_out"].shape, arguments["kv_layer"].shape[2]
+    rows, heads, head_dim = arguments["q_out"].shape
+    kv_heads = (arguments["qkv"].shape[-1] // head_dim - heads) // 2
     x = arguments["qkv"].double().view(-1, rows, (heads + 2 * kv_heads) * head_dim).sum(0)
 
     x = x + by_row(arguments["bias"], rows) if "bias" in arguments else x
@@ -119,6 +133,8 @@ def model(arguments: dict[str, Any]) -> torch.Tensor:
     last = "norm" in arguments and arguments["norm"].last
     if "norm" in arguments and not last:
         q, k = normed(q, k)
+    if "norm" in arguments and arguments["norm"].of_values:
+        v = F.rms_norm(v, v.shape[2:], eps=EPS)
     turned = torch.cat((q, k), 1)
     if arguments["rotation"] is not None:
         first, second = turned.chunk(2, -1)
@@ -147,8 +163,9 @@ def test_rows(case: Case, dtype: torch.dtype) -> None:
         sides = [arguments | {name: tensor.clone() for name, tensor in side.items()} for side in (results, right)]
         assert_near(*map(written, sides), BOUNDS)
         for side in sides:
-            side["kv_layer"][:, arguments["slots"] // PAGE_SIZE, :, arguments["slots"] % PAGE_SIZE] = 0
-        assert same_bits(*(side["kv_layer"] for side in sides))
+            if side["kv_layer"] is not None:
+                side["kv_layer"][..., arguments["slots"] // PAGE_SIZE, :, arguments["slots"] % PAGE_SIZE, :] = 0
+        assert case.kv_heads == 0 or same_bits(*(side["kv_layer"] for side in sides))
 
     changes: dict[str, Any] = {"exact": True} if case.norm_groups is None else {"compare": near_where_written}
     grouped = ("bias", "norm") if case.bias_groups or case.norm_groups else ()

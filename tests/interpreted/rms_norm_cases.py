@@ -25,6 +25,8 @@ class Case(NamedTuple):
     kind: Any = "rms"
     post: bool = False
     plain: bool = False  # the result is the stream, not normalised
+    scaled: bool = False
+    fp32: bool = False  # the weights of the norms
 
 
 CASES = [
@@ -43,19 +45,24 @@ CASES = [
     Case(3, 122, 3, True, 1, None, "layer", True),
     Case(4, 64, 2, True, 2, 0, post=True, plain=True),
     Case(3, 63, residual=True, plain=True),
+    Case(4, 64, 2, True, 2, 0, post=True, scaled=True),
+    Case(3, 63, 2, True, scaled=True, fp32=True),
+    Case(3, 64, fp32=True),
 ]
 
 
 def arguments_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     """A stream with a mean of 3, which shows whether it is subtracted; a norm with all that its kind has."""
-    draw, held = normal(case.rows * case.hidden), torch.float32 if case.kind == "rms_plus_one" else dtype
+    draw = normal(case.rows * case.hidden)
+    held = torch.float32 if case.fp32 or case.kind == "rms_plus_one" else dtype
 
     def parameter(groups: int, dtype: torch.dtype) -> torch.Tensor:
         return (1 + draw(*(groups, case.hidden) if groups else (case.hidden,)) / 4).to(dtype)
 
     weight, post = parameter(case.groups, held), parameter(case.groups, held) if case.post else None
     shift = parameter(case.groups, dtype) if case.kind == "layer" else None
-    norm = Norm(None if case.plain else weight, EPS, case.kind, shift, post)
+    scale = draw(*[case.groups] * (case.groups > 0), 1) if case.scaled else None
+    norm = Norm(None if case.plain else weight, EPS, case.kind, shift, post, scale)
     size = (case.rows, case.hidden)
     arguments: dict[str, Any] = {"x": split_sums(draw, case.splits, *size, dtype=dtype), "norm": norm}
     if case.residual:
@@ -68,7 +75,7 @@ def arguments_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
 def assert_defined(arguments: dict[str, Any]) -> None:
     """The reference, in float64 and by torch's norms."""
     x, norm, residual, bias = (arguments.get(name) for name in ("x", "norm", "residual", "bias"))
-    dtype, rows = norm.dtype_of(x, residual), x.shape[-2]
+    dtype, rows = (x if residual is None else residual).dtype, x.shape[-2]
 
     def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         norm_of = F.layer_norm if norm.kind == "layer" else F.rms_norm
@@ -77,7 +84,9 @@ def assert_defined(arguments: dict[str, Any]) -> None:
     stream = x.double().view(-1, *x.shape[-2:]).sum(0)
     stream = stream if bias is None else stream + by_row(bias, rows)
     stream = stream if norm.post_weight is None else normed(stream, norm.post_weight)
-    stream = stream if residual is None else (residual.double() + stream).to(dtype).double()
+    if residual is not None:
+        stream = (residual.double() + stream) * (1 if norm.scale is None else by_row(norm.scale, rows))
+        stream = stream.to(dtype).double()
     expected = stream if norm.weight is None else normed(stream, norm.weight)
     expected = expected if norm.shift is None else expected + by_row(norm.shift, rows)
     assert_near(rms_norm_ref(**arguments), expected.to(dtype))

@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.drafters.test_assistants import assistant_of, target_of
 from tests.helpers.families import TYPICAL, WINDOW, make_model, small
 from tests.helpers.loras import lora_request, make_lora
 from tests.helpers.models import (
@@ -17,24 +18,28 @@ from tests.helpers.models import (
     random_prompts,
     tokens_of,
 )
-from tests.interpreted.engines import ON_GPU, SHORT, SMALL, TREES, leave, rounds_wait_for_nothing
+from tests.interpreted.engines import ON_GPU, SHORT, SMALL, TREES, leave, rounds_wait_for_nothing, step_by_step, told
 from tests.simulated_gpu import Gpu
 from treespec import SpecConfig
 
 
-def test_rounds_of_experts(gpu: Gpu) -> None:
-    """No program of a launch leans on one before it."""
+@pytest.mark.parametrize("names", [("gpt_oss", "qwen2_moe"), ("gemma4", "gemma4, experts")], ids=str)
+def test_rounds_of_experts(gpu: Gpu, names: tuple[str, str]) -> None:
+    """And of layers of unequal sizes, with the bits of rounds step by step. No program of a launch leans on one before
+    it."""
     root, heads = new_folder("experts"), {"num_attention_heads": 2, "num_key_value_heads": 1}
-    target, draft = (
-        make_model(root / name, TYPICAL[name], 3, **small(name), **heads) for name in ("gpt_oss", "qwen2_moe")
-    )
+    target, draft = (make_model(root / name, TYPICAL[name], 3, **small(name), **heads) for name in names)
     prompts, spec = random_prompts([WINDOW + 2], vocab=61), SpecConfig(nodes=4, max_depth=1, sources=("ssm",))
     llm = open_llm(target, [draft], spec=spec, max_num_seqs=1, **ON_GPU | {"dtype": "float32"})
+    params = greedy(3, logprobs=2)
     with rounds_wait_for_nothing(gpu):
-        plain = tokens_of(llm.generate(prompts, greedy(3), spec="off"))
+        plain = told(llm, prompts, params, "off")
         gpu.launches.backwards = True
-        [trees] = llm.generate(prompts, greedy(3), spec=spec)
-    assert tokens_of([trees]) == plain and trees.metrics.nodes_verified > trees.metrics.target_passes
+        [trees] = llm.generate(prompts, params, spec=spec)
+    with step_by_step(llm):
+        assert told(llm, prompts, params, spec) == plain
+    assert [(trees.outputs[0].token_ids, trees.outputs[0].logprobs)] == plain
+    assert trees.metrics.nodes_verified > trees.metrics.target_passes
     assert not llm.engine.runner.target.kernels.spreads.any()
     llm.engine.check_integrity()
     leave(gpu)
@@ -57,6 +62,19 @@ def test_rounds_of_adapters(gpu: Gpu) -> None:
         host = llm.generate(prompts, greedy(3), spec=SpecConfig(branching=(2, 1)), lora_request=asked)
         assert tokens_of(host) == plain
     assert gpu.replays > replays
+    llm.engine.check_integrity()
+    leave(gpu)
+
+
+def test_assistants(gpu: Gpu) -> None:
+    """They read the target's K/V on the GPU, and their rounds run step by step."""
+    target, assistant = target_of(torch.float16), assistant_of("groups", torch.float16)
+    [prompt], spec = random_prompts([5], vocab=61), SpecConfig(nodes=4, max_depth=2, sources=("ssm",))
+    llm = open_llm(target, [assistant], spec=spec, max_num_seqs=1, **ON_GPU)
+    assert llm.stats()["frozen"]["rounds"] == "step by step"
+    [trees] = llm.generate([prompt], greedy(3))
+    assert tokens_of([trees]) == tokens_of(llm.generate([prompt], greedy(3), spec="off"))
+    assert trees.metrics.nodes_verified > trees.metrics.target_passes
     llm.engine.check_integrity()
     leave(gpu)
 

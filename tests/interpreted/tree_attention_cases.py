@@ -13,13 +13,13 @@ from treespec_kernels.attention.tree_attention import (
     tree_attention_ref,
     tree_attention_triton,
 )
-from treespec_kernels.tuning.testing import TreeAttentionInputs, path_to, tree_parents
+from treespec_kernels.tuning.testing import TreeAttentionInputs, in_planes, path_to, tree_parents
 
 # Segments [0, 32), [32, 64), [64, 128), [128, 192) ... in tiles of 16 positions: every border lies near.
 SMALL = TreeAttentionConfig(
     block_m=16, block_n=16, num_warps=4, num_stages=2, partition=SegmentPartition(short=32, long=64, long_from=64)
 )
-# Results of 16 segments, or of 8 of heads above 128, are combined at once.
+# Results of 16 segments, or of 8 of heads above 128 and 4 of those above 256, are combined at once.
 MANY = replace(SMALL, partition=SegmentPartition(short=16, long=16, long_from=64))
 
 
@@ -75,6 +75,7 @@ CASES = [
     Case(16, 4, 2, "random:4@37", sinks=True),
     Case(16, 2, 1, "random:3@530 star:2@15", config=MANY),
     Case(256, 1, 1, "chain:2@200", config=MANY),
+    Case(512, 2, 1, "chain:2@90", config=MANY),
 ]
 
 
@@ -146,6 +147,20 @@ def test_bits_do_not_follow_the_batch_the_rows_or_the_chain_flag() -> None:
     )
     assert torch.equal(attend(some, config), out[kept])
     assert torch.equal(attend(some, config, chains=[False, True]), out[kept])
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "planes"),
+    [(2, 24, (1, 8)), (4, 16, (2, 16)), (2, 32, (4, 16)), (3, 16, (1, 16)), (2, 48, (3, 16))],
+    ids=str,
+)
+def test_planes_have_the_bits_of_whole_heads(kv_heads: int, head_dim: int, planes: tuple[int, int]) -> None:
+    inputs = attention_inputs([37, 5], trees("random star", [4, 2]), 2 * kv_heads, kv_heads, head_dim, page_size=16)
+    plan, whole = poisoned_plan(inputs, SMALL), attend(inputs, SMALL)
+    caches = [in_planes(cache, *planes) for cache in (inputs.k_cache, inputs.v_cache)]
+    assert torch.equal(tree_attention_triton(inputs.q, *caches, **inputs.rows, plan=plan), whole)
+    near = tree_attention_ref(inputs.q, *caches, **inputs.rows)
+    assert torch.equal(near, tree_attention_ref(inputs.q, inputs.k_cache, inputs.v_cache, **inputs.rows))
 
 
 def test_padding_rows_become_zero() -> None:

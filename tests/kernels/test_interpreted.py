@@ -30,6 +30,7 @@ def test_engines(names: str) -> None:
     "names",
     [
         "hunyuan;ministral3",
+        "gemma4;gemma4, experts",
         "gpt_oss;qwen2_moe;mixtral;qwen3_moe;olmoe;glm4_moe, groups of experts;qwen3_next;lfm2_moe;granite_hybrid;"
         "nemotron_h;mamba2",
     ],

@@ -57,9 +57,12 @@ from treespec_kernels.aot import compiler as aot
 from treespec_kernels.ops.shapes import AOT_FORMS, KernelShape, default_shapes
 gemma = {"norm": "rms_plus_one", "post_norms": True, "activation": "gelu_tanh"}
 plain = {"norm": "layer", "gated": False}
-families = {  # Gemma 2 9B, Gemma 3 1B, GPT-NeoX 20B, Pythia 2.8B and OPT 6.7B
+unequal = gemma | {"norm": "rms", "qk_norm": True, "planes": (8, 256)}
+families = {  # Gemma 2 9B, Gemma 3 1B, layers of Gemma 4 31B, GPT-NeoX 20B, Pythia 2.8B and OPT 6.7B
     "gemma2": ((256, 16, 8, 3584, 14336, 256000), gemma | {"capped": True}),
     "gemma3": ((256, 4, 1, 1152, 6912, 262144), gemma | {"qk_norm": True}),
+    "gemma4": ((256, 32, 16, 5376, 21504, 262144), unequal),
+    "gemma4 wide": ((512, 32, 4, 5376, 21504, 262144), unequal),
     "neox": ((96, 64, 64, 6144, 24576, 50432), plain | {"activation": "gelu"}),
     "pythia": ((80, 32, 32, 2560, 10240, 50304), plain | {"activation": "gelu_tanh"}),
     "opt": ((128, 32, 32, 4096, 16384, 50272), plain | {"activation": "relu", "rotary": False}),
@@ -68,7 +71,8 @@ if __name__ == "__main__":
     names = [f"{size} {dtype}" for dtype in ("bf16", "fp16", "fp32") for size in ("small", "1b", "8b")]
     shapes = dict(zip(names, default_shapes()))
     shapes |= {name: KernelShape(torch.bfloat16, *sizes, **kinds) for name, (sizes, kinds) in families.items()}
-    shapes["gemma2 fp32"] = replace(shapes["gemma2"], dtype=torch.float32)
+    for name in ("gemma2", "gemma4 wide"):
+        shapes[f"{name} fp32"] = replace(shapes[name], dtype=torch.float32)
     shapes |= zip(("int8", "int4", "awq"), (replace(shapes["8b bf16"], quantized=form) for form in AOT_FORMS))
     launches_of, seen = aot.launches_of, set()
     def new_launches_of(*given):  # models share kernels
@@ -153,12 +157,15 @@ def test_launches_in_order(target: str) -> None:
 
 
 def test_families() -> None:
-    """Each switch once; heads of 256 in float32 too, whose tiles take most registers; K that is split into seven."""
+    """Each switch once; heads of 256 and 512 in float32 too, whose tiles take most registers; K split into seven."""
     rows = rows_of(
         "sm_90",
         ("gemma2", "tree_attention lm_head rms_norm"),
         ("gemma2 fp32", "tree_attention"),
         ("gemma3", "qkv_rope row_linear"),
+        ("gemma4", "tree_attention qkv_rope rms_norm"),
+        ("gemma4 wide", "tree_attention qkv_rope kv_commit"),
+        ("gemma4 wide fp32", "tree_attention"),
         ("pythia", "rms_norm row_linear"),
         ("opt", "qkv_rope"),
         tile_rows=64,
@@ -167,8 +174,10 @@ def test_families() -> None:
 
 
 def test_gpus_of_less_memory_and_other_vendors() -> None:
-    """What takes most memory: the linear layers of 8B, and heads of 256."""
-    assert len(rows_of("sm_89", ("8b bf16", "row_linear"), ("gemma2", "tree_attention"))) > 4
+    """What takes most memory: the linear layers of 8B, and heads of 256 and 512."""
+    wide = ("gemma4 wide", "tree_attention"), ("gemma4 wide fp32", "tree_attention")
+    assert len(rows_of("sm_89", ("8b bf16", "row_linear"), ("gemma2", "tree_attention"), *wide)) > 6
+    assert len(rows_of("gfx942", *wide)) > 2
     for target in ("gfx942", "sm_100"):
         assert "multiply_quantized" in {row["kernel"] for row in rows_of(target, ("awq", "quantized_row_linear"))}
 

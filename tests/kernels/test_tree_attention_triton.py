@@ -61,7 +61,7 @@ def test_a_layout_places_rows_in_pages() -> None:
         (lambda: TreeAttentionConfig(16, 24, 4, 2), "block_n is 24"),
         (lambda: TreeAttentionConfig(16, 64, 4, 2, SegmentPartition(32, 64, 64)), "not a multiple of block_n 64"),
         (lambda: TreeAttentionConfig.default(torch.int8, 64), r"torch.int8 is not supported; use float16"),
-        (lambda: TreeAttentionConfig.default(torch.float16, 512), "head_dim 512 is not supported; use 1 to 256"),
+        (lambda: TreeAttentionConfig.default(torch.float16, 513), "head_dim 513 is not supported; use 1 to 512"),
         (lambda: planned(SHAPE._replace(window=0)), "window is 0; it must be 1 or more, or None for all positions"),
         (lambda: planned(SHAPE._replace(num_heads=9)), "9 query heads are not a multiple of 2 KV heads"),
     ],

@@ -130,11 +130,6 @@ def test_logits_and_states_are_those_of_transformers(name: str, compiled: bool, 
         assert_close(found.states[:, layer], expected.states[:, layer], max_error=2e-3, rms_error=1e-4)
 
 
-def test_layers_of_unequal_sizes_take_no_adapters(tmp_path: Path) -> None:
-    with pytest.raises(KernelError, match=r"unequal sizes.*merge_and_unload"):
-        open_llm(make_model(tmp_path, TYPICAL["gemma4"], 3), enable_lora=True)
-
-
 def test_layers_that_read_the_keys_of_others_keep_none(tmp_path: Path) -> None:
     """Two of four, of which a global one is as wide as three planes, and a local one as wide as two."""
     folder = make_model(tmp_path, TYPICAL["gemma4"], 3)
@@ -166,16 +161,9 @@ def test_models_without_triton_kernels_are_refused(tmp_path: Path) -> None:
         settings_of(str(folder), [], None)
 
 
-def test_models_without_triton_kernels_run_transformers_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = make_model(tmp_path, TYPICAL["gemma4"], 3)
-    reason = "there is no Triton kernel for its layers of unequal sizes"
-    with pytest.raises(VariantError, match=reason):
-        open_llm(folder, attention="triton", backend="native")
-    with caplog.at_level("INFO", "treespec"), pytest.raises(KernelError, match="needs a GPU"):  # for the adapter
-        open_llm(folder, attention="triton")
-    assert f"{reason}): backend=transformers" in caplog.text
-    with pytest.raises(ConfigError, match=reason):
-        settings_of(str(folder), [], None)
+def test_triton_attention_alone_takes_no_layers_of_unequal_sizes(tmp_path: Path) -> None:
+    with pytest.raises(KernelError, match=r"attention='triton' needs linear='triton', not 'torch'"):
+        open_llm(make_model(tmp_path, TYPICAL["gemma4"], 3), attention="triton", linear="torch", compile=False)
 
 
 # --- trees against plain decoding

@@ -51,6 +51,14 @@ def test_the_memory_plan_counts_states_of_nodes(tmp_path: Path) -> None:
     assert shape is not None and planned[1] - planned[0] > 2 * 2 * limits.width * shape.heads * shape.key_dim * 16 * 4
 
 
+def test_layers_of_unequal_sizes_have_kernels_of_their_own(tmp_path: Path) -> None:
+    """Two layers of each of two kinds, of which those that read the K/V of others have wider MLPs."""
+    settings = settings_of(str(make_model(tmp_path, TYPICAL["gemma4"], 0)), None, None)
+    found = [(s.shape.head_dim, s.shape.num_kv_heads, s.shape.intermediate_size, s.layers) for s in settings]
+    assert found == [(16, 2, 72, 1), (24, 2, 72, 1), (16, 2, 144, 1), (24, 2, 144, 1)]
+    assert {s.shape.planes for s in settings} == {(2, 8)}
+
+
 FORMS = [
     (compressed_tensors_config(8, None, ["lm_head"]), [WeightForm(8)]),
     (compressed_tensors_config(4, 32, ["lm_head", "re:.*layers.0.*"]), [WeightForm(4, 32), None]),

@@ -12,7 +12,7 @@ import torch
 
 from tests.drafters.test_heads import SHAPE, make_head, target_of
 from tests.helpers.exactness import Run, differences, recorded
-from tests.helpers.families import TYPICAL, WITHOUT_ADAPTERS, fitting, make_model
+from tests.helpers.families import HYBRIDS, TYPICAL, fitting, make_model
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.logits import error, our_logits
 from tests.helpers.loras import CONFIG, lora_request, make_lora, merge
@@ -20,6 +20,7 @@ from tests.helpers.models import (
     VOCAB,
     exact_in_compiled,
     greedy,
+    make_draft,
     new_folder,
     open_llm,
     quick,
@@ -57,20 +58,20 @@ def run(llm: LLM, prompts: list[list[int]], loras: Sequence[Any], spec: Any = "o
     return Run(prompts, tokens_of(outputs), logits, unequal, outputs)
 
 
+# The layers' matrices, except those of experts, which take no updates
+MODULES = r".*(layers|h)\.\d+\.(?!mlp\.(router|gate$|.*expert)|block_sparse).*"
+MODULES_BESIDE_MLP = r".*self_attn.*"
 QUICK = ("llama eager", "llama compiled", "phi3 compiled", "gpt2 compiled")
 
 
 @pytest.mark.parametrize(
-    "name", quick([f"{name} {passes}" for passes in PASSES for name in TYPICAL if name not in WITHOUT_ADAPTERS], QUICK)
+    "name", quick([f"{name} {passes}" for passes in PASSES for name in TYPICAL if name not in HYBRIDS], QUICK)
 )
 def test_logits_are_those_of_the_merged_model(name: str, tmp_path: Path) -> None:
     """In every family: fused and transposed tensors, permuted heads, products without a gate."""
-    case, compiled = TYPICAL[name.split()[0]], name.endswith("compiled")
+    case, compiled = TYPICAL[name.rpartition(" ")[0]], name.endswith("compiled")
     target = make_model(tmp_path / "target", case, 3, **(fitting(case) if compiled else {}))
-    # Of the layers' matrices, except those of experts, which take no updates
-    lora = make_lora(
-        tmp_path / "lora", target, 7, r".*(layers|h)\.\d+\.(?!mlp\.(router|gate$|.*expert)|block_sparse).*"
-    )
+    lora = make_lora(tmp_path / "lora", target, 7, MODULES_BESIDE_MLP if "experts" in name else MODULES)
     (tokens,) = random_prompts((72,), vocab=509)
     merged = open_llm(merge(tmp_path / "merged", target, lora), compile=compiled)
     llm = open_llm(target, compile=compiled, enable_lora=True)
@@ -99,6 +100,23 @@ def test_adapters_of_a_batch_change_no_bits_of_one_another(dtype: torch.dtype, c
         assert spec == "off" or together.acceptance_length > 1.1
     same = run(llm, [prompts[0]] * 3, [whole, None, few])  # of equal prompts, only tokens tell the adapters apart
     assert same.tokens[0] == alone[0].tokens[0] and len({tuple(tokens) for tokens in same.tokens}) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("name", "modules"), [("gemma4", MODULES), ("gemma4, experts", MODULES_BESIDE_MLP)])
+def test_adapters_of_unequal_layers(name: str, modules: str, compiled: bool) -> None:
+    """Whose values may be the keys, and which may have inputs of their own, and no keys."""
+    root, sizes = new_folder("unequal"), fitting(TYPICAL[name]) if compiled else {}
+    target = make_model(root / "target", TYPICAL[name], 3, torch.bfloat16, **sizes)
+    lora, prompts = lora_request(make_lora(root / "lora", target, 7, modules)), random_prompts(LENGTHS[:3], vocab=509)
+    llm = open_llm(target, [make_draft(root / "ssm", target, 1, 0.05)], compile=compiled, enable_lora=True)
+    loras = [lora, None, lora]
+    alone = [run(llm, [prompt], [one]) for prompt, one in zip(prompts, loras, strict=True)]
+    together = run(llm, prompts, loras, SpecConfig(nodes=16))
+    assert together.tokens == [one.tokens[0] for one in alone]
+    assert all(torch.equal(one.logits[p], together.logits[p]) for one in alone for p in one.logits)
+    assert together.acceptance_length > 1.1
 
 
 @pytest.mark.parametrize("form", quick(("int8", "int4", "Q8_0", "F32"), ("int4", "F32")))

@@ -49,10 +49,10 @@ def _settings(config: "ModelConfig", dtype: "torch.dtype", quantization: str | N
     if (part := config.without_kernel) is not None:
         raise ConfigError(f"{config.folder}: there is no Triton kernel for its {part}")
     shape = config.shape
-    heads, width = (shape.head_dim, shape.num_heads, shape.num_kv_heads), (shape.hidden_size, shape.intermediate_size)
     kernel = KernelShape(
         dtype,
-        *(*heads, *width, shape.vocab_size),
+        *(shape.head_dim, shape.num_heads, shape.num_kv_heads),
+        *(shape.hidden_size, shape.intermediate_size, shape.vocab_size),
         norm=config.rules.norm,
         post_norms=shape.post_norms,
         qk_norm=shape.qk_norm,
@@ -61,8 +61,12 @@ def _settings(config: "ModelConfig", dtype: "torch.dtype", quantization: str | N
         activation=config.activation,
         capped=config.score_cap is not None or config.logit_cap is not None,
     )
-    forms = _forms(config, quantization)
-    return [Setting(replace(kernel, quantized=form), layers=shape.num_layers) for form in forms]
+    forms, kernels = _forms(config, quantization), [kernel] * shape.num_layers
+    if shape.sizes:
+        kernel = replace(kernel, planes=(shape.num_kv_heads, shape.head_dim))
+        names = ("head_dim", "num_kv_heads", "intermediate_size")
+        kernels = [replace(kernel, **{name: getattr(own, name) for name in names}) for own in shape.sizes]
+    return [Setting(replace(own, quantized=f), layers=n) for own, n in Counter(kernels).items() for f in forms]
 
 
 def _forms(config: "ModelConfig", quantization: str | None) -> "list[WeightForm | None]":

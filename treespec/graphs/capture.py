@@ -23,7 +23,6 @@ from treespec.graphs.verify_stage import LOGPROB_ROWS
 from treespec.models.feature_head import FeatureHead
 from treespec.models.group_model import GroupModel
 from treespec.models.model_config import ModelConfig
-from treespec.models.state_head import StateHead
 from treespec.models.triton_decoder import TritonDecoder, stacked
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve, split_drafting
@@ -48,9 +47,11 @@ _REPEATS = 5
 def stack_sizes(drafts: Sequence[ModelConfig]) -> list[int]:
     """Return the sizes of the stacks: adjacent SSMs of equal architecture run as one model with stacked weights.
 
-    Models with experts run alone.
+    Models with experts, or layers of unequal sizes, run alone.
     """
-    keys = [(config.compute_key, i if config.shape.experts else 0) for i, config in enumerate(drafts)]
+    keys = [
+        (config.compute_key, i if config.shape.experts or config.shape.sizes else 0) for i, config in enumerate(drafts)
+    ]
     return [len(list(group)) for _, group in itertools.groupby(keys)]
 
 
@@ -88,7 +89,7 @@ def captured_rounds(
     target, cache = runner.target, runner.cache
     assert isinstance(target, TritonDecoder)
     states = None if cache.states is None else cache.states.tensors
-    model = ModelStack(target.kernels, target.table, target.triton_attention, cache.pools[0], states=states)
+    model = ModelStack(target.kernels, target.tables, target.triton_attention, cache.pools[0], states=states)
     stacks = _stacks(ssms, cache.stacked[1:], configs)
     features = None if cache.features is None else FeaturePool(cache.features.layers, cache.pools[-1])
     captures = cuda_graphs and target.device.type == "cuda"
@@ -136,20 +137,23 @@ def planned_bytes(
     longest = limits.max_context + limits.nodes[-1]
     needed = MARGIN
     for i, model in enumerate(models):
-        shape, spans = model.shape, np.array([min(window or longest, longest) for window in model.windows])
+        shape, head_dim = model.shape, model.shape.widest_head
+        inner = max((sizes.intermediate_size for sizes in shape.sizes), default=shape.intermediate_size)
+        spans = np.array([min(window or longest, longest) for _, _, window in model.attentions])
         per_layer = SegmentPartition().segment_of(spans) + 1 + (spans < longest)  # a window may start inside a segment
         segments = int(per_layer.sum())
         # Twice the captured rows, because the run before a capture, which compiles the kernels, allocates its own
         # memory.
         captured = 2 * max_num_seqs * (max(limits.width, FRONTIER) if i else limits.nodes[-1])
         rows = captured + (0 if i else prefill_chunk)
-        partials = rows * segments * shape.num_heads * (shape.head_dim + 2) * 4
-        widths = 4 * shape.hidden_size + 3 * shape.intermediate_size + 8 * shape.num_heads * shape.head_dim
+        partials = rows * segments * shape.num_heads * (head_dim + 2) * 4
+        widths = 4 * shape.hidden_size + 3 * inner + 8 * shape.num_heads * head_dim
+        widths += 3 * shape.num_layers * shape.per_layer_size
         if (experts := shape.experts) is not None:
             widths += experts.top_k * (experts.size + shape.hidden_size)
-        split = 8 * max(shape.hidden_size, 3 * shape.num_heads * shape.head_dim) * 4  # fp32 sums of split layers
+        split = 8 * max(shape.hidden_size, 3 * shape.num_heads * head_dim) * 4  # fp32 sums of split layers
         activations = rows * (widths * dtype.itemsize + split + shape.vocab_size * (dtype.itemsize + 1))
-        tables = len(model.ropes) * (limits.max_context + model.short_context) * 2 * shape.head_dim * 4  # RoPE tables
+        tables = len(model.ropes) * (limits.max_context + model.short_context) * 2 * head_dim * 4  # RoPE tables
         needed += partials + activations + tables + _state_bytes(model, limits.width, rows, max_num_seqs, dtype)
         if not i:  # fp32 transformed scores, logits of the host executor's passes, log-probabilities
             nodes = max_num_seqs * limits.nodes[-1]
@@ -190,9 +194,12 @@ def round_limits(spec: SpecConfig, max_model_len: int, scratch: int, num_ssms: i
 
 
 def runs_on_device(model: GroupModel) -> bool:
-    """Return whether a draft's levels can be captured: one graph serves all, so weights must not vary by depth."""
+    """Return whether a draft's levels can be captured: one graph serves all, so weights must not vary by depth.
+
+    Nor may rows read anything but a stack's own K/V.
+    """
     if isinstance(model, FeatureHead):
-        return not isinstance(model, StateHead) and isinstance(model.decoder, TritonDecoder)
+        return model.keeps_kv and isinstance(model.decoder, TritonDecoder)
     return isinstance(model, TritonDecoder)
 
 
@@ -208,9 +215,9 @@ def _stacks(ssms: SsmDrafter | None, pools: Sequence[torch.Tensor], configs: Ker
         head = drafts[0] if isinstance(drafts[0], FeatureHead) else None
         models = [model for model in ([head.decoder] if head else drafts) if isinstance(model, TritonDecoder)]
         assert len(models) == count
-        attention, table = models[0].triton_attention, models[0].table
+        attention, tables = models[0].triton_attention, models[0].tables
         heads = [vocabulary for model in models if (vocabulary := model.head_vocabulary) is not None]
-        arguments = stacked(models, configs), table, attention, pool, first, heads
+        arguments = stacked(models, configs), tables, attention, pool, first, heads
         if head is None:
             stacks.append(ModelStack(*arguments))
         else:

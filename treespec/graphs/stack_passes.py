@@ -15,7 +15,7 @@ from treespec.models.feature_head import FeatureHead
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.hidden_states import record_states
 from treespec.models.state_pass import RoundStates
-from treespec.models.triton_decoder import PassKernels, TritonPass
+from treespec.models.triton_decoder import PassKernels, RopeTables, TritonPass
 from treespec_kernels.attention.pass_layout import DeviceLayout
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.linear.lm_head import BlockStats, LmHead
@@ -42,9 +42,9 @@ class ModelStack:
     """G models of equal shape with stacked weights, and their K/V pool."""
 
     kernels: PassKernels
-    table: Tensor  # RoPE table, fp32 [num_ropes, num_positions, 2, head_dim]
+    tables: RopeTables
     attention: TritonAttention
-    pool: Tensor  # K/V, [num_layers, 2, G * num_pages, num_kv_heads, PAGE_SIZE, head_dim]
+    pool: Tensor  # K/V, [num_planes, 2, G * num_pages, num_kv_heads, PAGE_SIZE, head_dim]
     first: int = 0  # index of the first model among the SSMs
     heads: Sequence[HeadVocabulary] = ()  # vocabularies of reduced heads, one per model; empty for full heads
     scorer: PassKernels | None = None  # kernels of the model whose LM head is used; None for the stack's own
@@ -91,15 +91,15 @@ class StackPasses:
                 stack.groups * inputs.num_requests,
                 rows,
                 rows if chain else limits.width,
-                attention.shape._replace(window=window),
+                shape,
                 chain=chain,
                 max_context=limits.max_context,
                 device=device,
-                config=attention.config,
+                config=attention.config(shape),
                 page_size=PAGE_SIZE,
                 keeps_partials=False,
             )
-            for window in stack.kernels.windows
+            for shape in stack.kernels.shapes
         ]
         self._states = None
         if stack.states is not None:
@@ -151,7 +151,7 @@ class StackPasses:
             of_requests = self.inputs["adapters"][:, None]
             adapters = slots.rows(of_requests.expand(-1, layout.rows_per_request).flatten())
         states = self._states and self._states.place(of_rows, placed[-1], self.stack.kernels.spreads)
-        rows = layout.num_rows, self.stack.table, layout.slots, attention
+        rows = layout.num_rows, self.stack.tables, layout.slots, attention
         return TritonPass(*rows, positions, adapters=adapters, states=states)
 
     def hidden(

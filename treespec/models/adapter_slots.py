@@ -38,7 +38,9 @@ class SlotLimits(NamedTuple):
 
     def shapes(self, config: ModelConfig, i: int) -> dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]]:
         """Return the shapes of A and B of the slots of layer i, by product."""
-        own = config.shape.parameters()
+        own, key = config.shape.parameters(), f"layers.{i}.k"
+        if key in own and not config.shape.layer(i).has_v:
+            own[f"layers.{i}.v"] = own[key]
         shapes = {}
         for product, names in fused_matrices(config.shape.gated, fuses_gate=True).items():
             sizes = [own[f"layers.{i}.{name}"] for name in names if f"layers.{i}.{name}" in own]

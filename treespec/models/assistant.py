@@ -6,7 +6,7 @@ assistant's own. All rows below a root have the root's position, and attend to t
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.feature_head import FeatureHead
 from treespec.models.model_config import ModelConfig
 from treespec.models.per_layer import table_rows
+from treespec.models.triton_decoder import TritonDecoder
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_weights.assistants import AssistantForm, AssistantWeights
@@ -30,8 +31,8 @@ def assistant_config(form: AssistantForm, target: object, max_model_len: int | N
     """Return the config of an assistant's layers. Raises ModelError for a target whose K/V they cannot read."""
     if not isinstance(target, ModelConfig):
         raise ModelError(
-            f"{form.folder} reads the K/V of Gemma 4 in treespec's own passes, on a CPU; transformers' code runs this "
-            "target: leave this draft out"
+            f"{form.folder} reads the K/V of Gemma 4 in treespec's own passes; transformers' code runs this target: "
+            "leave this draft out"
         )
     config = ModelConfig.from_raw(form.folder, form.config, form.rules, max_model_len)
     if config.shape.vocab_size != target.shape.vocab_size:
@@ -63,12 +64,10 @@ def _planes_of(target: ModelConfig, config: ModelConfig, i: int) -> slice:
     )
 
 
-class AssistantDecoder(Decoder):
-    """The layers of an assistant."""
+class _AssistantLayers(Decoder):
+    """The layers of an assistant, in the passes of either subclass."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], target: ModelConfig, impl: LinearImpl):
-        self._target = target
-        super().__init__(config, weights, CpuAttention(config.shape.num_heads), impl)
+    _target: ModelConfig
 
     def _cache_places(self, layers: Sequence[int]) -> list[slice]:
         return [_planes_of(self._target, self.config, i) for i in layers]
@@ -76,7 +75,7 @@ class AssistantDecoder(Decoder):
     def _positions(self, rows: RequestRows) -> np.ndarray:
         return super()._positions(rows) + 1  # the root's, behind the tokens that are read
 
-    def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
+    def plan(self, requests: list[RequestRows], kv: Tensor) -> Any:
         """Plan a pass whose rows attend to the tokens before their roots only; `kv` is the target's pool."""
         planned = list[RequestRows]()
         for rows in requests:
@@ -86,6 +85,23 @@ class AssistantDecoder(Decoder):
                 same, sees = np.zeros(rows.num_rows, dtype=np.int64), np.ones((rows.num_rows, 1), dtype=bool)
                 planned.append(RequestRows(rows.context_len, same, same, sees, same[:1], rows.pages, rows.max_len))
         return super().plan(planned, kv)
+
+
+class AssistantDecoder(_AssistantLayers):
+    """The layers in eager passes."""
+
+    def __init__(self, target: ModelConfig, config: ModelConfig, weights: dict[str, Tensor], impl: LinearImpl):
+        self._target = target
+        super().__init__(config, weights, CpuAttention(config.shape.num_heads), impl)
+
+
+class TritonAssistantDecoder(_AssistantLayers, TritonDecoder):
+    """The layers on Triton kernels; arguments as of `TritonDecoder`."""
+
+    def __init__(self, target: ModelConfig, config: ModelConfig, *arguments: Any):
+        self._target = target
+        super().__init__(config, *arguments)
+        self.kernels.caches = self._cache_places(range(config.shape.num_layers))
 
 
 class TokenGroups(NamedTuple):
@@ -112,14 +128,13 @@ class AssistantHead(FeatureHead):
         self,
         form: AssistantForm,
         weights: AssistantWeights,
-        config: ModelConfig,  # result of `assistant_config`
+        decoder: AssistantDecoder | TritonAssistantDecoder,  # of these weights and a result of `assistant_config`
         target: Decoder,
         pool: Tensor,  # the target's
         columns: Sequence[int],  # as in `FeatureHead`
         impl: LinearImpl,
     ):
-        assert isinstance(target.config, ModelConfig)
-        super().__init__(decoder := AssistantDecoder(config, weights.decoder, target.config, impl), None, columns)
+        super().__init__(decoder, None, columns)
         self.plan_key = (self.kind, id(decoder))
         self._table = target.embed if target.embed_blocks is None else target.embed_blocks
         self._embed_scale, self._pool = target.embed_scale, pool

@@ -23,7 +23,7 @@ from treespec_kernels.attention.tree_attention_cpu import (
 )
 from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.launch.triton_launch import is_interpreted, target_of
-from treespec_kernels.tuning.tuned import KernelConfigs
+from treespec_kernels.tuning.tuned import KernelConfigs, Key
 from treespec_weights.rules import ModelShape
 
 
@@ -72,19 +72,29 @@ class TritonAttention:
                 "TRITON_INTERPRET=1 to run the kernels in Triton's interpreter"
             )
         self.shape = AttentionShape(num_heads, num_kv_heads, head_dim, dtype)
-        self.cache_dtype, self.device = dtype, device
-        self.config = default = TreeAttentionConfig.default(dtype, head_dim, target_of(device))
-        if configs is not None:
-            group = num_heads // num_kv_heads
-            self.config = configs.get("tree_attention", {"dtype": dtype, "head_dim": head_dim, "group": group}, default)
+        self.cache_dtype, self.device, self._configs = dtype, device, configs
+        self._found: dict[AttentionShape, TreeAttentionConfig] = {}
+
+    def config(self, shape: AttentionShape) -> TreeAttentionConfig:
+        """Return the configuration for layers of a shape."""
+        if shape not in self._found:
+            default = TreeAttentionConfig.default(shape.dtype, shape.head_dim, target_of(self.device))
+            if self._configs is not None:
+                key: Key = {"dtype": shape.dtype, "head_dim": shape.head_dim, "group": shape.group}
+                default = self._configs.get("tree_attention", key, default)
+            self._found[shape] = default
+        return self._found[shape]
 
     def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> dict[str, Any]:
-        """Return the kernel arguments other than q and the KV cache."""
+        return self.plan_of(requests, num_rows, self.shape._replace(window=window))
+
+    def plan_of(self, requests: list[RequestRows], num_rows: int, shape: AttentionShape) -> dict[str, Any]:
+        """Return the kernel arguments of layers of a shape, other than q and the KV cache."""
         lengths = [rows.context_len for rows in requests]
         depths = np.concatenate([rows.path_lengths - 1 for rows in requests])
         counts = [rows.num_rows for rows in requests]
-        chains, shape = [rows.is_chain for rows in requests], self.shape._replace(window=window)
-        placed: dict[str, Any] = {"device": self.device, "config": self.config, "num_rows": num_rows}
+        chains = [rows.is_chain for rows in requests]
+        placed: dict[str, Any] = {"device": self.device, "config": self.config(shape), "num_rows": num_rows}
         plan = plan_tree_attention(lengths, counts, depths.tolist(), shape, chains=chains, **placed)
         table = np.zeros((len(requests), max(len(rows.pages) for rows in requests)), dtype=np.int32)
         for i, rows in enumerate(requests):
@@ -100,7 +110,7 @@ class TritonAttention:
             "page_table": self._tensor(table),
             "depths": self._tensor(np.pad(depths, (0, num_rows - first))),
             "ancestors": self._tensor(ancestors),
-            "window": window,
+            "window": shape.window,
             "plan": plan,
         }
 

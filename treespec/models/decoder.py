@@ -78,7 +78,8 @@ class Pass:
     """Plan of one forward pass of a model: positions and slots of its rows, and attention plans."""
 
     num_rows: int
-    rotation: Tensor  # cos and signed sin of each rope, fp32 [num_rows, 2 * num_ropes, head_dim]; compiled: by position
+    # cos and signed sin of each rope, fp32 [num_rows, 2 * num_ropes, head_dim]; compiled: by position; Triton: tables
+    rotation: Any
     slots: Tensor  # int64 [num_rows * 2 * num_kv_heads]: rows of K and V in a layer's pool viewed as [-1, D]
     attention: Any  # a plan for each of the model's windows
     positions: Tensor | None = None  # int64 [num_rows], for learned positions
@@ -271,10 +272,7 @@ class Decoder:
         self.layers, self._caches = [self.layers[i] for i in layers], self._cache_places(layers)
 
     def _cache_places(self, layers: Sequence[int]) -> list[slice]:
-        """Return the planes of each of these layers in a cache of only them."""
-        shape = self.config.shape
-        counts = [shape.num_planes(shape.layer(i).kv_of) for i in layers]
-        return [slice(first, first + count) for first, count in zip(shape.planes(layers), counts, strict=True)]
+        return self.config.shape.cache_places(layers)
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Pass:
         """Plan a pass over the rows of `requests`, in order, for the pool `kv` passed to `forward`."""
@@ -394,8 +392,8 @@ class Decoder:
                 cache = kv[self._caches[i]] if layer.mixer is None else next(recurrent)
             self._run(layer, stream, rotation, layout, cache, None if i else qkv, layout.num_rows - missing)
             if inputs is not None and layer.input_gate is not None and layer.input_norm is not None:
-                update = layer.input_gate.activated(stream.norm(None), self.config.activation)
-                update = layer.input_out(update.mul_(inputs[layer.index]))
+                update = self._apply("input_gate", layer, stream.norm(None), layout, self.config.activation)
+                update = self._apply("input_out", layer, update.mul_(inputs[layer.index]), layout)
                 stream.x.add_(stream.norm_of(update, layer.input_norm))
             if layer.scalar is not None:
                 stream.x.mul_(layer.scalar)

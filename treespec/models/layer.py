@@ -106,7 +106,8 @@ def _take_matrix(weights: Weights, name: str) -> Any:
 
 def fused_matrices(gated: bool, fuses_gate: bool) -> dict[str, tuple[str, ...]]:
     """Return the matrices of each product of a layer; without `fuses_gate`, `gate` and `up` are two."""
-    products: dict[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "o": ("o",), "down": ("down",)}
+    products: dict[str, tuple[str, ...]] = {name: (name,) for name in ("o", "down", "input_gate", "input_out")}
+    products["qkv"] = ("q", "k", "v")
     if fuses_gate:
         return products | {"gate_up": ("gate", "up") if gated else ("up",)}
     return products | {"gate": ("gate",), "up": ("up",)}
@@ -168,12 +169,12 @@ class ExpertWeights(NamedTuple):
     shared_scale: Tensor | None
     experts: list[dict[str, Any]]  # as of `take_mlp`
     latent: dict[str, Any] | None  # the projections `latent_in` and `latent_out`, with biases (None)
-    # Only with `Experts.beside`: factors on the experts' weights, [num_experts], and the norms `_NORMS_OF_EXPERTS`
+    # Only with `Experts.beside`: factors on the experts' weights, [num_experts], and the norms `NORMS_OF_EXPERTS`
     scales: Tensor | None
     norms: dict[str, Tensor]
 
 
-_NORMS_OF_EXPERTS = ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm")
+NORMS_OF_EXPERTS = ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm")
 
 
 def take_experts(weights: Weights, i: int, count: int, fuses_gate: bool = True, joins: bool = True) -> ExpertWeights:
@@ -186,7 +187,7 @@ def take_experts(weights: Weights, i: int, count: int, fuses_gate: bool = True, 
     if f"{prefix}latent_in" in weights:
         latent = {name: take_projection(weights, prefix, (name,)) for name in ("latent_in", "latent_out")}
         latent |= {"latent_in_bias": None, "latent_out_bias": None}
-    norms = {name: weights.pop(prefix + name) for name in _NORMS_OF_EXPERTS if prefix + name in weights}
+    norms = {name: weights.pop(prefix + name) for name in NORMS_OF_EXPERTS if prefix + name in weights}
     if norms:
         norms["router_norm"] = norms["router_norm"].float() * router.shape[1] ** -0.5
     scales = weights.pop(f"{prefix}expert_scales", None)

@@ -25,19 +25,20 @@ def updates_by_matrix(
 
     A product has one update for each of its matrices, of rank 0 where the adapter has none.
     """
-    shapes, ups = config.shape.parameters(), {name: up for name, (_, up) in matrices.items()}
-    prepare(config, ups)  # the order of q and k within a head
+    dtype, downs = next(iter(matrices.values()))[0].dtype, {name: down for name, (down, _) in matrices.items()}
+    sizes = {name: size[0] for name, size in config.shape.parameters().items() if len(size) == 2}
+    ups: dict[str, Tensor] = {name: torch.empty(size, 0, dtype=dtype, device="cpu") for name, size in sizes.items()}
+    ups |= {name: up for name, (_, up) in matrices.items()}
+    prepare(config, ups)  # the order of q and k within a head, and values that are keys
     layers: list[dict[str, list[LowRank]]] = []
     for i in range(config.shape.num_layers):
         layers.append({})
+        if not config.shape.layer(i).has_v and (down := downs.get(f"layers.{i}.k")) is not None:
+            downs[f"layers.{i}.v"] = down
         for product, fused in fused_matrices(config.shape.gated, fuses_gate).items():
-            names = [f"layers.{i}.{name}" for name in fused]
-            if present := [matrices[name][0] for name in names if name in matrices]:
-                none = [present[0].new_empty(0, present[0].shape[1]), present[0].new_empty(0)]
-                layers[i][product] = [
-                    (matrices[name][0], ups[name]) if name in matrices else (none[0], none[1].view(shapes[name][0], 0))
-                    for name in names
-                ]
+            names = [f"layers.{i}.{name}" for name in fused if f"layers.{i}.{name}" in ups]
+            if present := [downs[name] for name in names if name in downs]:
+                layers[i][product] = [(downs.get(name, present[0][:0]), ups[name]) for name in names]
     return layers
 
 

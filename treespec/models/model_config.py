@@ -46,16 +46,23 @@ class ModelConfig:
     @property
     def without_kernel(self) -> str | None:
         """What no Triton kernel computes of this model, or None if kernels compute all of it."""
-        shape = self.shape
-        parts = {
-            "layers of unequal sizes": shape.sizes,
-            "experts that read a projection": shape.experts is not None and shape.experts.latent_size,
-        }
-        return next((name for name, present in parts.items() if present), None)
+        latent = self.shape.experts is not None and self.shape.experts.latent_size
+        return "experts that read a projection" if latent else None
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(dict.fromkeys(layer.window for layer in self.layers if not layer.recurrent)) or (None,)
+
+    @property
+    def attentions(self) -> tuple[tuple[int, int, int | None], ...]:
+        """KV heads, head size and window of the layers with attention, each combination once."""
+        layers = enumerate(self.layers)
+        found = [self.attention_of(i) for i, layer in layers if not (layer.recurrent or layer.mlp_only)]
+        return tuple(dict.fromkeys(found)) or ((self.shape.num_kv_heads, self.shape.head_dim, None),)
+
+    def attention_of(self, i: int) -> tuple[int, int, int | None]:
+        sizes = self.shape.layer(i)
+        return sizes.num_kv_heads, sizes.head_dim, self.layers[i].window
 
     @cached_property
     def short_context(self) -> int:

@@ -1,6 +1,7 @@
 """Inputs of each layer made of a token and its embedding (Gemma 4)."""
 
 from ctypes import CDLL
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ from torch import Tensor
 from treespec.models.layer import make_linear, take_projection
 from treespec.models.model_config import ModelConfig
 from treespec_kernels.linear.linear import LinearImpl
-from treespec_kernels.linear.rms_norm import norm_heads
+from treespec_kernels.linear.rms_norm import Norm, norm_heads, rms_norm_triton
 from treespec_weights.blocks import Blocks, Weights
 
 
@@ -17,7 +18,12 @@ class PerLayerInputs:
     """Inputs of all layers: (norm(W x) + e) / sqrt(2), of a token's embedding x and its row e of a table of its own."""
 
     def __init__(
-        self, weights: Weights, config: ModelConfig, impl: LinearImpl, dtype: torch.dtype, library: CDLL | None
+        self,
+        weights: Weights,
+        config: ModelConfig,
+        impl: LinearImpl | Literal["triton"],
+        dtype: torch.dtype,
+        library: CDLL | None,
     ):
         self._dtype = dtype
         self.embed, self.gain, self._scale, self._eps = take_input_table(weights, config, dtype)
@@ -34,6 +40,17 @@ class PerLayerInputs:
     def nbytes(self) -> int:
         table = self.embed.rows if isinstance(self.embed, Blocks) else self.embed
         return self._project.nbytes + self.gain.nbytes + table.nbytes
+
+
+class TritonPerLayerInputs(PerLayerInputs):
+    """The same on Triton kernels, from a table on the device."""
+
+    def __call__(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        assert isinstance(self.embed, Tensor)
+        rows = F.embedding(tokens, self.embed).mul_(self._scale).view(-1, len(self.gain))
+        norm = Norm(None, self._eps, post_weight=self.gain)
+        found = rms_norm_triton(self._project(x).view_as(rows), norm, residual=rows)
+        return found.view(len(tokens), -1, len(self.gain)).unbind(1)
 
 
 def table_rows(table: Tensor | Blocks, tokens: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
 """Decoder on Triton kernels, without host synchronisation.
 
-A layer takes ten kernel launches, nine for chains; parallel attention and MLP take one or two more. Stacked models
-(SSMs of one shape) run as one pass in which the rows of model g follow those of model g - 1. Only linear layers, norm
-weights and embeddings depend on the model of a row.
+A layer takes ten kernel launches, nine for chains; parallel attention and MLP take one or two more, a layer's own
+inputs four. Stacked models (SSMs of one shape) run as one pass in which the rows of model g follow those of model
+g - 1. Only linear layers, norm weights and embeddings depend on the model of a row.
 """
 
 import copy
@@ -22,10 +22,12 @@ from treespec.models.attention import TritonAttention
 from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
+from treespec.models.per_layer import TritonPerLayerInputs
 from treespec.models.recurrent import ConvMixer, StateMixer, make_mixer
 from treespec.models.state_pass import RequestStates
 from treespec.models.triton_weights import LayerWeights, ModelWeights, StackedExperts, Weight, map_tensors
 from treespec_kernels.attention.qkv_rope import HeadNorm, qkv_rope_triton
+from treespec_kernels.attention.tree_attention import AttentionShape
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.launch.triton_launch import LaunchConfig, is_interpreted, takes_pdl, target_of
 from treespec_kernels.linear.activations import sigmoid
@@ -46,14 +48,18 @@ from treespec_kernels.linear.row_linear_config import interpretable
 from treespec_kernels.linear.row_tiles import RowTile, proven
 from treespec_kernels.tuning.tuned import KernelConfigs
 
+RopeTables = tuple[Tensor, ...]
+"""Whole tables of cos and signed sin, fp32 [num_positions, 2, head_dim], of each of the model's ropes."""
+
 
 @dataclass(frozen=True, eq=False)
 class TritonPass(Pass):
-    """Plan of a pass on the device, with kernel arguments as `attention` plans.
+    """Plan of a pass on the device, with kernel arguments for each of `PassKernels.shapes` as `attention`.
 
-    `rotation` are the whole tables, fp32 [num_ropes, num_positions, 2, head_dim], and `slots` int64 [num_rows].
+    `slots` are int64 [num_rows].
     """
 
+    rotation: RopeTables
     positions: Tensor  # int32 [num_rows]
     adapters: ChosenRows | None = None  # rows of each slot of `AdapterSlots`; None if no row has an adapter
 
@@ -71,13 +77,18 @@ class PassKernels:
     ):
         shape = config.shape
         self.config, self.weights, self.attention, self.exact = config, weights, attention, exact
-        self.heads, self.kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.dtype = weights.embed.dtype
-        self.windows = config.windows
         self._numbers: Sequence[int] = range(len(config.layers))  # of the layers
         self.mixers: list[StateMixer | ConvMixer | None] = [None] * len(config.layers)  # of recurrent layers
-        windows = [0 if kind.recurrent else config.windows.index(kind.window) for kind in config.layers]
-        self._kinds = [(kind.ropes, window) for kind, window in zip(config.layers, windows, strict=True)]
+        self.inputs: TritonPerLayerInputs | None = None
+        found, dtype = config.attentions, attention.cache_dtype
+        # Distinct shapes of the layers' attention; a pass has a plan for each.
+        self.shapes = [AttentionShape(shape.num_heads, heads, size, dtype, window) for heads, size, window in found]
+        for own in self.shapes:
+            attention.config(own)  # `configs` then know which of them are not tuned
+        of_layers = [config.attention_of(i) for i in self._numbers]
+        self._plans = [found.index(own) if own in found else 0 for own in of_layers]  # 0: without attention
+        self.caches = shape.cache_places(self._numbers)  # planes that each layer reads
         self._first_scale = config.embed_scale_in(self.dtype) / config.stream_scale
         learned = shape.learned_positions - config.rules.extra_positions  # per model; below 1 = none
         self._last_position = learned - 1
@@ -87,7 +98,7 @@ class PassKernels:
         self._linear = [
             {
                 name: self._linear_config(name, getattr(layer, name), configs)
-                for name in ("qkv", "attn_gate", "o", "gate_up", "down")
+                for name in ("qkv", "attn_gate", "o", "gate_up", "down", "input_gate", "input_out")
                 if getattr(layer, name) is not None
             }
             for layer in self._layers
@@ -143,9 +154,8 @@ class PassKernels:
         """Compute a linear layer for random rows, as in a pass."""
         weight = getattr(layer, name)
         x = self._random_rows(all_tiles.tiles[-1], weight.shape[-1])
-        if name in ("gate_up", "attn_gate"):
-            epilogue = self._mlp_epilogue(layer) if name == "gate_up" else {}
-            return (self._linear_rows(x, weight, config, **epilogue),)
+        if name in ("gate_up", "attn_gate", "input_gate"):
+            return (self._linear_rows(x, weight, config, **self._epilogue(layer, name)),)
         if name == "o" and self.config.parallel:
             stream = self._random_rows(all_tiles.tiles[-1], weight.shape[-2])
             return (self._linear_rows(x, weight, config, stream, bias=layer.o_bias),)
@@ -186,15 +196,14 @@ class PassKernels:
         self,
         tokens: Tensor,  # int64 [G * rows], with g * vocab_size added for model g; not read with `start`
         layout: TritonPass,  # plan of these rows
-        kv: Tensor,  # pool of all G models, [num_layers, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim]
+        kv: Tensor,  # pool of all G models, [num_planes, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim]
         num_layers: int | None = None,  # number of layers to run; None = all
         states: dict[int, Tensor | None] | None = None,  # receives residual streams, as of `record_states`
         start: StreamInput | None = None,  # residual stream that the pass begins with
     ) -> Tensor:
         """Write the rows' K/V to their slots and return hidden states after the final norm, [G * rows, hidden_size]."""
         weights, states = self.weights, states if states is not None else {}
-        layers = self._layers[:num_layers]
-        tables, qkv = layout.rotation.unbind(), None if start is None else start.qkv
+        layers, qkv = self._layers[:num_layers], None if start is None else start.qkv
         stream = self._embed(tokens, layout) if start is None else start.rows.clone()  # passes add to it in place
         fused = partial(Norm, eps=self.config.norm_eps, kind=self.config.rules.norm)
         kinds = [self.config.layers[i] for i in self._numbers[: len(layers)]]
@@ -206,9 +215,10 @@ class PassKernels:
         ]
         norms.append(fused(weights.final_norm, shift=weights.final_norm_bias))
         h = stream if qkv is not None or norms[0].weight is None else self._norm(stream, norms[0])
-        each_layer = zip(layers, kinds, self._linear, self._experts, self.mixers, self._kinds, norms[1:], strict=False)
-        caches, recurrent = iter(kv), itertools.count()
-        for i, (layer, kind, linear, experts, mixer, (ropes, window), norm) in enumerate(each_layer):
+        inputs = None if self.inputs is None else self.inputs(tokens, stream)
+        each_layer = zip(layers, kinds, self._linear, self._experts, self.mixers, norms[1:], strict=False)
+        recurrent = itertools.count()
+        for i, (layer, kind, linear, experts, mixer, norm) in enumerate(each_layer):
             if i in states:
                 states[i] = stream.clone()
             mixed = None
@@ -216,8 +226,7 @@ class PassKernels:
                 mixed = mixer(h, layout.states, next(recurrent))
             elif not kind.mlp_only:
                 product = self._updated(i, "qkv", h, layout) if i or qkv is None else qkv
-                rotations = [tables[rope] for rope in dict.fromkeys(ropes)] if tables else []
-                mixed = self._attend(layer, product, layout, next(caches), rotations, layout.attention[window])
+                mixed = self._attend(i, product, layout, kv[self.caches[i]])
                 if layer.attn_gate is not None:
                     gate = self._linear_rows(h, layer.attn_gate, linear["attn_gate"])
                     mixed = (mixed.float() * sigmoid(gate)).to(self.dtype)
@@ -226,13 +235,18 @@ class PassKernels:
                 h = self._add(i, mixed, inner._replace(post_weight=layer.attn_post_norm), stream, layout)
             if kind.without_mlp:
                 continue
-            last, update = norm._replace(post_weight=layer.mlp_post_norm), None
+            last, update = norm._replace(post_weight=layer.mlp_post_norm, scale=layer.scalar), None
             if layer.down is not None:
-                update = self._updated(i, "down", self._activated(h, i, layout), layout)
+                update = self._updated(i, "down", self._activated("gate_up", h, i, layout), layout)
             if experts is not None:
-                update = self._mix_experts(h, layer.experts, experts, layout.slots, update)
+                update = self._mix_experts(h, stream, layer.experts, experts, layout.slots, update)
             assert update is not None
-            h = self._norm(update, last, stream, layer.down_bias)
+            if inputs is not None:
+                h = self._norm(update, last._replace(weight=None, shift=None, scale=None), stream, layer.down_bias)
+                gate = self._activated("input_gate", h, i, layout)
+                update = self._updated(i, "input_out", gate.mul_(inputs[self._numbers[i]]), layout)
+                last = last._replace(post_weight=layer.input_norm)
+            h = self._norm(update, last, stream, None if inputs is not None else layer.down_bias)
         if layout.states is not None:
             layout.states.finish()
         if len(layers) in states:
@@ -244,9 +258,11 @@ class PassKernels:
         return [NO_ADAPTER] * len(adapters) if self.adapters is None else self.adapters.of(adapters)
 
     def select_layers(self, layers: Sequence[int], windows: tuple[int | None, ...]) -> "PassKernels":
-        subset = copy.copy(self)
+        """Return the kernels of some layers, and of other windows in place of `ModelConfig.windows`."""
+        subset, changed = copy.copy(self), dict(zip(self.config.windows, windows, strict=True))
         subset.weights = replace(self.weights, layers=tuple(self.weights.layers[i] for i in layers))
-        subset.windows, subset._kinds = windows, [self._kinds[i] for i in layers]
+        subset.shapes = [shape._replace(window=changed[shape.window]) for shape in self.shapes]
+        subset._plans, subset.caches = [self._plans[i] for i in layers], self.config.shape.cache_places(layers)
         subset._layers, subset._linear = [self._layers[i] for i in layers], [self._linear[i] for i in layers]
         subset._numbers, subset.mixers = layers, [self.mixers[i] for i in layers]
         subset._experts = [self._experts[i] for i in layers]
@@ -291,44 +307,53 @@ class PassKernels:
 
     def _attend(
         self,
-        layer: LayerWeights,
+        i: int,
         qkv: Tensor,
         layout: TritonPass,
-        cache: Tensor,
-        rotations: Sequence[Tensor],  # of queries and of keys; one if they are equal, none without
-        plan: Any,
+        planes: Tensor,  # of the layer whose K/V it reads
     ) -> Tensor:
         """Return the heads' outputs, [rows, num_heads * head_dim], of projections or their partial sums."""
-        rows, config, norm = layout.num_rows, self.config, None
-        q = torch.empty(rows, self.heads, self.head_dim, dtype=self.attention.cache_dtype, device=qkv.device)
-        if layer.q_norm is not None and layer.k_norm is not None:
+        layer, config, norm, rows = self._layers[i], self.config, None, layout.num_rows
+        number, plan = self._numbers[i], self._plans[i]
+        shape, ropes = self.shapes[plan], config.layers[number].ropes
+        q = torch.empty(rows, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=qkv.device)
+        if layer.q_norm is not None:
             norm = HeadNorm(
                 layer.q_norm,
-                layer.k_norm,
+                layer.q_norm if layer.k_norm is None else layer.k_norm,  # any for a layer without keys
                 config.norm_eps,
                 config.shape.wide_qk_norm,
                 config.rules.norm_after_rope,
+                config.shape.value_norm,
             )
-        places = layout.positions, layout.slots, cache
-        table, of_queries = (*rotations[::-1], None, None)[:2]
-        options: dict[str, Any] = {"bias": layer.qkv_bias, "norm": norm, "q_rotation": of_queries}
-        qkv_rope_triton(qkv, table, *places, q, **options, pdl=self.pdl)
+        is_whole = planes.shape[0] == 1 and planes.shape[-1] == shape.head_dim
+        cache = planes[0] if is_whole else planes
+        of_queries, of_keys = (layout.rotation[rope] for rope in ropes) if layout.rotation else (None, None)
+        options: dict[str, Any] = {"bias": layer.qkv_bias, "norm": norm}
+        options["q_rotation"] = None if of_queries is of_keys else of_queries
+        owns_kv = config.shape.layer(number).kv_of == number
+        places = layout.positions, layout.slots, cache if owns_kv else None
+        qkv_rope_triton(qkv, of_keys, *places, q, **options, pdl=self.pdl)
         scores = config.query_scale, config.score_cap, layer.sinks
-        out = self.attention(q, cache[0], cache[1], plan, *scores, pdl=self.pdl)
+        k_cache, v_cache = cache.unbind(-5)
+        out = self.attention(q, k_cache, v_cache, layout.attention[plan], *scores, pdl=self.pdl)
         return out.view(rows, -1)
 
-    def _activated(self, h: Tensor, i: int, layout: TritonPass) -> Tensor:
-        """Compute the MLP's intermediate activations, the input of the down projection."""
-        layer, epilogue = self._layers[i], self._mlp_epilogue(self._layers[i])
+    def _activated(self, name: str, h: Tensor, i: int, layout: TritonPass) -> Tensor:
+        """Compute a product and its activation, such as the MLP's, the input of the down projection."""
+        layer = self._layers[i]
+        epilogue = self._epilogue(layer, name)
         if self.adapters is None:
-            return self._linear_rows(h, layer.gate_up, self._linear[i]["gate_up"], **epilogue)
-        product = self._updated(i, "gate_up", h, layout)
-        out = h.new_empty(len(h), product.shape[-1] // (1 + self.config.shape.gated))
+            return self._linear_rows(h, getattr(layer, name), self._linear[i][name], **epilogue)
+        product = self._updated(i, name, h, layout)
+        out = h.new_empty(len(h), product.shape[-1] // (1 + epilogue.get("silu_gate", False)))
         return add_splits_triton(product, out, **epilogue, pdl=self.pdl)
 
-    def _mlp_epilogue(self, layer: LayerWeights) -> dict[str, Any]:
-        gated, activation = self.config.shape.gated, self.config.activation
-        return {"bias": layer.gate_up_bias, "silu_gate": gated, "activation": activation}
+    def _epilogue(self, layer: LayerWeights, name: str) -> dict[str, Any]:
+        if name == "attn_gate":
+            return {}
+        gated, activation = self.config.shape.gated and name == "gate_up", self.config.activation
+        return {"bias": layer.gate_up_bias if name == "gate_up" else None, "silu_gate": gated, "activation": activation}
 
     def _updated(self, i: int, name: str, x: Tensor, layout: TritonPass) -> Tensor:
         """Return `_partials` of a layer's product, with the updates of the rows with adapters in the first of them."""
@@ -341,23 +366,35 @@ class PassKernels:
     def _mix_experts(
         self,
         h: Tensor,
+        stream: Tensor,
         experts: StackedExperts | None,
         configs: tuple[RowLinearConfig, ExpertConfigs],
         slots: Tensor,  # of the rows, 0 for padding
         shared: Tensor | None,  # partial sums of the shared expert, or its product by cuBLAS
     ) -> Tensor:
-        """Return the output of a sparse layer's MLP, [rows, hidden_size]."""
+        """Return the output of a sparse layer's MLP, [rows, hidden_size].
+
+        `h` is the normalised `stream`, which experts beside a dense MLP normalise themselves.
+        """
         shape = self.config.shape.experts
         assert experts is not None and shape is not None
         router, products = configs
+        norm = partial(Norm, eps=self.config.norm_eps, kind=self.config.rules.norm)
         of_router = h.to(experts.router.dtype)
-        return experts_triton(
+        if shape.beside:
+            assert shared is not None
+            total = torch.full_like(stream, 0.0)  # by a kernel: a launch that may overlap the one before follows
+            self._norm(shared, norm(None, post_weight=experts.shared_post_norm), total)
+            of_router, h = (self._norm(stream, norm(w)) for w in (experts.router_norm, experts.experts_norm))
+            shared = None
+        routed = experts_triton(
             h,
             row_linear_partials_triton(of_router, experts.router, config=router, pdl=self.pdl),
             experts.products,
             Routing.of(shape),
             bias=experts.router_bias,
             correction=experts.correction,
+            scales=experts.scales,
             slots=slots,
             shared=shared if shared is None or shared.dim() == 3 else shared.float()[None],
             spreads=self.spreads,
@@ -366,6 +403,7 @@ class PassKernels:
             config=products,
             pdl=self.pdl,
         )
+        return self._norm(routed, norm(None, post_weight=experts.experts_post_norm), total) if shape.beside else routed
 
     def _linear_rows(
         self, x: Tensor, weight: Any, config: RowLinearConfig, stream: Tensor | None = None, **epilogue: Any
@@ -412,13 +450,11 @@ class TritonDecoder(Decoder):
     ):
         self._configs, self._exact, self.triton_attention = configs, exact, attention
         super().__init__(config, weights, attention, "triton", min_rows=1)
-        # One fixed table, fp32 [num_ropes, num_positions, 2, head_dim]: captured graphs contain its address.
-        tables = [rotation.table(num_positions) for rotation in self.rotations]
-        if len(tables) == 1:
-            self.table = tables[0][None]
-        else:
-            none = torch.empty(0, 0, 2, self.head_dim, device=self.device, dtype=torch.float32)
-            self.table = torch.stack(tables) if tables else none
+        # Fixed tables: captured graphs contain their addresses.
+        self.tables: RopeTables = tuple(
+            rotation.table(num_positions)[..., : 2 * len(rope.inv_freq)].contiguous()
+            for rope, rotation in zip(config.ropes, self.rotations, strict=True)
+        )
         self.rotations = ()  # drop the duplicate tables
         if adapters is not None:
             self.kernels.adapters = AdapterSlots(config, adapters, self.dtype, self.device)
@@ -426,8 +462,11 @@ class TritonDecoder(Decoder):
     def _take(self, weights: dict[str, Tensor]) -> None:
         kinds = enumerate(self.config.layers)
         mixers = [make_mixer(weights, i, self.config, "triton", self.dtype) if k.recurrent else None for i, k in kinds]
+        inputs = None
+        if self.config.shape.per_layer_size:
+            inputs = TritonPerLayerInputs(weights, self.config, "triton", self.dtype, None)
         self.set_weights(ModelWeights.take(self.embed, weights, self.config.shape, self.positions))
-        self.kernels.mixers = mixers
+        self.kernels.mixers, self.kernels.inputs = mixers, inputs
 
     def set_weights(self, weights: ModelWeights) -> None:
         """Replace the weights by equal ones, such as views of a stack."""
@@ -439,7 +478,9 @@ class TritonDecoder(Decoder):
     def nbytes(self) -> int:
         adapters = 0 if self.kernels.adapters is None else self.kernels.adapters.nbytes
         mixers = sum(mixer.nbytes for mixer in self.kernels.mixers if mixer is not None)
-        return self.weights.nbytes + self.table.nbytes + adapters + mixers
+        tables = sum(table.nbytes for table in self.tables)
+        inputs = 0 if self.kernels.inputs is None else self.kernels.inputs.nbytes
+        return self.weights.nbytes + tables + inputs + adapters + mixers
 
     def updates(self, matrices: Mapping[str, LowRank]) -> FusedUpdates:
         return FusedUpdates(fused_updates(self.config, matrices))
@@ -460,9 +501,9 @@ class TritonDecoder(Decoder):
             adapters = self.kernels.adapters.rows(uploaded(of_rows, torch.int32))
         return TritonPass(
             len(positions),
-            self.table,
+            self.tables,
             uploaded(pages * PAGE_SIZE + offsets, torch.int64),
-            [self.attention.plan(requests, len(positions), window) for window in self.windows],
+            [self.triton_attention.plan_of(requests, len(positions), shape) for shape in self.kernels.shapes],
             uploaded(positions, torch.int32),
             adapters=adapters,
             states=None if self.config.shape.recurrent is None else RequestStates(requests, len(positions), True),

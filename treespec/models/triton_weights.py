@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treespec.errors import ModelError
-from treespec.models.layer import take_experts, take_layer, take_projection
+from treespec.models.layer import NORMS_OF_EXPERTS, take_experts, take_inputs, take_layer, take_projection
 from treespec_kernels.launch.rows import aligned
 from treespec_kernels.linear.experts import ExpertProducts
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, stacked
@@ -33,10 +33,15 @@ class StackedExperts(NamedTuple):
     router_bias: Tensor | None
     correction: Tensor | None
     products: ExpertProducts  # [1, num_experts, ...]
+    scales: Tensor | None  # this and the norms as in `ExpertWeights`, only of experts beside a dense MLP
+    router_norm: Tensor | None
+    experts_norm: Tensor | None
+    experts_post_norm: Tensor | None
+    shared_post_norm: Tensor | None
 
     @property
     def nbytes(self) -> int:
-        parts = (*self[:3], *self.products)
+        parts = (*self[:3], *self.products, *self[4:])
         return sum(part.nbytes for part in parts if part is not None)
 
     @classmethod
@@ -49,6 +54,8 @@ class StackedExperts(NamedTuple):
             taken.router_bias,
             taken.correction,
             ExpertProducts(*(_stacked_parts(taken.experts, name, i) for name in ExpertProducts._fields)),
+            None if taken.scales is None else taken.scales.float(),
+            *(taken.norms.get(name) for name in NORMS_OF_EXPERTS),
         )
 
 
@@ -89,6 +96,10 @@ class LayerWeights:
     sinks: Tensor | None
     attn_gate: Weight | None  # the sigmoid of its product scales the attention output
     experts: StackedExperts | None
+    input_gate: Weight | None  # this and the next two: of the layer's own inputs (`PerLayerInputs`)
+    input_out: Weight | None
+    input_norm: Tensor | None
+    scalar: Tensor | None  # fp32 [G, 1], factor on the residual stream after the layer
 
     @property
     def nbytes(self) -> int:
@@ -106,10 +117,10 @@ class LayerWeights:
     @classmethod
     def take(cls, weights: dict[str, Tensor], i: int, shape: ModelShape) -> Self:
         """Pop layer i from decoder parameters by name."""
-        layer = take_layer(weights, i)
+        layer, sizes = take_layer(weights, i) | take_inputs(weights, i), shape.layer(i)
         layer |= {name: weights.pop(f"layers.{i}.{name}", None) for name in ("q_norm", "k_norm", "sinks")}
-        layer["sinks"] = map_tensors(torch.Tensor.float, layer["sinks"])
-        layer["attn_gate"], width = None, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        layer |= {name: map_tensors(torch.Tensor.float, layer[name]) for name in ("sinks", "scalar")}
+        layer["attn_gate"], width = None, (shape.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
         if layer["qkv"] is not None and layer["qkv"].shape[0] > width:
             assert layer["qkv_bias"] is None, "products with an output gate have no bias"
             layer["attn_gate"] = map_tensors(lambda rows: rows[width:], layer["qkv"])

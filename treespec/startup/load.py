@@ -17,7 +17,7 @@ from treespec.adapter.trace import AdapterConfig
 from treespec.cache.kv_cache import FeatureShape
 from treespec.errors import ModelError
 from treespec.models.adapter_slots import SlotLimits
-from treespec.models.assistant import AssistantHead, assistant_config
+from treespec.models.assistant import AssistantDecoder, AssistantHead, TritonAssistantDecoder, assistant_config
 from treespec.models.attention import TritonAttention, make_attention
 from treespec.models.block_draft import (
     BlockDraft,
@@ -201,10 +201,17 @@ class Loader:
             return self._load_block(config, config.form, target, columns)
         if isinstance(config.form, AssistantForm):
             assert isinstance(config.decoder, ModelConfig)
-            impl: LinearImpl = "onednn" if onednn_available(self.dtype) else "torch"
+            is_fast = self.device.type == "cpu" and onednn_available(self.dtype)
+            impl: LinearImpl = "onednn" if is_fast else "torch"
             shape, hidden = config.decoder.shape, config.target_hidden
             loaded = load_assistant(config.form, shape, hidden, self.dtype, self.device)
-            return AssistantHead(config.form, loaded, config.decoder, target, pool, columns, impl)
+            assert isinstance(target.config, ModelConfig)
+            layers, rest = (target.config, config.decoder, loaded.decoder), (target, pool, columns, impl)
+            if self.configs is None:
+                return AssistantHead(config.form, loaded, AssistantDecoder(*layers, impl), *rest)
+            op = make_attention(self.attention, shape, self.dtype, self.device, self.configs)
+            on_triton = TritonAssistantDecoder(*layers, op, self.configs, self.exact, positions)
+            return AssistantHead(config.form, loaded, on_triton, *rest)
         if isinstance(config.form, MtpForm) and isinstance(config.decoder, ModelConfig):
             return self._load_predictor(config.form, config.decoder, target, columns, positions)
         if isinstance(config.form, MtpForm):

@@ -296,7 +296,7 @@ def resolve(options: EngineOptions) -> Resolved:
     if isinstance(target, ModelConfig):
         heads = [(name, HeadConfig.of(form, target, length)) for name, form in forms]
     models = [target, *(model for _, model in drafts)]
-    others = [head for _, head in heads if not isinstance(head.form, AssistantForm)]  # assistants run eagerly
+    others = [head for _, head in heads if not isinstance(head.form, AssistantForm)]  # assistants run eagerly on a CPU
     models += [head.decoder for head in others if isinstance(head.decoder, ModelConfig)]
     attention = options.attention
     if attention == "auto":
@@ -312,6 +312,12 @@ def resolve(options: EngineOptions) -> Resolved:
         requested = "torch" if is_adapted and device.type == "cuda" else options.linear
         needs_padding = options.exact and not is_adapted  # `load_target` finds the padding of an adapter
         linear, fixed_rows = resolve_linear(requested, attention, dtype, device, needs_padding, spec)
+    unequal = [model.folder for model in models if isinstance(model, ModelConfig) and model.shape.sizes]
+    if unequal and attention == "triton" and linear != "triton":
+        raise KernelError(
+            f"{unequal[0]}: its layers are of unequal sizes, for which attention='triton' needs linear='triton', not "
+            f"{linear!r}; leave linear at 'auto' on a GPU, or use backend='transformers'"
+        )
     if options.enable_lora and (isinstance(target, Source) or (device.type != "cpu" and linear != "triton")):
         raise KernelError(
             "enable_lora=True is for native families in passes on a CPU, or on a GPU with linear='triton'; "
@@ -461,18 +467,17 @@ def _check_layers(
     for i, model in enumerate(models):
         if not isinstance(model, ModelConfig):
             continue
-        reason = f"{model.folder}: its layers are of unequal sizes" if model.shape.sizes else None
         if (recurrent := model.shape.recurrent) is not None:
             reason = f"{model.folder}: {len(recurrent.layers)} of {model.shape.num_layers} layers are recurrent"
             if i > 0 and on_triton:
                 raise ModelError(f"{reason}; on a GPU such a model can be the target, but no draft")
             if device.type != "cpu" and linear not in ("auto", "triton"):
                 raise KernelError(f"{reason}, for which linear={linear!r} has no kernels on a GPU; leave it at 'auto'")
-        if i == 0 and enable_lora and reason is not None:
-            raise KernelError(
-                f"{reason}, whose products take no low-rank updates yet: merge the adapter into the model "
-                "(merge_and_unload of peft), and leave enable_lora out"
-            )
+            if i == 0 and enable_lora:
+                raise KernelError(
+                    f"{reason}, whose products take no low-rank updates yet: merge the adapter into the model "
+                    "(merge_and_unload of peft), and leave enable_lora out"
+                )
 
 
 def _check_adapters(models: Sequence[ModelConfig | Source], linear: str, device: torch.device) -> None:

@@ -154,6 +154,11 @@ class ModelShape:
         first = dict(zip(layers, accumulate((self.num_planes(i) for i in layers), initial=0), strict=False))
         return [first.get(self.layer(i).kv_of, 0) for i in layers]
 
+    def cache_places(self, layers: Sequence[int]) -> list[slice]:
+        """Return the planes of each of these layers in a cache of only them."""
+        counts = [self.num_planes(self.layer(i).kv_of) for i in layers]
+        return [slice(first, first + count) for first, count in zip(self.planes(layers), counts, strict=True)]
+
     @property
     def kv_layers(self) -> int:
         """Number of layers with K/V; of unequal ones, that of their planes."""

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from treespec_kernels.attention.tree_attention_kernels import head_offsets
 from treespec_kernels.launch.predecessors import wait_for_predecessors
 
 
@@ -51,12 +52,15 @@ def rotate_and_write(
     q_rotation,  # the same of Q; None: that of K
     positions,  # [rows] int32
     slots,  # [rows] int64
-    kv_layer,  # [2, num_pages, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM]
+    # [2, num_pages, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM], planes [.., 2, num_pages, PLANE_HEADS, PAGE_SIZE, PART_DIM], or
+    # None for rows without K and V
+    kv_layer,
     q_out,  # [rows, NUM_HEADS, HEAD_DIM]
     eps,
     num_split_rows,  # stride of the splits in rows
     num_bias_rows,  # consecutive rows that share a row of bias
     num_norm_rows,  # consecutive rows that share a row of the norms' weights
+    stride_plane,  # None for whole heads
     stride_kv,
     stride_page,
     stride_head,
@@ -65,11 +69,14 @@ def rotate_and_write(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PART_DIM: tl.constexpr,
+    PLANE_HEADS: tl.constexpr,  # 0 for whole heads
     NUM_SPLITS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
     NORM_LAST: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program handles BLOCK_H heads of one row, of Q, K or V. The two halves of a head are separate tiles, so the
@@ -84,7 +91,8 @@ def rotate_and_write(
     m_half = (o_h < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (o_d < HALF)[None, :]
     o_half = o_h[:, None] * HEAD_DIM + o_d[None, :]
 
-    slot = tl.load(slots + row)
+    if kv_layer is not None:
+        slot = tl.load(slots + row)
     if rotation is not None:
         position = tl.load(positions + row).to(tl.int64)
     p_qkv = qkv + row * WIDTH + o_half
@@ -96,6 +104,9 @@ def rotate_and_write(
     # V skips the rotation through a select: an angle of 0 would turn infinity into NaN (inf * sin 0).
     m_turned = (o_h < NUM_HEADS + NUM_KV_HEADS)[:, None]
     is_q = (o_h < NUM_HEADS)[:, None]
+    m_normed = m_turned
+    if NORM_VALUES:
+        m_normed = (o_h >= 0)[:, None]
     if q_weight is not None:
         i_group = i_row // num_norm_rows
         if WIDE:
@@ -106,8 +117,8 @@ def rotate_and_write(
             o_k = o_q
         p_weight = tl.where(is_q, q_weight + o_q, k_weight + o_k)
         m_weight = m_half & m_turned
-        b_factor_0 = tl.load(p_weight, mask=m_weight, other=0.0).to(tl.float32)
-        b_factor_1 = tl.load(p_weight + HALF, mask=m_weight, other=0.0).to(tl.float32)
+        b_factor_0 = tl.load(p_weight, mask=m_weight, other=1.0).to(tl.float32)
+        b_factor_1 = tl.load(p_weight + HALF, mask=m_weight, other=1.0).to(tl.float32)
         if WIDE:
             p_row = qkv + row * WIDTH + o_d
             o_row = i_row // num_bias_rows * WIDTH + o_d
@@ -117,8 +128,8 @@ def rotate_and_write(
         elif not NORM_LAST:
             b_scale = tl.rsqrt(tl.sum(b_0 * b_0 + b_1 * b_1, axis=1) / HEAD_DIM + eps)[:, None]
         if not NORM_LAST:
-            b_0 = tl.where(m_turned, b_0 * b_scale * b_factor_0, b_0)
-            b_1 = tl.where(m_turned, b_1 * b_scale * b_factor_1, b_1)
+            b_0 = tl.where(m_normed, b_0 * b_scale * b_factor_0, b_0)
+            b_1 = tl.where(m_normed, b_1 * b_scale * b_factor_1, b_1)
     if rotation is not None:
         # Every head loads the angles from L1; a broadcast would go through shared memory.
         o_angle = position * (2 * HEAD_DIM) + o_d[None, :]
@@ -139,17 +150,21 @@ def rotate_and_write(
     if q_weight is not None:
         if NORM_LAST:
             b_scale = tl.rsqrt(tl.sum(b_out_0 * b_out_0 + b_out_1 * b_out_1, axis=1) / HEAD_DIM + eps)[:, None]
-            b_out_0 = tl.where(m_turned, b_out_0 * b_scale * b_factor_0, b_out_0)
-            b_out_1 = tl.where(m_turned, b_out_1 * b_scale * b_factor_1, b_out_1)
+            b_out_0 = tl.where(m_normed, b_out_0 * b_scale * b_factor_0, b_out_0)
+            b_out_1 = tl.where(m_normed, b_out_1 * b_scale * b_factor_1, b_out_1)
     b_out_0 = b_out_0.to(q_out.dtype.element_ty)
     b_out_1 = b_out_1.to(q_out.dtype.element_ty)
 
     p_q = q_out + row * (NUM_HEADS * HEAD_DIM) + o_half
     tl.store(p_q, b_out_0, mask=m_half & is_q)
     tl.store(p_q + HALF, b_out_1, mask=m_half & is_q)
-    o_kv_head = (o_h - NUM_HEADS).to(tl.int64)
-    o_cache = o_kv_head // NUM_KV_HEADS * stride_kv + o_kv_head % NUM_KV_HEADS * stride_head
-    o_slot = slot // PAGE_SIZE * stride_page + slot % PAGE_SIZE * stride_slot
-    p_kv = kv_layer + o_slot + o_cache[:, None] + o_d[None, :]
-    tl.store(p_kv, b_out_0, mask=m_half & (o_h >= NUM_HEADS)[:, None])
-    tl.store(p_kv + HALF, b_out_1, mask=m_half & (o_h >= NUM_HEADS)[:, None])
+    if kv_layer is not None:
+        o_kv_head = (o_h - NUM_HEADS).to(tl.int64)[:, None]
+        o_slot = slot // PAGE_SIZE * stride_page + slot % PAGE_SIZE * stride_slot
+        p_kv = kv_layer + o_slot + o_kv_head // NUM_KV_HEADS * stride_kv
+        o_kv_head = o_kv_head % NUM_KV_HEADS
+        m_kv = m_half & (o_h >= NUM_HEADS)[:, None]
+        o_0 = head_offsets(o_kv_head, o_d[None, :], stride_plane, stride_head, HEAD_DIM, PART_DIM, PLANE_HEADS)
+        o_1 = head_offsets(o_kv_head, o_d[None, :] + HALF, stride_plane, stride_head, HEAD_DIM, PART_DIM, PLANE_HEADS)
+        tl.store(p_kv + o_0, b_out_0, mask=m_kv)
+        tl.store(p_kv + o_1, b_out_1, mask=m_kv)

@@ -24,7 +24,9 @@ from treespec_kernels.linear.activations import soft_cap
 def tree_attention_ref(
     # [num_rows, num_heads, head_dim], any float dtype. Head h reads KV head h // (num_heads / num_kv_heads)
     q: torch.Tensor,
-    k_cache: torch.Tensor,  # [num_pages, num_kv_heads, page_size, head_dim], any outer strides; also v_cache
+    # [num_pages, num_kv_heads, page_size, head_dim], any outer strides; also v_cache. Or planes of a cache,
+    # [num_planes, num_pages, heads, page_size, part_dim], whose heads, one plane after the other, are parts of heads
+    k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
     row_request: torch.Tensor,  # [num_rows] int32, the request of each row, ascending
@@ -46,6 +48,7 @@ def tree_attention_ref(
     Returns:
         [num_rows, num_heads, head_dim] in q's dtype.
     """
+    k_cache, v_cache = (whole_heads(cache, q.shape[2]) for cache in (k_cache, v_cache))
     page_size, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
     out = torch.empty_like(q)
     for row, request in enumerate(row_request.tolist()):
@@ -63,6 +66,14 @@ def tree_attention_ref(
         weights = scores.softmax(dim=-1)[:, : len(slots)]
         out[row] = torch.einsum("hn,nhd->hd", weights, values).to(q.dtype)
     return out
+
+
+def whole_heads(cache: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return K or V of a layer with whole heads, [num_pages, num_kv_heads, page_size, head_dim]; copies planes."""
+    if cache.dim() == 4:
+        return cache
+    parts = cache.transpose(0, 1).flatten(1, 2)  # [num_pages, num_planes * heads, page_size, part_dim]
+    return parts.unflatten(1, (-1, head_dim // cache.shape[-1])).transpose(2, 3).flatten(3)
 
 
 def tree_attention_triton(
@@ -95,7 +106,7 @@ def tree_attention_triton(
     Raises:
         ValueError: a shape, dtype, stride or device does not match, or triton cannot run on the tensors.
     """
-    rows, cache = "num_rows num_heads head_dim", "num_pages num_kv_heads page_size head_dim"
+    rows, cache = "num_rows num_heads head_dim", "(num_planes) num_pages plane_heads page_size part_dim"
     check_arguments(
         q=(q, rows, q.dtype),
         k_cache=(k_cache, cache, q.dtype),
@@ -108,8 +119,10 @@ def tree_attention_triton(
         sinks=(sinks, "num_heads", torch.float32),
         out=(out, rows, q.dtype),
     )
-    num_rows, num_heads, head_dim = q.shape
-    shape = AttentionShape(num_heads, k_cache.shape[1], head_dim, q.dtype, window)
+    (num_rows, num_heads, head_dim), (plane_heads, page_size, part_dim) = q.shape, k_cache.shape[-3:]
+    in_planes, num_kv_heads = k_cache.dim() == 5, k_cache.shape[:-4].numel() * plane_heads * part_dim // head_dim
+    assert in_planes or part_dim == head_dim, f"the cache has heads of {part_dim}, q of {head_dim}"
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, q.dtype, window)
     shape.check()
     assert plan.shape == shape and len(plan.first_partial) == num_rows, f"the plan is for {plan.shape}, not {shape}"
     assert score_cap is None or score_cap > 0, f"score_cap is {score_cap}"
@@ -120,7 +133,8 @@ def tree_attention_triton(
     block_d, log2_e = block_of(head_dim, 16), math.log2(math.e)
     tables = page_table, context_lens, depths, ancestors
     factors = scale * log2_e, window, None if score_cap is None else score_cap * log2_e
-    strides = *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], page_table.stride(0), ancestors.stride(0)
+    of_k, of_v = (cache.stride()[:-1] if in_planes else (None, *cache.stride()[:-1]) for cache in (k_cache, v_cache))
+    strides = *q.stride()[:2], *of_k, *of_v, page_table.stride(0), ancestors.stride(0)
     segments = plan.first_partial, plan.first_segment, plan.num_segments
     for items in (plan.packed_items, plan.node_items):
         if len(items) == 0:
@@ -130,7 +144,9 @@ def tree_attention_triton(
             NUM_HEADS=num_heads,
             GROUP=shape.group,
             HEAD_DIM=head_dim,
-            PAGE_SIZE=k_cache.shape[2],
+            PAGE_SIZE=page_size,
+            PART_DIM=part_dim,
+            PLANE_HEADS=plane_heads if in_planes else 0,
             BLOCK_D=block_d,
             **config.constants,
             **config.options,

@@ -53,6 +53,9 @@ class TreeAttentionConfig(TileConfig):
         check_supported(dtype, head_dim)
         if target is not None and target.startswith("gfx"):
             return cls._default_of_amd(dtype, head_dim)
+        if head_dim > 256:  # tiles of 98 KB, which all of NVIDIA's GPUs have
+            block = 16 if dtype == torch.float32 else 32
+            return cls(block_m=block, block_n=block, num_warps=8, num_stages=2)
         if dtype == torch.float32 and head_dim <= 128:  # no spills with Triton 3.7 and 3.9
             return cls(block_m=16, block_n=16, num_warps=8, num_stages=2)
         if dtype == torch.float32:
@@ -68,7 +71,9 @@ class TreeAttentionConfig(TileConfig):
     def _default_of_amd(cls, dtype: torch.dtype, head_dim: int) -> Self:
         """Return a configuration with smaller tiles: gfx942 has 64 KiB of shared memory and 64 threads per warp."""
         if dtype == torch.float32:
-            return cls(block_m=16, block_n=16, num_warps=4, num_stages=2)
+            return cls(block_m=16, block_n=16, num_warps=4, num_stages=1 if head_dim > 256 else 2)
+        if head_dim > 256:
+            return cls(block_m=32, block_n=16, num_warps=8, num_stages=2)
         if head_dim <= 64:
             return cls(block_m=64, block_n=64, num_warps=4, num_stages=2)
         if head_dim <= 128:
@@ -82,7 +87,9 @@ class TreeAttentionConfig(TileConfig):
         They vary the tiles at the default partition, and the segment length. Arguments and errors as in `default`.
         """
         default = cls.default(dtype, head_dim, target)
-        if dtype == torch.float32:
+        if head_dim > 256:
+            tiles = [(16, 16, 8, 2), (32, 16, 8, 2), (16, 32, 8, 2)] if dtype != torch.float32 else []
+        elif dtype == torch.float32:
             tiles = [(16, 16, 4, 2), (16, 16, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)]  # larger tiles spill with 4 warps
         else:
             tiles = [
@@ -99,5 +106,5 @@ def check_supported(dtype: torch.dtype, head_dim: int) -> None:
     """Raise ValueError for a dtype or head_dim that the kernels do not support."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"dtype {dtype} is not supported; use float16, bfloat16 or float32")
-    if not 1 <= head_dim <= 256:
-        raise ValueError(f"head_dim {head_dim} is not supported; use 1 to 256")
+    if not 1 <= head_dim <= 512:
+        raise ValueError(f"head_dim {head_dim} is not supported; use 1 to 512")

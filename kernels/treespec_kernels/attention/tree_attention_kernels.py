@@ -38,6 +38,28 @@ def find_partials(
 
 
 @triton.jit
+def head_offsets(
+    head,
+    o_d,
+    stride_plane,
+    stride_head,
+    HEAD_DIM: tl.constexpr,
+    PART_DIM: tl.constexpr,
+    PLANE_HEADS: tl.constexpr,
+):
+    """Return the offsets of dimensions `o_d` of a head in a layer's cache.
+
+    Unless the cache has whole heads (PLANE_HEADS is 0), a head is several consecutive heads of PART_DIM in the cache's
+    planes, of which each has PLANE_HEADS.
+    """
+    o_head = head * stride_head + o_d
+    if PLANE_HEADS > 0:
+        part = head * (HEAD_DIM // PART_DIM) + o_d // PART_DIM
+        o_head = part // PLANE_HEADS * stride_plane + part % PLANE_HEADS * stride_head + o_d % PART_DIM
+    return o_head
+
+
+@triton.jit
 def find_slots(p_ancestors, p_pages, context_len, tile, key_hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return (page, offset) of the keys at positions tile, tile + 1, ..; arbitrary from key_hi on.
 
@@ -56,7 +78,7 @@ def find_slots(p_ancestors, p_pages, context_len, tile, key_hi, PAGE_SIZE: tl.co
 @triton.jit(do_not_specialize=["window", "stride_page_table", "stride_ancestors"])
 def attend_items(
     q,  # [num_rows, num_heads, HEAD_DIM]
-    k_cache,  # [num_pages, num_kv_heads, PAGE_SIZE, HEAD_DIM]
+    k_cache,  # [num_pages, num_kv_heads, PAGE_SIZE, HEAD_DIM], or [num_planes, num_pages, PLANE_HEADS, .., PART_DIM]
     v_cache,
     partial_acc,  # [num_partials, NUM_HEADS, HEAD_DIM] fp32
     partial_max,  # [num_partials, NUM_HEADS] fp32, log2
@@ -74,9 +96,11 @@ def attend_items(
     score_cap,  # soft cap in units of log2, or None
     stride_q_row,
     stride_q_head,
+    stride_k_plane,  # None for whole heads
     stride_k_page,
     stride_k_head,
     stride_k_slot,
+    stride_v_plane,
     stride_v_page,
     stride_v_head,
     stride_v_slot,
@@ -86,6 +110,8 @@ def attend_items(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PART_DIM: tl.constexpr,
+    PLANE_HEADS: tl.constexpr,  # 0 for whole heads
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -128,8 +154,8 @@ def attend_items(
 
     p_ancestors = ancestors + slot_row * stride_ancestors
     p_pages = page_table + request * stride_page_table
-    p_k_head = k_cache + i_kv_head * stride_k_head + o_d
-    p_v_head = v_cache + i_kv_head * stride_v_head + o_d
+    p_k_head = k_cache + head_offsets(i_kv_head, o_d, stride_k_plane, stride_k_head, HEAD_DIM, PART_DIM, PLANE_HEADS)
+    p_v_head = v_cache + head_offsets(i_kv_head, o_d, stride_v_plane, stride_v_head, HEAD_DIM, PART_DIM, PLANE_HEADS)
     page, offset = find_slots(p_ancestors, p_pages, context_len, key_lo, key_hi, PAGE_SIZE, BLOCK_N)
     for tile in range(key_lo, key_hi, BLOCK_N):
         o_n = tile + tl.arange(0, BLOCK_N)  # absolute positions
@@ -224,7 +250,7 @@ def combine_segments(
     """
     wait_for_predecessors(PDL)
     # 64 accumulators per lane: more would spill, or wait for a chunk's first load before issuing its last.
-    CHUNK: tl.constexpr = 16 if BLOCK_D <= 128 else 8
+    CHUNK: tl.constexpr = 16 if BLOCK_D <= 128 else 2048 // BLOCK_D
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     count = tl.load(num_segments + row)

@@ -21,8 +21,9 @@ class CompiledUpdates:
     def __init__(
         self,
         library: ctypes.CDLL,  # from `decoder_library.build`
-        # By layer, for "qkv", "o", "gate_up" and "down": A [rank, inputs] and B [outputs, rank] of each matrix of the
-        # product, in the library's dtype, with a rank of 0 if it has no update; W x becomes W x + B (A x)
+        # By layer, for "qkv", "o", "gate_up", "down", "input_gate" and "input_out": A [rank, inputs] and B [outputs,
+        # rank] of each matrix of the product, in the library's dtype, with a rank of 0 if it has no update; W x becomes
+        # W x + B (A x)
         layers: Sequence[Mapping[str, Sequence[tuple[Tensor, Tensor]]]],
     ):
         self._linears: list[PanelLinear] = []  # keeps the tensors alive whose addresses are in the structs

@@ -159,7 +159,7 @@ struct Update {  // of a product W x, of one matrix or several: W x + B A x, wit
 };
 
 struct LayerUpdates {  // low-rank updates of an adapter (LoRA)
-    Update qkv, o, gate_up, down;
+    Update qkv, o, gate_up, down, input_gate, input_out;
 };
 
 struct Pairing {  // what a draft head makes of a token and the feature of the token before it
@@ -508,14 +508,14 @@ class Pass {
     void finish(const Layer& layer) {
         if (const int64_t size = layer.input_out.weight ? model.input_size : 0) {
             norm({}, h);
-            linear(layer.input_gate, h, n, y, STORE, threads);
+            multiply(layer, &Layer::input_gate, &LayerUpdates::input_gate, h, y, STORE);
             const float* own = layer_inputs.data() + layer.index * size;
             for_rows([&](int64_t r) {
                 for (int64_t i = 0; i < size; i += LANES)
                     store(a + r * size + i, activate(model.activation, load<vec>(y + r * size + i)) *
                                                 load<vec>(own + r * model.input_project.stride + i));
             });
-            linear(layer.input_out, a, n, y, STORE, threads);
+            multiply(layer, &Layer::input_out, &LayerUpdates::input_out, a, y, STORE);
             add_normed(y, layer.input_norm, x);
         }
         if (layer.scalar == 1.0f) return;

@@ -117,6 +117,7 @@ def experts_ref(
     *,
     bias: Tensor | None = None,  # of the router, [num_experts]
     correction: Tensor | None = None,  # as in `route_ref`
+    scales: Tensor | None = None,  # fp32 [num_experts], factors on the weights of the chosen experts
     slots: Tensor | None = None,  # int64 [num_rows]; rows of slot 0 are padding, and choose no experts
     shared: Tensor | None = None,  # partial sums of the shared expert's output, fp32 [splits, num_rows, hidden_size]
     # int32 [1]; 1 if padding chooses experts too, with weights of 0, so that a pass of padding takes as long as others
@@ -134,6 +135,7 @@ def experts_ref(
     chosen, weights = route_ref(
         (router_logits if bias is None else router_logits + bias.float()).to(dtype), correction, routing
     )
+    weights = weights if scales is None else weights * scales[chosen]
     if slots is not None:
         chosen, weights = chosen.where(slots[:, None] != 0, routing.count), weights.where(slots[:, None] != 0, 0.0)
     pairs = chosen.flatten()
@@ -159,6 +161,7 @@ def experts_triton(
     *,
     bias: Tensor | None = None,
     correction: Tensor | None = None,
+    scales: Tensor | None = None,
     slots: Tensor | None = None,
     shared: Tensor | None = None,
     spreads: Tensor | None = None,
@@ -180,6 +183,7 @@ def experts_triton(
         logits=(logits, "[splits rows columns]", torch.float32),
         bias=(bias, "[experts]", FLOAT_TYPES),
         correction=(correction, "[experts]", torch.float32),
+        scales=(scales, "[experts]", torch.float32),
         slots=(slots, "[rows]", torch.int64),
         spreads=(spreads, "1", torch.int32),
         shared=(shared, "[shared_splits rows hidden]", torch.float32),
@@ -196,7 +200,7 @@ def experts_triton(
     chosen = torch.empty(num_rows, routing.top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(num_rows, routing.top_k, dtype=torch.float32, device=x.device)
     kernels.route_rows[(num_rows,)](
-        *(logits, bias, correction, slots, spreads, logits if routing.scoring == "sigmoid" else x),
+        *(logits, bias, correction, scales, slots, spreads, logits if routing.scoring == "sigmoid" else x),
         *(chosen, weights, num_rows),
         SCALE=routing.scale,
         SCORING=routing.scoring,

@@ -14,7 +14,7 @@ def first_largest(b_values, o_e, BLOCK_E: tl.constexpr):
     return largest, tl.min(tl.where(b_values == largest, o_e, BLOCK_E), axis=0)
 
 
-_ROUTED = ["partials", "bias", "correction", "slots", "spreads", "x", "chosen", "weights", "num_rows"]
+_ROUTED = ["partials", "bias", "correction", "scales", "slots", "spreads", "x", "chosen", "weights", "num_rows"]
 
 
 @triton.jit(do_not_specialize=_ROUTED)
@@ -22,6 +22,7 @@ def route_rows(
     partials,  # [SPLIT_K, num_rows, COLUMNS] fp32 partial sums of the router's logits, in its first columns
     bias,  # [NUM_EXPERTS], or None
     correction,  # [NUM_EXPERTS] fp32, or None
+    scales,  # [NUM_EXPERTS] fp32 factors on the weights, or None
     slots,  # [num_rows] int64, 0 for padding; or None
     spreads,  # [1] int32, whether padding rows choose experts too, each row different ones; or None
     x,  # any tensor in the dtype that the logits are rounded to
@@ -94,6 +95,8 @@ def route_rows(
         if NORMALIZED:
             b_weights = b_weights / (tl.sum(b_weights, axis=0) + 1e-20)
         b_weights *= SCALE
+    if scales is not None:
+        b_weights *= tl.load(scales + b_chosen, mask=b_chosen < NUM_EXPERTS, other=1.0)
     if slots is not None:
         is_padding = tl.load(slots + row) == 0
         b_none = tl.zeros([BLOCK_T], dtype=tl.int32) + NUM_EXPERTS

@@ -3,7 +3,7 @@
 y = x * rsqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, arXiv 1910.07467), in fp32 with one rounding at the end.
 With a `residual`, x is first added to it in place: the sum is rounded to the dtype, and the rounded sum is normalised.
 x may then be the partial sums of a split linear layer: the splits are added in order, then the layer's bias, then the
-residual, as in the layer's own epilogue.
+residual, as in the layer's own epilogue. The sum may be scaled before it is rounded (Gemma 4).
 
 There are three kinds: "rms"; "rms_plus_one", whose weights are 1 + w in fp32 (Gemma; bf16 would lose the bits of w);
 "layer", which subtracts the mean (Ba et al., arXiv 1607.06450). A *post* norm is applied to x before it is added to the
@@ -26,24 +26,20 @@ NormKind = Literal["rms", "rms_plus_one", "layer"]
 class Norm(NamedTuple):
     """Parameters of a norm, [hidden] or [groups, hidden]; with groups, one row for rows / groups consecutive rows."""
 
-    weight: Tensor | None  # in the dtype; float32 for "rms_plus_one"; None: the result is the residual stream
+    # In the dtype or float32, which "rms_plus_one" needs; None: the result is the residual stream
+    weight: Tensor | None
     eps: float  # added to the mean of squares
     kind: NormKind = "rms"
     shift: Tensor | None = None  # like weight, added to the result (LayerNorm's bias); None for no shift
     # Like weight, for the post norm of x before the residual add; None for no post norm
     post_weight: Tensor | None = None
+    scale: Tensor | None = None  # float32 [1] or [groups, 1], a factor on the sum with the residual
 
     def scaled(self, x: Tensor, weight: Tensor) -> Tensor:
         """Normalise fp32 rows and multiply them by a weight."""
         if self.kind == "layer":
             x = x - x.mean(dim=1, keepdim=True)
         return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + self.eps) * by_row(weight, len(x))
-
-    def dtype_of(self, x: Tensor, residual: Tensor | None) -> torch.dtype:
-        """Return the dtype of the residual stream and of the result."""
-        if self.kind != "rms_plus_one" and self.weight is not None:
-            return self.weight.dtype
-        return (x if residual is None else residual).dtype
 
 
 def rms_norm_ref(x: Tensor, norm: Norm, *, residual: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -66,12 +62,13 @@ def rms_norm_ref(x: Tensor, norm: Norm, *, residual: Tensor | None = None, bias:
     if norm.post_weight is not None:
         total = norm.scaled(total, norm.post_weight)
     if residual is not None:
-        residual.copy_(residual.float() + total)
+        total = residual.float() + total
+        residual.copy_(total if norm.scale is None else total * by_row(norm.scale, num_rows))
         total = residual.float()
     normed = total if norm.weight is None else norm.scaled(total, norm.weight)
     if norm.shift is not None:
         normed = normed + by_row(norm.shift, num_rows)
-    return normed.to(norm.dtype_of(x, residual))
+    return normed.to((x if residual is None else residual).dtype)
 
 
 def rms_norm_triton(
@@ -91,28 +88,33 @@ def rms_norm_triton(
     row depend neither on the number of rows nor on its index. `pdl`: see `launch_options`.
     """
     num_rows, hidden = x.shape[-2:]
-    weight, eps, kind, shift, post_weight = norm
-    dtype: Any = norm.dtype_of(x, residual)
+    weight, eps, kind, shift, post_weight, scale = norm
+    dtype: Any = (x if residual is None else residual).dtype
     if out is None:
         out = torch.empty(num_rows, hidden, dtype=dtype, device=x.device)
     dtype = dtype if dtype in FLOAT_TYPES else FLOAT_TYPES
+    held = torch.float32 if kind == "rms_plus_one" else (torch.float32, dtype) if dtype in FLOAT_TYPES else FLOAT_TYPES
     check_arguments(
-        weight=(weight, "[(groups+) hidden+]", torch.float32 if kind == "rms_plus_one" else FLOAT_TYPES),
+        weight=(weight, "[(groups+) hidden+]", held),
         x=(x, "(splits+) rows hidden", torch.float32 if x.dim() == 3 else dtype),
         residual=(residual, "[rows hidden]", dtype),
         bias=(bias, "[(bias_groups+) hidden]", dtype),
         shift=(shift, "[(groups) hidden]", FLOAT_TYPES if weight is None else weight.dtype),
         post_weight=(post_weight, "[(groups) hidden]", FLOAT_TYPES if weight is None else weight.dtype),
+        scale=(scale, "[(groups) 1]", torch.float32),
         out=(out, "[rows hidden]", dtype),
     )
     assert kind in get_args(NormKind), kind
-    assert residual is not None or (x.dim() == 2 and bias is None and post_weight is None), "no residual"
+    given = bias, post_weight, scale
+    assert residual is not None or (x.dim() == 2 and all(tensor is None for tensor in given)), "no residual"
     tensors = (x, weight, residual, bias, shift, post_weight, out)
     assert hidden % 2 or all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors), "misaligned rows"
     kernels = load_kernels("linear.rms_norm", out)
     block = block_of(hidden, 32)
     kernels.norm_rows[(num_rows,)](
-        *tensors,
+        *tensors[:-1],
+        scale,
+        out,
         float(eps),
         split_rows(x),
         rows_per_group(post_weight if weight is None else weight, num_rows),

@@ -18,11 +18,12 @@ def _centred(b_x, m_h, HIDDEN: tl.constexpr, CENTRED: tl.constexpr):
 @triton.jit(do_not_specialize=["num_split_rows", "num_weight_rows", "num_bias_rows"])
 def norm_rows(
     x,  # [rows, HIDDEN], or fp32 partials [NUM_SPLITS, num_split_rows, HIDDEN]
-    weight,  # [groups, HIDDEN]; this and the next four may be None
+    weight,  # [groups, HIDDEN]; this and the next five may be None
     residual,  # [rows, HIDDEN]
     bias,  # [groups, HIDDEN]; also shift and post_weight
     shift,
     post_weight,
+    scale,  # [groups] fp32
     out,  # [rows, HIDDEN]
     eps,
     num_split_rows,  # stride of the splits in rows
@@ -66,6 +67,8 @@ def norm_rows(
         b_x = b_x * tl.rsqrt(post_square + eps) * b_post.to(tl.float32)
     if residual is not None:
         b_sum = tl.load(residual + o_row, mask=m_h, other=0.0).to(tl.float32) + b_x
+        if scale is not None:
+            b_sum *= tl.load(scale + i_row // num_weight_rows)
         b_sum = b_sum.to(residual.dtype.element_ty)
         b_x = b_sum.to(tl.float32)
     b_out = b_x

@@ -1,5 +1,6 @@
 """Entries of the attention ops: tree attention, pass layout, QKV with RoPE, and KV commit."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from treespec_kernels.ops.linear import EPS, SPLITS, key_of
 from treespec_kernels.ops.op import Case, Inputs, Op, Results
 from treespec_kernels.ops.shapes import PAGE_SIZE, Setting
 from treespec_kernels.tuning.testing import (
+    in_planes,
     kv_commit_inputs,
     path_to,
     scattered_page_table,
@@ -40,7 +42,10 @@ def _attention_inputs(
     lengths = [setting.context + 5 * i for i in range(requests)]
     shape = setting.shape.attention._replace(window=window)
     inputs = tree_attention_inputs(lengths, trees, shape, device=setting.device, seed=seed)
-    arguments = {"q": inputs.q, "k_cache": inputs.k_cache, "v_cache": inputs.v_cache, **inputs.rows}
+    caches = {"k_cache": inputs.k_cache, "v_cache": inputs.v_cache}
+    if setting.shape.planes is not None:
+        caches = {name: in_planes(cache, *setting.shape.planes) for name, cache in caches.items()}
+    arguments = {"q": inputs.q, **caches, **inputs.rows}
     arguments |= {"score_cap": setting.shape.cap, "window": window}
     return Inputs(arguments, inputs.plan | {"shape": shape})
 
@@ -151,7 +156,10 @@ def _rope_inputs(setting: Setting, rows: int, splits: int, biased: bool, generat
     width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     pages = -(-rows // PAGE_SIZE) * 2 + 1
     dtype = torch.float32 if shape.norm == "rms_plus_one" else setting.dtype
-    norm = HeadNorm(random(shape.head_dim).to(dtype), random(shape.head_dim).to(dtype), EPS)
+    norm = HeadNorm(
+        random(shape.head_dim).to(dtype), random(shape.head_dim).to(dtype), EPS, of_values=shape.planes is not None
+    )
+    planes, (heads, part_dim) = shape.cache_dims
     table = setting.random_fp32(generator, setting.context + rows, 2, shape.head_dim)
     return Inputs(
         {
@@ -159,7 +167,7 @@ def _rope_inputs(setting: Setting, rows: int, splits: int, biased: bool, generat
             "rotation": table if shape.rotary else None,
             "positions": setting.context + torch.arange(rows, dtype=torch.int32, device=device),
             "slots": torch.randperm(pages * PAGE_SIZE, generator=generator, device=device)[:rows],
-            "kv_layer": random(2, pages, shape.num_kv_heads, PAGE_SIZE, shape.head_dim),
+            "kv_layer": random(*planes, 2, pages, heads, PAGE_SIZE, part_dim),
             "q_out": torch.empty(rows, shape.num_heads, shape.head_dim, dtype=setting.dtype, device=device),
             "bias": random(width) if biased or shape.biased else None,
             "norm": norm if shape.qk_norm else None,
@@ -183,7 +191,10 @@ def _rope_cases(op: Op, setting: Setting) -> list[Case]:
 
 def _rope_rows(inputs: Inputs, results: Results) -> Results:
     slots, cache = inputs.arguments["slots"], inputs.arguments["kv_layer"]
-    written = cache[:, slots // cache.shape[3], :, slots % cache.shape[3]]  # [rows, 2, num_kv_heads, head_dim]
+    if cache is None:
+        return {"q_out": results["q_out"]}
+    # [rows, 2, num_kv_heads, head_dim], or [rows, num_planes, 2, ..]
+    written = cache[..., slots // cache.shape[-2], :, slots % cache.shape[-2], :]
     return {"q_out": results["q_out"], "kv_layer": written}
 
 
@@ -209,13 +220,13 @@ def _commit_inputs(setting: Setting, requests: int, path: int, generator: torch.
 
     Repeated commits of a path move other values between the same slots, which takes the same time.
     """
-    shape = setting.shape
+    shape, (planes, (heads, head_dim)) = setting.shape, setting.shape.cache_dims
     inputs = kv_commit_inputs(
         [min(setting.context, CONTEXT) + 17 * i for i in range(requests)],
         [list(range(0, 2 * path, 2))] * requests,
-        num_layers=setting.layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        num_layers=setting.layers * math.prod(planes),
+        num_kv_heads=heads,
+        head_dim=head_dim,
         page_size=PAGE_SIZE,
         dtype=torch.int16 if shape.dtype.itemsize == 2 else torch.int32,
         device=setting.device,

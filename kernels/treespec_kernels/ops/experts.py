@@ -14,11 +14,12 @@ from treespec_kernels.ops.op import Case, Inputs, Op, mapped
 from treespec_kernels.ops.shapes import META, LinearLayer, Setting
 
 COUNT, TOP_K = 6, 2
-# Routings, and the parts of the layers: biases, a correction, padding, a shared expert, and its gate.
+# Routings, and the parts of the layers: biases, a correction, scales, padding, a shared expert, and its gate.
 KINDS = {
     "mixtral": (Routing(COUNT, TOP_K, normalized=False), ""),
     "qwen": (Routing(COUNT, TOP_K), "padding shared gated"),
     "glm": (Routing(COUNT, TOP_K, "sigmoid", True, 1.8, 3, 2), "correction shared"),
+    "gemma": (Routing(COUNT, TOP_K), "scales"),
     "gpt-oss": (Routing(COUNT, TOP_K, "softmax_of_chosen"), "bias padding"),
 }
 
@@ -52,8 +53,9 @@ def _inputs(setting: Setting, rows: int, kind: str, generator: torch.Generator) 
         "activation": "clamped_swiglu" if kind == "gpt-oss" else "silu",
         **biases,
     }
-    if "correction" in parts:
-        arguments["correction"] = setting.random_fp32(generator, COUNT)
+    for name in ("correction", "scales"):
+        if name in parts:
+            arguments[name] = setting.random_fp32(generator, COUNT)
     if "padding" in parts:
         arguments["slots"] = torch.arange(rows, device=setting.device)  # the first row is padding
     if "shared" in parts:

@@ -194,6 +194,8 @@ def _norm_inputs(setting: Setting, rows: int, splits: int, biased: bool, generat
     dtype = torch.float32 if shape.norm == "rms_plus_one" else setting.dtype
     names = ["weight", *["shift"] * (shape.norm == "layer"), *["post_weight"] * (shape.post_norms and splits > 0)]
     weights = {name: setting.random(generator, hidden).to(dtype) for name in names}
+    if shape.planes is not None and splits:
+        weights["scale"] = setting.random_fp32(generator, 1)
     arguments: dict[str, Any] = {"norm": Norm(**weights, eps=EPS, kind=shape.norm)}
     if not splits:
         return Inputs({"x": setting.random(generator, rows, hidden), **arguments})

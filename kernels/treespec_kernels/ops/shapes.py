@@ -46,6 +46,9 @@ class KernelShape:
     activation: str = "silu"
     capped: bool = False  # whether attention scores and logits have soft caps
     quantized: WeightForm | None = None  # format of the linear layers; None for dense layers
+    # Heads and head size of the planes that K and V lie in, if layers are of unequal sizes, as in Gemma 4: then V is
+    # normalised too, and the residual stream has a factor
+    planes: tuple[int, int] | None = None
 
     @property
     def linear_layers(self) -> tuple[LinearLayer, ...]:
@@ -62,6 +65,14 @@ class KernelShape:
     @property
     def attention(self) -> AttentionShape:
         return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.dtype)
+
+    @property
+    def cache_dims(self) -> tuple[tuple[int, ...], tuple[int, int]]:
+        """Dimensions of a layer's cache before K and V, none or the number of planes, and its heads and their size."""
+        if self.planes is None:
+            return (), (self.num_kv_heads, self.head_dim)
+        heads, head_dim = self.planes
+        return (self.num_kv_heads * self.head_dim // (heads * head_dim),), self.planes
 
     @property
     def biased(self) -> bool:

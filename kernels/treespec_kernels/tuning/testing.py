@@ -99,6 +99,13 @@ def tree_attention_inputs(
     )
 
 
+def in_planes(cache: torch.Tensor, heads: int, part_dim: int) -> torch.Tensor:
+    """Return K or V, [num_pages, num_kv_heads, page_size, head_dim], in planes of heads that are parts of its heads."""
+    num_pages, _, page_size, _ = cache.shape
+    parts = cache.unflatten(3, (-1, part_dim)).transpose(2, 3).reshape(num_pages, -1, heads, page_size, part_dim)
+    return parts.transpose(0, 1)
+
+
 @dataclass(frozen=True)
 class KvCommitInputs:
     """Arguments of one commit. Every element of the cache equals its index, so that every move is visible."""

@@ -1,6 +1,7 @@
 """Assistants of Gemma 4: their distributions, and the tokens of plain decoding."""
 
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.helpers.exactness import assert_exact, run
 from tests.helpers.families import CASES, TYPICAL, VOCAB, WINDOW, fitting, make_model
 from tests.helpers.models import greedy, new_folder, open_llm, quick, random_prompts, randomize
 from tests.helpers.quantized_checkpoints import needs_compiler
+from tests.helpers.speech import rank_half
 from treespec import RoundRecord, SpecConfig
 from treespec.errors import CheckpointError, ModelError
 from treespec_weights import inspect_checkpoint
@@ -57,13 +59,18 @@ def assistant_of(kind: str = "all tokens", dtype: torch.dtype = torch.float32, *
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", quick([(kind, on) for kind in KINDS for on in (False, True)], QUICK))
+@pytest.mark.parametrize(
+    "case", quick([*((kind, on) for kind in KINDS for on in (False, True)), ("all tokens", True, "cut")], QUICK)
+)
 @torch.inference_mode()
-def test_probabilities_are_those_of_transformers(case: tuple[str, bool]) -> None:
+def test_probabilities_are_those_of_transformers(case: tuple[Any, ...]) -> None:
     """At every drafted node. From the root on, the loop of transformers stays at the root's position."""
-    (kind, compiled), target = case, target_of()
-    assistant = assistant_of(kind)
-    records = drafted_rounds(target, assistant, VOCAB, {"compile": compiled}, nodes=10)
+    (kind, compiled, *cut), target = case, target_of()
+    assistant, kept, executor = assistant_of(kind), [*range(VOCAB + 3)], {"compile": compiled}
+    if cut:
+        kept = rank_half(target := Path(shutil.copytree(target, new_folder("cut") / "target")))
+        executor |= {"draft_vocabulary": len(kept)}
+    records = drafted_rounds(target, assistant, VOCAB, executor, nodes=10)
     model, draft = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (target, assistant))
     options = {"output_hidden_states": True, "return_shared_kv_states": True}
 
@@ -74,9 +81,9 @@ def test_probabilities_are_those_of_transformers(case: tuple[str, bool]) -> None
             inputs = torch.cat((model.get_input_embeddings()(torch.tensor([[token]])), state), -1)
             out = draft(inputs_embeds=inputs, position_ids=position, shared_kv_states=dict(found.shared_kv_states))
             state, logits = out.last_hidden_state, out.logits[0, 0]
-        return logits.masked_fill(logits == logits.min(), -torch.inf) if kind == "groups" else logits
+        return logits.masked_fill(logits == logits.min(), -torch.inf) if kind == "groups" else logits[kept]
 
-    assert_probabilities(records, assistant.name, range(VOCAB + 3), expected)
+    assert_probabilities(records, assistant.name, kept, expected)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import mmap
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.exactness import assert_exact, run
+from tests.helpers.heads_made import TargetShape, write_eagle3
 from tests.helpers.models import (
     VOCAB,
     greedy,
@@ -25,12 +27,16 @@ from tests.helpers.models import (
     reduce_vocabulary,
     tiny,
 )
-from tests.helpers.speech import speaking_folder
+from tests.helpers.mtp_made import make_predictor
+from tests.helpers.speech import rank_half, speaking_folder
 from tests.helpers.tokenizers_made import TEXT, byte_level, permuted, save_tokenizer, sentencepiece_like
 from treespec import SpecConfig
+from treespec.config.engine_options import EngineOptions
 from treespec.drawing.recording import watch
 from treespec.errors import CheckpointError, ConfigError, DraftError
+from treespec.models.model_config import ModelConfig
 from treespec.startup import vocabularies
+from treespec.startup.options import resolve
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized
 from treespec_weights.blocks import Blocks
 from treespec_weights.draft_vocabulary import FILE, rank_tokens, read_draft_vocabulary, write_draft_vocabulary
@@ -94,24 +100,31 @@ def test_a_damaged_map_is_refused(tmp_path: Path) -> None:
 # --- heads that are cut while loading
 
 
-@pytest.fixture(scope="module", params=["the target's ids", "translated"])
-def cut(request: pytest.FixtureRequest) -> Path:
-    """A draft of the speaking target with the same tokens, by the same or by other ids."""
+@pytest.fixture(scope="module", params=["the target's ids", "translated", "the target's head"])
+def cut(request: pytest.FixtureRequest) -> tuple[Path, Path | str, list[int]]:
+    """A target, a draft of it with the same tokens, by the same or by other ids, and the tokens that it may keep."""
+    if request.param == "the target's head":
+        target = make_predictor("qwen3_5", compiled=True, predicts=True)
+        return target, "mtp", rank_half(target)
     draft = new_folder("cut") / "same"
     shutil.copytree(tiny()[1][0], draft)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(speaking_folder() / name, draft)
-    return draft if request.param == "the target's ids" else permuted(draft, draft.parent / "shuffled", 1)
+    known = rank_tokens(speaking_folder())[:352].tolist()
+    is_same = request.param == "the target's ids"
+    return speaking_folder(), draft if is_same else permuted(draft, draft.parent / "shuffled", 1), known
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("compile", quick((False, True), (True,)))
-def test_a_cut_head_proposes_its_tokens_only(cut: Path, compile: bool, options: dict[str, Any]) -> None:
+def test_a_cut_head_proposes_its_tokens_only(
+    cut: tuple[Path, Path | str, list[int]], compile: bool, options: dict[str, Any]
+) -> None:
     """Distributions that children are drawn from are normalised over these tokens."""
-    llm = open_llm(speaking_folder(), [cut], compile=compile, draft_vocabulary=352)
+    target, draft, known = cut
+    llm = open_llm(target, [draft], compile=compile, draft_vocabulary=len(known))
     (connection,) = llm.stats()["draft_vocabularies"].values()
-    assert connection.endswith(", 352 of 512 tokens")
-    known = rank_tokens(speaking_folder())[:352]
+    assert connection.endswith(f", {len(known)} of 512 tokens")
     prompts, params = random_prompts((5, 40), vocab=VOCAB), greedy(32, **options)
     plain = run(llm, prompts, params, "off")
     with watch(llm.engine) as rounds:
@@ -184,6 +197,36 @@ def test_rows_of_a_quantised_head_are_gathered() -> None:
         assert vocabularies.fit_weights(tied, 16, None, kept) is not None
     assert release.called, "pages from which rows were copied stay in memory"
     assert torch.equal(tied["lm_head"].rows, blocks.rows[kept]) and torch.equal(tied["embed"].rows, blocks.rows)
+
+
+def test_heads_that_can_be_cut() -> None:
+    """Also that the memory of those rows is planned for, and that "auto" works without ranks."""
+    target, shape = make_predictor("qwen3_5"), TargetShape(hidden_size=48, vocab_size=VOCAB)
+    rank_half(target)
+    for name, own in (("own", None), ("less", 96)):
+        options = {"layout": "specforge", "own_embedding": False, "boundaries": (0, 1, 2)}
+        write_eagle3(target / name, shape, draft_vocab=own, seed=1, **options)
+    sizes = []
+    for limit in (None, 256):
+        drafts = ["mtp", target / "own", target / "less"]
+        options = EngineOptions(model=target, drafts=drafts, device="cpu", draft_vocabulary=limit)
+        sizes.append([head.num_parameters for _, head in resolve(options).heads])
+    mtp, own, less = (cut - whole for whole, cut in zip(*sizes, strict=True))
+    assert (mtp, own, less) == (256 * 48, -256 * 48, 0)
+    with mock.patch.object(vocabularies, "LEAST_VOCABULARY", VOCAB):
+        found = open_llm(target, drafts).stats()["draft_vocabularies"]
+        assert [value.endswith(", 256 of 512 tokens") for value in found.values()] == [True, True, False]
+        (target / "tokenizer.json").write_text("{}")
+        found = open_llm(target, drafts, tokenizer=speaking_folder()).stats()["draft_vocabularies"]
+        assert not any("512" in value for value in found.values())
+
+
+def test_experts_that_a_row_does_not_choose_do_not_count() -> None:
+    """A head is large by what a pass reads."""
+    config = ModelConfig.from_hf(make_predictor("qwen3_5_moe"))
+    assert config.shape.experts is not None
+    shape = replace(config.shape, vocab_size=65_536, experts=replace(config.shape.experts, count=65_536))
+    assert vocabularies.HeadLimit().applies_to(replace(config, shape=shape))
 
 
 def test_the_option(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from tests.helpers.models import (
     tokens_of,
 )
 from tests.helpers.quantized_checkpoints import needs_compiler
+from tests.helpers.speech import rank_half
 from tests.helpers.state_heads_made import reference_medusa, reference_speculator, write_medusa, write_speculator
 from treespec import LLM, RoundRecord, SpecConfig
 
@@ -105,18 +106,21 @@ def make_head(name: str, seed: int = 1) -> Path:
 CASES = [(name, "compiled") for name in HEADS]
 CASES += [(name, "eager") for name in ONE_OF_EACH]
 CASES += [(name, "transformers") for name in ("eagle", "eagle-1", "z-lab")]  # what else reads states reads these
+WHOLE = ("specforge, other layers, whole vocabulary", "eagle-1", "z-lab", "dspark, gated", "pard", "medusa, authors")
+CUT = [(name, executor, "cut") for name in (*WHOLE, "speculator") for executor in ("compiled", "eager")]
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", quick(CASES, [(name, "compiled") for name in FAST]))
-def test_probabilities_are_those_of_the_reference(case: tuple[str, str]) -> None:
-    """At every drafted node, over several rounds."""
-    name, executor = case
-    target, head = target_of(), make_head(name)
+@pytest.mark.parametrize("case", quick([*CASES, *CUT], [*((name, "compiled") for name in FAST), CUT[2]]))
+def test_probabilities_are_those_of_the_reference(case: tuple[str, ...]) -> None:
+    """At every drafted node, over several rounds; of the tokens that the head keeps."""
+    name, executor, *cut = case
+    target, head = make_target(SHAPE) if cut else target_of(), make_head(name)
+    options_of_cut = {"draft_vocabulary": len(kept := rank_half(target))} if cut else {}
     write, options = HEADS[name]
     stateful = write in (write_medusa, write_speculator)
     tree = {"tokens": 40, "nodes": 40, "max_depth": 5} if stateful else {}
-    records = drafted_rounds(target, head, SHAPE.vocab_size, EXECUTORS[executor], **tree)
+    records = drafted_rounds(target, head, SHAPE.vocab_size, EXECUTORS[executor] | options_of_cut, **tree)
     model = AutoModelForCausalLM.from_pretrained(head if name == "pard" else target)
     embed, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     states = target_states(model, records)
@@ -143,7 +147,11 @@ def test_probabilities_are_those_of_the_reference(case: tuple[str, str]) -> None
         return reference_dflash(head, embed, lm_head, root, read, path)[len(path)]
 
     reduced = write is write_eagle3 or "draft_vocab" in options
-    assert_probabilities(records, head.name, draft_ids(head).tolist() if reduced else range(SHAPE.vocab_size), expected)
+    ids = draft_ids(head).tolist() if reduced else [*range(SHAPE.vocab_size)]
+    if cut:
+        assert_probabilities(records, head.name, kept, lambda *node: expected(*node)[kept])
+    else:
+        assert_probabilities(records, head.name, ids, expected)
 
 
 @pytest.mark.slow

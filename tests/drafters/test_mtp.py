@@ -30,6 +30,7 @@ from tests.helpers.models import (
 )
 from tests.helpers.mtp_made import FILE, LAYOUTS, PredictorReference, make_predictor
 from tests.helpers.quantized_checkpoints import needs_compiler, quantize_folder
+from tests.helpers.speech import rank_half
 from treespec import LLM, RequestOutput, RoundRecord, SpecConfig
 from treespec.drawing.recording import watch
 from treespec.errors import ConfigError, ModelError
@@ -157,16 +158,20 @@ NATIVE = [(name, executor) for name in LAYOUTS for executor in ("compiled", "eag
 
 
 @needs_compiler
+@pytest.mark.parametrize("is_cut", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", quick(NATIVE, NATIVE[:1]))
-def test_probabilities_are_those_of_the_definition(case: tuple[str, str]) -> None:
-    """At every drafted node, over rounds with partial accepts, after a prefill in chunks."""
+def test_probabilities_are_those_of_the_definition(case: tuple[str, str], is_cut: bool) -> None:
+    """At every drafted node, over rounds with partial accepts, after a prefill in chunks; of the tokens that it has."""
     name, executor = case
     folder = make_predictor(name, executor == "compiled")
+    ids = rank_half(folder) if is_cut else list(range(NATIVE_VOCAB))
     reference = PredictorReference(name, folder)
     (wanted,) = continuations(reference.model, [PROMPT], 24)
     oracle = OracleDrafter([PROMPT + wanted[:13]], 2)  # knows the first half
-    options = EXECUTORS[executor] | {"draft_quantization": None}
+    options = EXECUTORS[executor] | {"draft_quantization": None, "draft_vocabulary": len(ids) if is_cut else None}
     llm = open_llm(folder, ["mtp", oracle], max_num_batched_tokens=24, **options)
+    reads = "an MTP layer that reads the target's output states"
+    assert llm.stats()["draft_vocabularies"] == {"mtp": f"{reads}, 256 of 512 tokens" if is_cut else reads}
     with watch(llm.engine) as records:
         [output] = llm.generate([PROMPT], greedy(24), spec=SpecConfig(nodes=16, max_depth=4))
     assert list(output.outputs[0].token_ids) == wanted
@@ -174,9 +179,9 @@ def test_probabilities_are_those_of_the_definition(case: tuple[str, str]) -> Non
 
     def expected(record: RoundRecord, drafted: list[int]) -> torch.Tensor:
         context = [*record.context, int(record.tree.tokens[0])]
-        return reference.logits(states[record.number][-1], context, drafted)
+        return reference.logits(states[record.number][-1], context, drafted)[ids]
 
-    assert_probabilities(records, "mtp", range(NATIVE_VOCAB), expected)
+    assert_probabilities(records, "mtp", ids, expected)
 
 
 def deepest(output: RequestOutput) -> int:
@@ -204,20 +209,29 @@ def test_native_trees_give_the_bits_of_plain_decoding(case: tuple[str, str], dty
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("quantized", ["gguf", "int8"])
-def test_layers_of_quantised_checkpoints(quantized: str, tmp_path: Path) -> None:
-    """In a GGUF file's blocks, embedding included, and in compressed-tensors' int8 but for the projection."""
+def test_layers_of_quantised_checkpoints(quantized: str) -> None:
+    """In a GGUF file's blocks, embedding included, and in compressed-tensors' int8 but for the projection.
+
+    The layer scores with half of the rows of the target's head, in the form of that.
+    """
     folder = make_predictor("qwen3_5", compiled=True, predicts=True)
+    kept = rank_half(folder)
     if quantized == "gguf":
         kinds = {"nextn_predict_layers": 1, "block_count": 4}
-        path = write_gguf(tmp_path / "m.gguf", folder, lambda name: "F16" if "ffn_down" in name else "Q8_0", **kinds)
+        path = write_gguf(folder / "m.gguf", folder, lambda name: "F16" if "ffn_down" in name else "Q8_0", **kinds)
     else:
-        path = quantize_folder(folder, 8, None)
+        path = quantize_folder(folder, 8, None, head=True)
         config = json.loads((path / "config.json").read_text())["quantization_config"]
         edit_config(path, quantization_config=config | {"ignore": [*config["ignore"], "mtp.fc"]})
     for compiled in (True, False):
-        llm = open_llm(path, ["mtp"], compile=compiled, max_num_seqs=2)
+        llm, whole = (
+            open_llm(path, ["mtp"], compile=compiled, max_num_seqs=2, draft_vocabulary=tokens, draft_quantization=None)
+            for tokens in (len(kept), None)
+        )
         tree = assert_exact(llm, run(llm, random_prompts((20, 61)), greedy(20)), SpecConfig(nodes=12, max_depth=5))
         assert tree.acceptance_length > 1.8
+        added = llm.stats()["memory"]["draft_weights"] - whole.stats()["memory"]["draft_weights"]
+        assert 0 < added < len(kept) * 64 * 2, "at most two bytes for each value"
 
 
 # --- bad input

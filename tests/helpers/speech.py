@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 
 from tests.helpers.exactness import prefixes_of
 from tests.helpers.models import VOCAB, OracleDrafter, drafting_by, new_folder, open_llm, tiny
+from tests.helpers.tokenizers_made import renumber
 from treespec import LLM
 from treespec.engine.runner import Choices
 from treespec.request import Request
 from treespec.tree import TokenTree
+from treespec_weights.documents import read_config
+from treespec_weights.draft_vocabulary import rank_tokens
 
 END = "<|end|>"
 
@@ -34,6 +38,14 @@ def add_tokenizer(folder: Path, vocab: int = VOCAB, salt: str = "") -> Path:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def rank_half(folder: Path) -> list[int]:
+    """Give a target a tokenizer with ids in no order; returns the half of its tokens that cut heads keep, ascending."""
+    renumber(add_tokenizer(folder), np.random.default_rng(0).permutation(VOCAB))
+    config = read_config(folder)
+    ranked = rank_tokens(folder, [config["eos_token_id"]])
+    return sorted(ranked[ranked < config["vocab_size"]][: config["vocab_size"] // 2].tolist())
 
 
 @functools.cache

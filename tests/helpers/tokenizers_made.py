@@ -74,12 +74,7 @@ def permuted(source: Path, folder: Path, seed: int = 0) -> Path:
     """A copy of a model whose token ids are shuffled, in its tokenizer, embedding, head and configs alike."""
     new_id = np.random.default_rng(seed).permutation(json.loads((source / "config.json").read_text())["vocab_size"])
     change_rows(source, folder, lambda rows: rows[np.argsort(new_id)].contiguous())
-    raw = json.loads((folder / "tokenizer.json").read_text())
-    raw["model"]["vocab"] = {token: int(new_id[id]) for token, id in raw["model"]["vocab"].items()}
-    for added in raw["added_tokens"]:
-        added["id"] = int(new_id[added["id"]])
-    raw["added_tokens"].sort(key=lambda added: added["id"])
-    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    renumber(folder, new_id)
     for name in ("config.json", "generation_config.json"):
         config = json.loads((folder / name).read_text())
         for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
@@ -87,6 +82,16 @@ def permuted(source: Path, folder: Path, seed: int = 0) -> Path:
                 config[key] = int(new_id[config[key]])
         (folder / name).write_text(json.dumps(config))
     return folder
+
+
+def renumber(folder: Path, new_id: np.ndarray) -> None:
+    """Give the tokens of a folder's tokenizer other ids."""
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"]["vocab"] = {token: int(new_id[id]) for token, id in raw["model"]["vocab"].items()}
+    for added in raw["added_tokens"]:
+        added["id"] = int(new_id[added["id"]])
+    raw["added_tokens"].sort(key=lambda added: added["id"])
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
 
 
 def resized(source: Path, folder: Path, size: int, seed: int = 0, loud: float = 3.0) -> Path:

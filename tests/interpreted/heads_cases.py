@@ -12,6 +12,7 @@ from tests.helpers.drafting import make_target
 from tests.helpers.heads_made import TargetShape, write_eagle1, write_eagle3
 from tests.helpers.models import edit_config, greedy, make_draft, new_folder, open_llm, random_prompts, tokens_of
 from tests.helpers.mtp_made import LAYOUTS, make_predictor
+from tests.helpers.speech import rank_half
 from tests.helpers.state_heads_made import write_medusa
 from tests.interpreted.engines import TRITON, captured_rounds
 from treespec import RoundRecord, SpecConfig
@@ -43,14 +44,17 @@ def write_head(kind: str, target: Path) -> Path | str:
     return head
 
 
-@pytest.mark.parametrize(
-    "kind", ["eagle", "eagle3", "glm4_moe", "qwen3_5", "peagle", "dflash", "pard", "medusa", "assistant"]
-)
+KINDS = ["eagle", "eagle3", "glm4_moe", "qwen3_5", "peagle", "dflash", "pard", "medusa", "assistant"]
+KINDS += ["eagle, cut", "qwen3_5, cut"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
-    """As are tokens, which plain decoding has too.
+    """As are tokens, which plain decoding has too; and of the half of the target's head that some score with.
 
     What drafts a block, or has no attention, goes step by step.
     """
+    kind, _, cut = kind.partition(", ")
     captured, records = kind in ("eagle", "eagle3", "glm4_moe", "qwen3_5"), list[list[RoundRecord]]()
     if kind in LAYOUTS:
         target = make_predictor(kind, vocab_size=SHAPE.vocab_size)
@@ -58,8 +62,9 @@ def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
         target = target_of() if kind == "assistant" else make_target(SHAPE)
     head, (prompt,) = write_head(kind, target), random_prompts((9,), vocab=SHAPE.vocab_size)
     spec = SpecConfig(nodes=6, max_depth=3 if captured else 2, sources=("ssm",))
+    kept = rank_half(target) if cut else [*range(SHAPE.vocab_size)]
     for options in (TRITON, {"attention": "cpu-packed", "prove": None}):
-        llm = open_llm(target, [head], max_model_len=128, **options)
+        llm = open_llm(target, [head], max_model_len=128, draft_vocabulary=len(kept) if cut else None, **options)
         of_rounds = "on the device" if captured and options is TRITON else "step by step"
         assert llm.stats()["frozen"]["rounds"] == of_rounds
         records.append([])
@@ -68,6 +73,7 @@ def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
             trees = llm.generate(prompt, greedy(3), spec)
     assert tokens_of(trees) == tokens_of(llm.generate(prompt, greedy(3), spec="off"))
     for ours, eager in zip(*records, strict=True):
+        assert not cut or set(ours.tree.tokens[1:].tolist()) <= {*kept}
         assert ours.tree.tokens.tolist() == eager.tree.tokens.tolist()
         assert ours.emitted == eager.emitted
         torch.testing.assert_close(torch.tensor(ours.tree.probs), torch.tensor(eager.tree.probs), atol=1e-4, rtol=0)

@@ -74,12 +74,12 @@ class EngineOptions(VllmEngineOptions):
         draft_quantization: "int8" quantises the drafts' matrices while loading, so that their passes read half as many
             bytes; this changes their proposals slightly, never the output. None keeps them as stored; "auto" is "int8"
             in compiled passes.
-        draft_vocabulary: tokens that the heads of draft models score: a number of them, or a file or folder of texts
+        draft_vocabulary: tokens that draft models and draft heads score: a number of them, or a file or folder of texts
             (as for `treespec train`) whose tokens are preferred. Tokens are ranked by their counts in the texts, then
             in the order of the tokenizer's merges, in proportion to the tokens of each script. "auto" is half of them
             for drafts with at least 65,536, if the head is a quarter of the weights that a pass reads. None, or "none",
-            is all. Drafts read all tokens; draft heads and drafts of `treespec train` keep their own vocabularies.
-            Changes no token.
+            is all. Drafts read all tokens; draft heads that use the target's head get a copy of the rows, and drafts
+            trained for some tokens only keep those. Changes no token.
         activations: "int8" quantises the activations of the target before products with quantised weights, per row and
             group of inputs, as llama.cpp does: faster for several rows on CPUs with VNNI, and less accurate
             (docs/benchmarks.md). "model" keeps them in the model's dtype.

@@ -160,4 +160,4 @@ class AssistantHead(FeatureHead):
         return self.decoder.logits(hidden) if self._groups is None else self._groups.logits(hidden, self.decoder.embed)
 
     def probs(self, hidden: Tensor) -> Tensor:
-        return torch.softmax(self.logits(hidden).float(), -1)
+        return super().probs(hidden) if self._groups is None else torch.softmax(self.logits(hidden).float(), -1)

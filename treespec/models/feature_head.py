@@ -163,13 +163,20 @@ class Eagle3Head(PairHead):
 class EagleHead(FeatureHead):
     """An EAGLE-1 or EAGLE-2 head: its features are the target's output states, and its vocabulary head the target's.
 
-    `fc` projects [embedding, feature] to the residual stream; the embeddings are [vocab_size, hidden_size].
+    Without a `target`, `decoder` has the rows of that head that are used. `fc` projects [embedding, feature] to the
+    residual stream; the embeddings are [vocab_size, hidden_size].
     """
 
     kind = "eagle"
 
     def __init__(
-        self, decoder: Decoder, target: Decoder, columns: Sequence[int], embed: Tensor, fc: AnyLinear, qkv: AnyLinear
+        self,
+        decoder: Decoder,
+        target: Decoder | None,
+        columns: Sequence[int],
+        embed: Tensor,
+        fc: AnyLinear,
+        qkv: AnyLinear,
     ):
         super().__init__(decoder, target, columns)
         self._embedding, self._fc, self._qkv = embed, fc, qkv

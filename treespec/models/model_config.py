@@ -44,6 +44,13 @@ class ModelConfig:
     head_rows: int | None = None  # of a draft's reduced head; None = the vocabulary
 
     @property
+    def num_parameters(self) -> int:
+        """Number of values, of a reduced head those that it has."""
+        rows, shape = self.head_rows, self.shape
+        whole = shape.vocab_size if "lm_head" in shape.parameters() else 0
+        return shape.num_parameters() + (0 if rows is None else (rows - whole) * shape.hidden_size)
+
+    @property
     def without_kernel(self) -> str | None:
         """What no Triton kernel computes of this model, or None if kernels compute all of it."""
         latent = self.shape.experts is not None and self.shape.experts.latent_size

@@ -119,7 +119,8 @@ def load_target(resolved: Resolved, plan: MemoryPlan) -> tuple[Decoder, KVCache,
     """
     loader, config, fixed_rows = resolved.loader, resolved.target, resolved.fixed_rows
     min_rows = fixed_rows or 2
-    decoder = loader.load(config, config.shape.vocab_size, plan.positions, min_rows, resolved.quantization)
+    sizes = config.shape.vocab_size, plan.positions, min_rows
+    decoder = loader.load(config, *sizes, resolved.quantization, shared=resolved.shared_tokens)
     if plan.features is not None:
         decoder.check_states(plan.features.layers)
     cache = KVCache(plan.shapes, plan.num_pages, plan.cache_dtype, loader.device, plan.stacks, plan.features)
@@ -337,6 +338,7 @@ def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Decoder, cache: KVC
     drafts, loader, features = resolved.ssms, resolved.loader, plan.features
     models: list[GroupModel] = [loader.load_draft(draft, plan.positions) for draft in drafts]
     models += [loader.load_head(head, target, features, plan.positions, cache.pools[0]) for _, head in resolved.heads]
+    loader.shared.clear()
     names = [*(draft.name for draft in drafts), *(name for name, _ in resolved.heads)]
     count = resolved.options.max_num_seqs
     states = {ssm: StatePool(shape, count, count, loader.device) for ssm, shape in plan.draft_states.items()}

@@ -36,7 +36,7 @@ from treespec.models.model_config import ModelConfig
 from treespec.models.state_head import DepthHeads, MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.startup import cost_measurement as costs
-from treespec.startup.vocabularies import Draft, fit_weights
+from treespec.startup.vocabularies import Draft, HeadLimit, fit_weights, kept_tokens, rows_of_head
 from treespec_kernels.cpu.compiled_linear import CompiledLinear
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.decoder_cpu import PairInputs
@@ -49,12 +49,12 @@ from treespec_weights.assistants import AssistantForm, load_assistant
 from treespec_weights.block_drafts import BlockForm, load_block
 from treespec_weights.blocks import Blocks, Weights
 from treespec_weights.gguf.tensors import describe_storage
-from treespec_weights.heads import DraftForm, load_head
+from treespec_weights.heads import DraftForm, is_reduced, load_head
 from treespec_weights.load import UNQUANTISED
 from treespec_weights.mtp import MtpForm, load_predictor, predictor_of
 from treespec_weights.quantize import quantize
 from treespec_weights.state_heads import StateForm, load_state_head
-from treespec_weights.vocabularies import connect
+from treespec_weights.vocabularies import Connection, connect
 
 logger = logging.getLogger("treespec")
 
@@ -71,16 +71,40 @@ class HeadConfig:
     decoder: ModelConfig | AdapterConfig
     layers: tuple[int, ...]  # of the target, whose inputs it reads; see `HeadForm.read_layers`
     target_hidden: int  # the target's hidden size
+    # int64, ascending, the tokens whose rows of a whole vocabulary head stay, also of the target's; None for all
+    kept: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def num_parameters(self) -> int:
         """Number of values of its layers and its projections, without embeddings; at most."""
-        shape = self.decoder.shape
+        decoder, shape = self.decoder, self.decoder.shape
         if isinstance(self.form, StateForm):
-            inner = self.form.inner_size or self.target_hidden
-            return self.form.depths * inner * (shape.vocab_size + max(self.form.num_layers, 1) * self.target_hidden)
+            inner, rows = self.form.inner_size or self.target_hidden, shape.vocab_size
+            rows = rows if self.kept is None else len(self.kept)
+            return self.form.depths * inner * (rows + max(self.form.num_layers, 1) * self.target_hidden)
         qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.hidden_size
-        return shape.num_parameters() + qkv + len(self.layers) * self.target_hidden * shape.hidden_size
+        own = decoder.num_parameters if isinstance(decoder, ModelConfig) else shape.num_parameters()
+        return own + qkv + len(self.layers) * self.target_hidden * shape.hidden_size
+
+    def cut(self, limit: HeadLimit | None, name: str, target: ModelConfig) -> "HeadConfig":
+        """Return the config with the tokens that `limit` keeps, the same for all heads of a target.
+
+        Heads that were trained with fewer tokens, or that score groups of tokens, stay whole. Raises DraftError if no
+        tokenizer tells which tokens to keep.
+        """
+        config = self.decoder
+        assert isinstance(config, ModelConfig)
+        if limit is None or not limit.applies_to(config) or is_reduced(self.form, target.shape.vocab_size):
+            return self
+        ranked = replace(config, folder=target.folder, eos_token_ids=())
+        if (kept := kept_tokens(limit, name, target, ranked, Connection("same"))) is None:
+            return self
+        return replace(self, decoder=replace(config, head_rows=len(kept)), kept=kept)
+
+    @property
+    def shares_head(self) -> bool:
+        """Whether it may use the target's vocabulary head."""
+        return isinstance(self.form, MtpForm) or getattr(self.form, "kind", None) in ("eagle", "dflash")
 
     @classmethod
     def of(cls, form: DraftForm, target: ModelConfig | AdapterConfig, max_model_len: int | None) -> "HeadConfig":
@@ -116,7 +140,8 @@ class HeadConfig:
 
     def __str__(self) -> str:
         article = "an" if self.form.name.startswith(("EAGLE", "MLP", "MTP")) else "a"
-        return f"{article} {self.form.name} that {self.form.describe(self.layers)}"
+        cut = "" if self.kept is None else f", {len(self.kept):,} of {self.decoder.shape.vocab_size:,} tokens"
+        return f"{article} {self.form.name} that {self.form.describe(self.layers)}{cut}"
 
 
 def libraries_folder() -> Path:
@@ -144,6 +169,7 @@ class Loader:
     # Quantise the target's activations to int8 before products with quantised weights; compiled passes only
     integer: bool = False
     adapters: SlotLimits | None = None  # of the target on Triton kernels, if requests may have adapters
+    shared: Weights = field(default_factory=dict)  # the target's head, cut, until draft heads have copied it
     _modules: dict[Source, nn.Module] = field(default_factory=dict)
     _layers: dict[MtpForm, nn.Module] = field(default_factory=dict)
 
@@ -167,6 +193,7 @@ class Loader:
         min_rows: int,  # number of rows to which smaller passes are padded
         quantization: str | None = None,  # quantisation to apply to unquantised weights
         draft: Draft | None = None,  # the model as a draft; None for the target
+        shared: np.ndarray | None = None,  # tokens of the target's head that draft heads score with it, if not all
     ) -> Decoder:
         """Load a model's weights and return its decoder."""
         if isinstance(config, AdapterConfig):
@@ -180,6 +207,8 @@ class Loader:
         tokens = None
         if draft is not None and (vocab_size != size or draft.target_ids is not None or draft.kept is not None):
             tokens = fit_weights(weights, size, draft.target_ids, draft.kept)
+        if shared is not None:
+            self.shared.update(rows_of_head(weights, shared))
         decoder = self._make_decoder(config, weights, tokens, positions, draft is not None, min_rows, library)
         if draft is None and self.integer:
             decoder.quantization = f"{decoder.quantization}, int8 activations"
@@ -204,16 +233,20 @@ class Loader:
             is_fast = self.device.type == "cpu" and onednn_available(self.dtype)
             impl: LinearImpl = "onednn" if is_fast else "torch"
             shape, hidden = config.decoder.shape, config.target_hidden
-            loaded = load_assistant(config.form, shape, hidden, self.dtype, self.device)
+            loaded = load_assistant(config.form, shape, hidden, self.dtype, self.device, config.kept)
             assert isinstance(target.config, ModelConfig)
-            layers, rest = (target.config, config.decoder, loaded.decoder), (target, pool, columns, impl)
+            arguments = target.config, config.decoder, loaded.decoder
+            assistant: AssistantDecoder | TritonAssistantDecoder
             if self.configs is None:
-                return AssistantHead(config.form, loaded, AssistantDecoder(*layers, impl), *rest)
-            op = make_attention(self.attention, shape, self.dtype, self.device, self.configs)
-            on_triton = TritonAssistantDecoder(*layers, op, self.configs, self.exact, positions)
-            return AssistantHead(config.form, loaded, on_triton, *rest)
+                assistant = AssistantDecoder(*arguments, impl)
+            else:
+                op = make_attention(self.attention, shape, self.dtype, self.device, self.configs)
+                assistant = TritonAssistantDecoder(*arguments, op, self.configs, self.exact, positions)
+            if config.kept is not None:
+                assistant.head_vocabulary = HeadVocabulary(config.kept, shape.vocab_size, self.device)
+            return AssistantHead(config.form, loaded, assistant, target, pool, columns, impl)
         if isinstance(config.form, MtpForm) and isinstance(config.decoder, ModelConfig):
-            return self._load_predictor(config.form, config.decoder, target, columns, positions)
+            return self._load_predictor(config, config.form, target, columns, positions)
         if isinstance(config.form, MtpForm):
             assert isinstance(config.decoder, AdapterConfig)
             op = make_attention(self.attention, config.decoder.shape, self.dtype, self.device, self.configs)
@@ -222,13 +255,13 @@ class Loader:
             return self._load_state_head(config, config.form, target, columns)
         shape = config.decoder.shape
         sizes = len(config.layers), config.target_hidden
-        weights, tokens = load_head(config.form, shape, *sizes, self.dtype, self.device)
-        assert isinstance(config.decoder, ModelConfig)
-        decoder = self._make_decoder(config.decoder, weights.decoder, tokens, positions)
+        weights, tokens = load_head(config.form, shape, *sizes, self.dtype, self.device, config.kept)
+        decoder = self._make_head_decoder(config, weights.decoder, tokens, positions, target)
         fc = self._linear(decoder, *weights.fc)
         if config.form.kind == "eagle":
             embed = (target.embed if weights.embed is None else weights.embed).to(self.dtype)
-            return EagleHead(decoder, target, columns, embed, fc, self._linear(decoder, *weights.qkv))
+            scorer = target if tokens is None else None
+            return EagleHead(decoder, scorer, columns, embed, fc, self._linear(decoder, *weights.qkv))
         assert weights.embed_norm is not None and weights.feature_norm is not None
         norms, stream = (weights.embed_norm, weights.feature_norm), "feature"
         if config.form.residual_after_norm:
@@ -239,19 +272,32 @@ class Loader:
             return head
         return ParallelEagle(head, config.form.block, config.form.mask_token, weights.mask_states)
 
+    def _make_head_decoder(
+        self, head: HeadConfig, weights: Weights, tokens: np.ndarray | None, positions: int | None, target: Decoder
+    ) -> Decoder:
+        """Return the decoder of a head's layers, with the target's head if that is cut and it has none of its own."""
+        config = head.decoder
+        assert isinstance(config, ModelConfig)
+        if tokens is not None and "lm_head" not in weights:
+            weights |= self.shared
+            config = replace(config, logit_cap=target.config.logit_cap, quantization=target.config.quantization)
+        return self._make_decoder(config, weights, tokens, positions, library=self._library(config, None))
+
     def _load_predictor(
-        self, form: MtpForm, config: ModelConfig, target: Decoder, columns: list[int], positions: int
+        self, head: HeadConfig, form: MtpForm, target: Decoder, columns: list[int], positions: int
     ) -> PredictorHead:
-        blocks = self.linear == "compiled"
+        config, blocks = head.decoder, self.linear == "compiled"
+        assert isinstance(config, ModelConfig)
         weights = load_predictor(form.folder, config.shape, config.rules, self.dtype, self.device, blocks)
         added = float(config.rules.norm == "rms_plus_one")  # as `prepare` adds it to the other norms
         norms = weights.pop("embed_norm").float() + added, weights.pop("feature_norm").float() + added
         fc = take_projection(weights, "", ("fc",))
         # The target's embedding and head take the place of these, whose number of rows compiled growth asks for.
         weights["embed"] = torch.zeros(16, config.shape.hidden_size, dtype=self.dtype, device=self.device)
-        decoder = self._make_decoder(config, weights, None, positions, library=self._library(config, None))
+        decoder = self._make_head_decoder(head, weights, head.kept, positions, target)
         pairs = self._pairs(decoder, fc, None, None, target, norms, "product")
-        return PredictorHead(decoder, target, columns, pairs, norm_output=True)
+        scorer = target if head.kept is None else None
+        return PredictorHead(decoder, scorer, columns, pairs, norm_output=True)
 
     def _pairs(
         self,
@@ -276,10 +322,10 @@ class Loader:
         return TorchPairs(self._linear(decoder, product, bias), table, norms, eps, stream)
 
     def _load_block(self, config: HeadConfig, form: BlockForm, target: Decoder, columns: list[int]) -> BlockDraft:
-        weights, tokens = load_block(form, config.decoder.shape, config.target_hidden, self.dtype, self.device)
-        owns_head, embed = "lm_head" in weights.decoder, weights.embed
-        assert isinstance(config.decoder, ModelConfig)
-        decoder = self._make_decoder(config.decoder, weights.decoder, tokens, None)
+        shape, hidden = config.decoder.shape, config.target_hidden
+        weights, tokens = load_block(form, shape, hidden, self.dtype, self.device, config.kept)
+        owns_head, embed = "lm_head" in weights.decoder or tokens is not None, weights.embed
+        decoder = self._make_head_decoder(config, weights.decoder, tokens, None, target)
         if weights.mask is not None:
             return ParallelDraft(decoder, form.block, weights.mask * decoder.first_scale)
         assert weights.fc is not None and weights.state_norm is not None
@@ -300,7 +346,7 @@ class Loader:
 
     def _load_state_head(self, config: HeadConfig, form: StateForm, target: Decoder, columns: list[int]) -> StateHead:
         size = target.vocab_size
-        weights, tokens = load_state_head(form, config.target_hidden, size, self.dtype, self.device)
+        weights, tokens = load_state_head(form, config.target_hidden, size, self.dtype, self.device, config.kept)
         vocabulary = None if tokens is None else HeadVocabulary(tokens, size, self.device)
         linears: dict[int, AnyLinear] = {}
 

@@ -192,12 +192,9 @@ def _natives(configs: Iterable[ModelConfig | AdapterConfig]) -> list[ModelConfig
 
 def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quantization: str | None) -> int:
     """Estimate a model's weight memory in bytes, with float32 scales and zero points."""
-    total = config.shape.num_parameters() * dtype.itemsize
     if isinstance(config, AdapterConfig):
-        return total
-    if config.head_rows is not None:
-        whole = 0 if config.shape.tied else config.shape.vocab_size  # rows counted above
-        total += (config.head_rows - whole) * config.shape.hidden_size * dtype.itemsize
+        return config.shape.num_parameters() * dtype.itemsize
+    total = config.num_parameters * dtype.itemsize
     scheme = config.quantization
     forms: list[tuple[tuple[int, ...], Form]] = []  # shape and form of every quantised matrix
     if quantization is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -281,6 +282,11 @@ class Resolved:
         return [*(draft.config for draft in self.ssms), *(head.decoder for _, head in self.heads)]
 
     @property
+    def shared_tokens(self) -> np.ndarray | None:
+        """Tokens that draft heads score with the target's head, int64 ascending; None for all, or if none uses it."""
+        return next((head.kept for _, head in self.heads if head.kept is not None and head.shares_head), None)
+
+    @property
     def cross_tokenizer(self) -> list[Draft]:
         """Drafts with another tokenizer than the target's."""
         return [draft for draft in self.drafts if draft.is_cross_tokenizer]
@@ -294,7 +300,7 @@ def resolve(options: EngineOptions) -> Resolved:
     target, drafts, forms, table, drafters = _read_models(options, spec, on_triton)
     heads, length = list[tuple[str, HeadConfig]](), options.max_model_len
     if isinstance(target, ModelConfig):
-        heads = [(name, HeadConfig.of(form, target, length)) for name, form in forms]
+        heads = [(name, HeadConfig.of(form, target, length).cut(limit, name, target)) for name, form in forms]
     models = [target, *(model for _, model in drafts)]
     others = [head for _, head in heads if not isinstance(head.form, AssistantForm)]  # assistants run eagerly on a CPU
     models += [head.decoder for head in others if isinstance(head.decoder, ModelConfig)]

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CAPACITY_F
 from treespec.drafters.cross_tokenizer.retokenize import Translation
 from treespec.drafters.cross_tokenizer.translated import TranslatedDrafter
 from treespec.drafters.ssm.ssm_drafter import SsmDrafter
-from treespec.errors import ConfigError, DraftError
+from treespec.errors import CheckpointError, ConfigError, DraftError
 from treespec.models.decoder import Decoder
 from treespec.models.model_config import ModelConfig
 from treespec.planning.planner import Planner
@@ -77,8 +78,11 @@ class HeadLimit(NamedTuple):
     def applies_to(self, config: ModelConfig) -> bool:
         """Return whether a draft's head is large enough to be cut."""
         shape = config.shape
+        if (experts := shape.experts) is not None:  # a row reads those that it chooses
+            shape = replace(shape, experts=replace(experts, count=experts.top_k))
         head = shape.vocab_size * shape.hidden_size
-        in_pass = shape.num_parameters() - (0 if shape.tied else head)  # of the embedding, a pass reads a few rows
+        others = [size for name, size in shape.parameters().items() if name not in ("embed", "lm_head")]
+        in_pass = head + sum(map(math.prod, others))  # of the embedding, a few rows
         return self.always or (shape.vocab_size >= LEAST_VOCABULARY and head >= LEAST_SHARE * in_pass)
 
     def kept(self, folder: Path, size: int, ends: Sequence[int]) -> np.ndarray | None:
@@ -166,7 +170,7 @@ def connect_drafts(
             )
         kept = None
         if limit is not None and isinstance(config, ModelConfig) and target_ids is None and limit.applies_to(config):
-            kept = _kept(limit, name, target, config, connection)
+            kept = kept_tokens(limit, name, target, config, connection)
         if connection.kind in ("padded", "reduced"):
             config = replace(config, shape=replace(config.shape, vocab_size=size))
             if isinstance(config, ModelConfig) and draft_size < size:
@@ -178,18 +182,26 @@ def connect_drafts(
     return connected
 
 
-def _kept(
+def kept_tokens(
     limit: HeadLimit, name: str, target: ModelConfig | AdapterConfig, config: ModelConfig, connection: Connection
 ) -> np.ndarray | None:
-    """Return `HeadLimit.kept` of a draft. Raises DraftError if no tokenizer tells which tokens to keep."""
+    """Return `HeadLimit.kept` of a draft; None for all without `HeadLimit.always` and a tokenizer that ranks them.
+
+    With it, raises DraftError if there is no tokenizer, and the errors of `rank_tokens`.
+    """
     folder, size, ends = config.folder, config.shape.vocab_size, config.eos_token_ids
     if connection.kind in ("same", "padded"):  # with the target's ids
         size, ends = min(size, target.shape.vocab_size), (*ends, *target.eos_token_ids)
         if not has_tokenizer(folder) and isinstance(target, ModelConfig):
             folder = target.folder
     if has_tokenizer(folder):
-        return limit.kept(folder, size, ends)
-    if limit.always:
+        try:
+            return limit.kept(folder, size, ends)
+        except CheckpointError as error:
+            if limit.always:
+                raise
+            logger.info("draft %s keeps its whole head: %s", name, error)
+    elif limit.always:
         raise DraftError(
             f"draft_vocabulary ranks the tokens of draft {name} by its tokenizer, and {folder} has none; put the "
             "tokenizer's files there, or use draft_vocabulary=None"
@@ -220,10 +232,8 @@ def fit_weights(
     ids = np.arange(len(rows)) if target_ids is None else target_ids
     of_head = np.flatnonzero((ids >= 0) & (ids < size)) if kept is None else kept
     tokens: np.ndarray = ids[of_head]
-    if len(tokens) < size:
-        weights.setdefault("lm_head", embed)
-    for name in weights.keys() & {"lm_head", "lm_head_scale", "lm_head_zero"}:
-        weights[name] = _rows_of(weights[name], of_head)
+    if len(tokens) < size or "lm_head" in weights:
+        weights |= rows_of_head(weights, of_head)
     if target_ids is None and len(rows) >= size:
         weights["embed"] = _rows_of(embed, slice(size))
     elif isinstance(embed, Blocks):  # a GGUF file's vocabulary is never a reduced one; other tokens get zeros
@@ -231,6 +241,13 @@ def fit_weights(
     else:
         weights["embed"] = expand_embedding(embed, ids, size)
     return tokens if len(tokens) < size else None
+
+
+def rows_of_head(weights: Weights, rows: np.ndarray) -> Weights:
+    """Return the parameters of a head of these rows of a model's, int64: copies."""
+    names = weights.keys() & {"lm_head", "lm_head_scale", "lm_head_zero"}
+    whole = {name: weights[name] for name in names} if names else {"lm_head": weights["embed"]}
+    return {name: _rows_of(matrix, rows) for name, matrix in whole.items()}
 
 
 def _rows_of(matrix: Any, rows: np.ndarray | slice) -> Any:

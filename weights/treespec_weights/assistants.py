@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,17 +73,19 @@ def load_assistant(
     target_hidden: int,
     dtype: torch.dtype | None,
     device: torch.device | str,
+    kept: np.ndarray | None = None,
 ) -> AssistantWeights:
     """Load an assistant of a target with this hidden size, and the vocabulary size of `shape`.
 
-    Raises CheckpointError if it is of another target or its tensors do not match its config.
+    `kept` is as in `load_head`, and None for a head that scores groups of tokens. Raises CheckpointError if it is of
+    another target or its tensors do not match its config.
     """
     if form.target_hidden != target_hidden:
         message = f"{form.target_hidden}, the target has {target_hidden}; use the assistant of this target"
         raise CheckpointError.of(form.folder, "config", "backbone_hidden_size", message)
     tensors, hidden, size = DraftTensors(form.folder, dtype, device), shape.hidden_size, shape.vocab_size
     decoder = tensors.take_layers(shape, form.rules, ())
-    decoder["embed"] = tensors.take("embed_tokens.weight", size, hidden)
+    decoder["embed"] = tensors.take("embed_tokens.weight", size, hidden)  # the head; tokens have the target's embedding
     before = tensors.take("pre_projection.weight", hidden, 2 * target_hidden)
     after = tensors.take("post_projection.weight", target_hidden, hidden)
     centroids = groups = None
@@ -94,4 +97,6 @@ def load_assistant(
             raise CheckpointError.of(form.folder, "value", "masked_embedding.token_ordering", message)
         groups = order.long().view(form.centroids, -1).to(device)
     tensors.check()
+    if kept is not None:
+        decoder["embed"] = decoder["embed"][torch.from_numpy(kept)]
     return AssistantWeights(decoder, before, after, centroids, groups)

@@ -142,11 +142,16 @@ def pard_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
 
 
 def load_block(
-    form: BlockForm, shape: ModelShape, target_hidden: int, dtype: torch.dtype | None, device: torch.device | str
+    form: BlockForm,
+    shape: ModelShape,
+    target_hidden: int,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    kept: np.ndarray | None = None,
 ) -> tuple[BlockWeights, np.ndarray | None]:
     """Load a block draft; arguments, result and errors as those of `load_head`."""
     if form.kind == "pard":
-        return _load_pard(form, shape, dtype, device), None
+        return _load_pard(form, shape, dtype, device, kept), kept
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
     count, head = len(form.layers), tensors.raw("lm_head.weight")
     tensors.check_states(count, target_hidden)
@@ -154,16 +159,18 @@ def load_block(
     if hidden != target_hidden and (head is None or embed is None):
         reason = f"{hidden}, the target has {target_hidden}, whose embeddings and vocabulary head the draft uses"
         raise config_error(form.folder, "hidden_size", reason)
-    tokens = None if head is None else tensors.head_tokens(len(head), shape.vocab_size)
+    size = shape.vocab_size
+    tokens = tensors.narrowed(kept, size) if head is None else tensors.head_tokens(len(head), size, kept)
+    rows = size if tokens is None else len(tokens)
     decoder = tensors.take_layers(shape, form.rules, ())
     if head is not None:
-        decoder["lm_head"] = tensors.take("lm_head.weight", len(head), hidden)
+        decoder["lm_head"] = tensors.take("lm_head.weight", rows, hidden)
     weights = BlockWeights(
         decoder,
         tensors.take("fc.weight", hidden, count * target_hidden),
         tensors.take("hidden_norm.weight", hidden),
         embed,
-        markov=_markov(form, tensors, shape, shape.vocab_size if head is None else len(head)),
+        markov=_markov(form, tensors, shape, rows),
     )
     tensors.check()
     if not form.mask_token < shape.vocab_size:
@@ -188,7 +195,11 @@ def _markov(form: BlockForm, tensors: DraftTensors, shape: ModelShape, rows: int
 
 
 def _load_pard(
-    form: BlockForm, shape: ModelShape, dtype: torch.dtype | None, device: torch.device | str
+    form: BlockForm,
+    shape: ModelShape,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    kept: np.ndarray | None,
 ) -> BlockWeights:
     """Load a PARD draft, whose vocabulary starts with the target's. `shape.vocab_size` is the target's."""
     draft_shape = ModelShape.from_hf(form.config, form.rules, form.folder)
@@ -199,4 +210,7 @@ def _load_pard(
     embed = decoder["embed"]
     for name in decoder.keys() & {"embed", "lm_head"}:
         decoder[name] = decoder[name][: shape.vocab_size]
+    if kept is not None:
+        decoder.setdefault("lm_head", embed)
+        decoder["lm_head"] = decoder["lm_head"][torch.from_numpy(kept)]
     return BlockWeights(decoder, None, None, None, embed[form.mask_token].clone())

@@ -21,7 +21,7 @@ from treespec_weights.rules import FamilyRules, ModelShape
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 MEDUSA_SAFETENSORS = "medusa_lm_head.safetensors"  # unlike the name of a checkpoint, unknown to `Checkpoint`
 FIRST_LAYER = "layers.0."
-_BY_HEAD_ROW = {"lm_head.weight", "markov_head.markov_w2.weight"}
+_BY_HEAD_ROW = ("lm_head", "head.", "markov_head.markov_w2.")  # starts of the names of vocabulary heads, and of a bias
 _RENAMED = {  # prefixes of other layouts
     "midlayer.": FIRST_LAYER,
     "transformer.": FIRST_LAYER,
@@ -127,10 +127,11 @@ class DraftTensors:
         if self.problems:
             raise CheckpointError(self.folder, self.problems)
 
-    def head_tokens(self, rows: int, target_size: int) -> np.ndarray | None:
+    def head_tokens(self, rows: int, target_size: int, kept: np.ndarray | None = None) -> np.ndarray | None:
         """Return the target's token of each row of the head, int64 [rows], ascending; None for equal ones.
 
-        Rows in another order are sorted, so that ties break as over the whole vocabulary. Raises CheckpointError.
+        Rows in another order are sorted, so that ties break as over the whole vocabulary. Of a head of the whole
+        vocabulary, the rows `kept` remain. Raises CheckpointError.
         """
         d2t, t2d = self.raw("d2t"), self.raw("t2d")
 
@@ -142,7 +143,7 @@ class DraftTensors:
         if d2t is None:
             if rows != target_size:
                 raise problem("d2t", f"missing: the head has {rows} rows, the target {target_size} tokens")
-            return None
+            return self.narrowed(kept, rows)
         tokens: np.ndarray = np.arange(len(d2t)) + d2t.to(torch.int64).numpy()
         if len(tokens) != rows or len(np.unique(tokens)) != rows or tokens.min() < 0 or tokens.max() >= target_size:
             counts = f"{len(tokens)} tokens from {tokens.min()} to {tokens.max()} for {rows} rows of the head"
@@ -150,10 +151,15 @@ class DraftTensors:
         if (np.diff(tokens) < 0).any():
             order = np.argsort(tokens)
             tokens = tokens[order]
-            for name in _BY_HEAD_ROW & self._stored.keys():
-                if self._stored[name].shape[:1] == (rows,):
-                    self._stored[name] = self._stored[name][torch.from_numpy(order)]
-        return tokens
+            self.narrowed(order, rows)
+        return tokens if kept is None or rows < target_size else self.narrowed(kept, rows)
+
+    def narrowed(self, kept: np.ndarray | None, rows: int) -> np.ndarray | None:
+        """Keep these rows, int64, of vocabulary heads that have `rows`, and return them; None for all."""
+        for name, tensor in self._stored.items():
+            if kept is not None and name.startswith(_BY_HEAD_ROW) and tensor.shape[:1] == (rows,):
+                self._stored[name] = tensor[torch.from_numpy(kept)]
+        return kept
 
     def take_layers(self, shape: ModelShape, rules: FamilyRules, skip: Collection[str]) -> dict[str, Tensor]:
         """Return the decoder parameters of the layers and the final norm, but those to skip, and one row of `embed`."""

@@ -211,23 +211,25 @@ def load_head(
     target_hidden: int,
     dtype: torch.dtype | None,
     device: torch.device | str,
+    kept: np.ndarray | None = None,
 ) -> tuple[HeadWeights, np.ndarray | None]:
     """Load a head.
 
     `shape` is that of its layers, with the target's vocabulary size; `num_states` the number of the target's layers
-    that it reads. A dtype of None keeps the stored ones, which stay memory-mapped. Returns the weights, and the
-    target's tokens of the head's rows, int64 ascending; None for the whole vocabulary. Raises CheckpointError with all
-    missing and misshaped tensors, and for a head of another target.
+    that it reads. A dtype of None keeps the stored ones, which stay memory-mapped. `kept`, int64 ascending, are the
+    tokens whose rows of a whole vocabulary head remain. Returns the weights, and the target's tokens of the head's
+    rows, int64 ascending; None for the whole vocabulary. Raises CheckpointError with all missing and misshaped tensors,
+    and for a head of another target.
     """
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
     if form.kind == "eagle":
-        return _load_eagle(form, shape, target_hidden, tensors), None
+        return _load_eagle(form, shape, target_hidden, tensors), kept
     tensors.check_states(num_states, target_hidden)
     head = tensors.raw("lm_head.weight")
     rows = shape.vocab_size if head is None else len(head)
-    tokens = tensors.head_tokens(rows, shape.vocab_size)
+    tokens = tensors.head_tokens(rows, shape.vocab_size, kept)
     decoder = tensors.take_layers(shape, form.rules, (*_PROJECTIONS, "layers.0.attn_norm"))
-    decoder["lm_head"] = tensors.take("lm_head.weight", rows, hidden)
+    decoder["lm_head"] = tensors.take("lm_head.weight", rows if tokens is None else len(tokens), hidden)
     decoder["layers.0.attn_norm"] = tensors.take(f"{FIRST_LAYER}hidden_norm.weight", hidden)
     weights = HeadWeights(
         decoder,
@@ -283,6 +285,20 @@ def _state_norms(tensors: DraftTensors, num_states: int, target_hidden: int) -> 
     if "fc_norm.0.weight" in tensors:
         return torch.stack([tensors.take(f"fc_norm.{i}.weight", target_hidden) for i in range(num_states)])
     return None
+
+
+def is_reduced(form: DraftForm, vocab_size: int) -> bool:
+    """Return whether a draft scores some of a target's `vocab_size` tokens only: those it was trained for, or groups.
+
+    Raises CheckpointError for unreadable weights.
+    """
+    if isinstance(form, MtpForm):
+        return False
+    if isinstance(form, AssistantForm):
+        return form.centroids > 0
+    tensors = DraftTensors(form.folder, None, "cpu")
+    tokens = tensors.raw("d2t")
+    return "token_map" in tensors or (tokens is not None and len(tokens) < vocab_size)
 
 
 def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:

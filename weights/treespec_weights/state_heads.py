@@ -95,14 +95,20 @@ def _number(folder: Path, raw: Mapping[str, Any], key: str, least: int) -> int:
 
 
 def load_state_head(
-    form: StateForm, target_hidden: int, vocab_size: int, dtype: torch.dtype | None, device: torch.device | str
+    form: StateForm,
+    target_hidden: int,
+    vocab_size: int,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    kept: np.ndarray | None = None,
 ) -> tuple[StateWeights, np.ndarray | None]:
-    """Load a head of a target of these sizes; dtype, device, result and errors as those of `load_head`."""
+    """Load a head of a target of these sizes; other arguments, result and errors as those of `load_head`."""
     tensors = _Renamed(form, dtype, device)
     if form.kind == "mlp_speculator":
-        weights, tokens = _load_speculator(form, target_hidden, vocab_size, tensors), None
+        tokens = tensors.narrowed(kept, vocab_size)
+        weights = _load_speculator(form, target_hidden, vocab_size, tensors, tokens)
     else:
-        weights, tokens = _load_medusa(form, target_hidden, vocab_size, tensors)
+        weights, tokens = _load_medusa(form, target_hidden, vocab_size, tensors, kept)
     tensors.check()
     return weights, tokens
 
@@ -125,13 +131,6 @@ class _Renamed(DraftTensors):
             )
         return name
 
-    def narrow_heads(self, tokens: np.ndarray, vocab_size: int) -> None:
-        """Keep the rows of these tokens in vocabulary heads that are stored whole."""
-        rows = torch.from_numpy(tokens)
-        for name, tensor in self._stored.items():
-            if name.startswith("lm_heads.") and len(tensor) == vocab_size:
-                self._stored[name] = tensor[rows]
-
     def take_depth(self, pattern: str, depth: int, *shape: int) -> Tensor:
         """Return a depth's tensor; if depths share weights, that of the last depth up to it that is stored."""
         while self._shared and depth and pattern.format(depth) not in self:
@@ -143,19 +142,17 @@ class _Renamed(DraftTensors):
 
 
 def _load_medusa(
-    form: StateForm, hidden: int, vocab_size: int, tensors: _Renamed
+    form: StateForm, hidden: int, vocab_size: int, tensors: _Renamed, kept: np.ndarray | None
 ) -> tuple[StateWeights, np.ndarray | None]:
-    tokens, stored = None, tensors.raw("token_map")
-    rows = vocab_size
+    tokens, stored = kept, tensors.raw("token_map")
     if stored is not None:
         tokens = stored.to(torch.int64).numpy()
         if (np.diff(tokens) <= 0).any() or not 0 <= tokens[0] <= tokens[-1] < vocab_size:
             reason = f"{len(tokens)} tokens; expected distinct ones of the target's {vocab_size}, ascending"
             tensors.problems.append(Problem("value", "'token_map'", reason))
             tensors.check()
-        rows = len(tokens)
-        tensors.narrow_heads(tokens, vocab_size)
-    steps = []
+    tensors.narrowed(tokens, vocab_size)
+    rows, steps = vocab_size if tokens is None else len(tokens), []
     for depth in range(form.depths):
         layers = []
         for i in range(form.num_layers):
@@ -165,12 +162,15 @@ def _load_medusa(
     return StateWeights(steps), tokens
 
 
-def _load_speculator(form: StateForm, hidden: int, vocab_size: int, tensors: _Renamed) -> StateWeights:
+def _load_speculator(
+    form: StateForm, hidden: int, vocab_size: int, tensors: _Renamed, tokens: np.ndarray | None
+) -> StateWeights:
     inner, steps = form.inner_size or hidden, []
+    rows = vocab_size if tokens is None else len(tokens)
     for depth in range(form.depths):
         steps.append(
             DepthWeights(
-                tensors.take_depth("head.{}.weight", depth, vocab_size, inner),
+                tensors.take_depth("head.{}.weight", depth, rows, inner),
                 (),
                 tensors.take_depth("emb.{}.weight", depth, vocab_size, inner),
                 tensors.take_depth("proj.{}.weight", depth, inner, inner if depth else hidden),

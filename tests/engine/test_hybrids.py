@@ -114,7 +114,7 @@ def test_drafts_read_the_prompt_of_samples_once() -> None:
     assert accepted[0] == accepted[1] and accepted[0]["draft"] > 2
     assert_clean(llm)
     pool.reserve("a leak")
-    with pytest.raises(AssertionError, match="hold.*a leak"):
+    with pytest.raises(AssertionError, match=r"hold.*a leak"):
         llm.engine.check_integrity()
 
 

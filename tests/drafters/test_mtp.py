@@ -278,6 +278,9 @@ def test_native_checkpoints_without_one_whole_layer(name: str) -> None:
         assert place in str(found.value) and message in str(found.value)
         row = compare_head(inspect_checkpoint(folder), MtpForm(folder))
         assert not row["usable"] and message in row["reason"]
+        assert row["same_vocab_size"] is row["same_vocabulary"] is row["same_hidden_size"] is None, (
+            "not known to differ"
+        )
 
 
 def test_a_checkpoint_without_its_layer() -> None:

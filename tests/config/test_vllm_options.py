@@ -188,6 +188,7 @@ def test_a_seed_of_the_engine() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {"method": "draft_model"}}, "is not supported; use drafts="),
+    ({"speculative_config": {"method": "mtp", "model": "x"}}, "for the model's own MTP layer"),
     ({"speculative_config": {"model": "x"}, "drafts": ["y"]}, r"the draft 'x' beside drafts=\[\.\.\.\]; give one"),
     ({"speculative_config": "ngram"}, "speculative_config='ngram'; valid: a dict"),
     ({"seed": "x"}, "seed='x'; valid: an int from 0"),

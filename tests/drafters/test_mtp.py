@@ -240,8 +240,9 @@ def test_layers_of_quantised_checkpoints(quantized: str) -> None:
 def test_targets_without_one_layer() -> None:
     asked: list[dict[str, Any]] = [{"drafts": ["mtp"]}]
     asked += [{"speculative_config": {"method": method}} for method in ("mtp", "qwen3_next_mtp")]  # of vLLM
+    asked += [{"speculative_config": {"method": "mtp", "model": str(tiny()[0])}}]
     for options in asked:
-        with pytest.raises(UnsupportedModelError, match=r"no MTP layer is known of 'llama', only of .*qwen3_5_text"):
+        with pytest.raises(UnsupportedModelError, match=r"target: 'mtp': no MTP layer of 'llama' .*qwen3_5_text"):
             LLM(tiny()[0], device="cpu", **options)
     with pytest.raises(ModelError, match=r"stablelm.* has no MTP layer"):
         open_adapter_llm(saved("stablelm")[1], ["mtp"])
@@ -263,7 +264,7 @@ def test_native_checkpoints_without_one_whole_layer(name: str) -> None:
     wrong: list[tuple[dict[str, torch.Tensor], str, str]] = [
         (
             without,
-            f"'{module}*'",
+            f": '{module}*'",
             "no tensor of an MTP layer; several conversions drop it: use the original checkpoint",
         ),
         ({stored: whole[stored] for stored in whole if stored != own}, own, "missing; expected [32, 48]"),
@@ -277,6 +278,9 @@ def test_native_checkpoints_without_one_whole_layer(name: str) -> None:
         assert place in str(found.value) and message in str(found.value)
         row = compare_head(inspect_checkpoint(folder), MtpForm(folder))
         assert not row["usable"] and message in row["reason"]
+        assert row["same_vocab_size"] is row["same_vocabulary"] is row["same_hidden_size"] is None, (
+            "not known to differ"
+        )
 
 
 def test_a_checkpoint_without_its_layer() -> None:

@@ -113,6 +113,9 @@ def test_drafts_read_the_prompt_of_samples_once() -> None:
         accepted.append(output.metrics.accepted_by_source)
     assert accepted[0] == accepted[1] and accepted[0]["draft"] > 2
     assert_clean(llm)
+    pool.reserve("a leak")
+    with pytest.raises(AssertionError, match=r"hold.*a leak"):
+        llm.engine.check_integrity()
 
 
 def test_cached_prefixes_begin_with_a_kept_state() -> None:

@@ -14,7 +14,10 @@ from tests.helpers.models import new_folder
 from tests.helpers.mtp_made import FILE, LAYOUTS, make_predictor
 from tests.weights.test_experts import stacked
 from treespec.models.model_config import ModelConfig
-from treespec_weights import load_weights
+from treespec_weights import inspect_checkpoint, load_weights
+from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.gguf.reader import read_gguf
+from treespec_weights.gguf.tensors import describe_storage
 from treespec_weights.mtp import load_predictor, predictor_of
 
 
@@ -33,6 +36,11 @@ def test_gguf_files_hold_the_layer(name: str, tmp_path: Path) -> None:
     assert expected.keys() == found.keys() and {"fc", "embed_norm", "layers.0.k"} <= found.keys()
     for part, tensor in expected.items():
         torch.testing.assert_close(found[part], tensor, rtol=0, atol=2e-7 if part.endswith("norm") else 0)
+    in_file = [len(tensor.shape) for own, tensor in read_gguf(path).tensors.items() if not own.startswith("blk.3.")]
+    assert f"holding {sum(dims > 1 for dims in in_file)} F32 matrices" in describe_storage(path, torch.float32)
+    stored = Checkpoint.open(path).tensors.items()
+    own_dims = [len(info.shape) for own, info in stored if not own.startswith(("mtp.", "model.layers.3."))]
+    assert [row["count"] for row in inspect_checkpoint(path)["matrices"]] == [sum(dims > 1 for dims in own_dims)]
     config = ModelConfig.from_hf(path)
     assert config.shape.num_layers == 3 and "layers.3.k" not in load_weights(path, config.shape, config.rules)
 

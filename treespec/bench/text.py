@@ -99,13 +99,13 @@ def _comparisons(title: str, run: Mapping[str, Any]) -> list[str]:
     if not run["comparisons"]:
         return []
     labels = {mode["mode"]: mode["label"] for mode in run["modes"]}
-    comparisons = {run["best"].get("assisted"): " (the best K and draft)", run["best"].get("lookup"): " (the best K)"}
+    suffixes = {run["best"].get("assisted"): " (the best K and draft)", run["best"].get("lookup"): " (the best K)"}
     rows = [
         (
             labels[row["mode"]],
             f"{row['times']:.2f}",
             f"({row['times_min']:.2f}..{row['times_max']:.2f})",
-            labels[row["peer"]] + comparisons.get(row["peer"], ""),
+            labels[row["peer"]] + suffixes.get(row["peer"], ""),
         )
         for row in run["comparisons"]
     ]

@@ -24,6 +24,11 @@ class StatePool:
         """Number of states of requests and groups."""
         return len(self._held) + sum(isinstance(key, str) for key in self._kept)
 
+    @property
+    def holders(self) -> set[str]:
+        """Ids of the requests that hold a state."""
+        return {*self._held}
+
     def reserve(self, request_id: str) -> RecurrentState:
         """Return a state before the first token; the number of running requests bounds that of states."""
         assert request_id not in self._held, f"{request_id} holds a state already"

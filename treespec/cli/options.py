@@ -149,7 +149,7 @@ def flags(options: type, *names: str) -> Callable[[_Command], _Command]:
         parameters = inspect.signature(command).parameters.values()
         instance = next((p.name for p in parameters if p.annotation is options), None)
         others = [p for p in parameters if p.name not in (*option_fields, instance) and p.kind is not p.VAR_KEYWORD]
-        flags = [_flag(field, help_texts(options)[name]) for name, field in option_fields.items()]
+        flag_parameters = [_flag(field, help_texts(options)[name]) for name, field in option_fields.items()]
 
         @functools.wraps(command)
         def run(**values: Any) -> Any:
@@ -159,7 +159,7 @@ def flags(options: type, *names: str) -> Callable[[_Command], _Command]:
                     settings[name] = () if field.default is MISSING else field.default
             return command(**values, **(settings if instance is None else {instance: options(**settings)}))
 
-        run.__signature__ = inspect.Signature([*others, *flags])  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature([*others, *flag_parameters])  # type: ignore[attr-defined]
         return cast(_Command, run)
 
     return decorate

@@ -156,7 +156,8 @@ class EngineOptions(VllmEngineOptions):
         rest = {name: value for name, value in self.speculative_config.items() if value is not None}
         model = rest.pop("model", None)
         method = rest.pop("method", "ngram" if model in ("ngram", "[ngram]") else "draft_model")
-        if str(method).endswith("mtp") and model in (None, options.model):  # also "qwen3_next_mtp" and the like
+        is_own = model is None or str(model) == str(options.model)
+        if is_own and str(method).endswith("mtp"):  # also "qwen3_next_mtp" and the like
             method, model = "draft_model", "mtp"
         if method == "suffix":
             options = replace(options, suffix_tokens=options.suffix_tokens or SUFFIX_TOKENS)
@@ -167,7 +168,8 @@ class EngineOptions(VllmEngineOptions):
         elif method != "ngram":
             raise ConfigError(
                 f"speculative_config={self.speculative_config!r} is not supported; use drafts=[...] for draft models, "
-                f"suffix_tokens={SUFFIX_TOKENS} for suffix decoding; prompt lookup is always on"
+                f"drafts=['mtp'] for the model's own MTP layer, suffix_tokens={SUFFIX_TOKENS} for suffix decoding; "
+                "prompt lookup is always on"
             )
         if rest:
             ignored = ", ".join(f"{name}={value!r}" for name, value in rest.items())

@@ -70,10 +70,9 @@ class Scheduler:
         if group is not None:
             if group.waiting:
                 other = next(other for other in reversed(self.waiting) if other.group is group)
-                is_same_prompt = request.prompt_token_ids == other.prompt_token_ids and request.spec == other.spec
-                is_same_prompt = is_same_prompt and self._salt(request) == self._salt(other)
+                shared, of_other = ((r.prompt_token_ids, r.spec, self._salt(r)) for r in (request, other))
                 differs = f"{request.request_id} differs from {group.group_id} in prompt, spec, adapter or rope factors"
-                assert is_same_prompt, differs
+                assert shared == of_other, differs
             group.waiting += 1
         self._num_added += 1
         request.order = self._num_added

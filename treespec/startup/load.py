@@ -292,7 +292,7 @@ class Loader:
         added = float(config.rules.norm == "rms_plus_one")  # as `prepare` adds it to the other norms
         norms = weights.pop("embed_norm").float() + added, weights.pop("feature_norm").float() + added
         fc = take_projection(weights, "", ("fc",))
-        # The target's embedding and head take the place of these, whose number of rows compiled growth asks for.
+        # A placeholder: embedding and head are the target's. Compiled growth needs a multiple of 16 rows.
         weights["embed"] = torch.zeros(16, config.shape.hidden_size, dtype=self.dtype, device=self.device)
         decoder = self._make_head_decoder(head, weights, head.kept, positions, target)
         pairs = self._pairs(decoder, fc, None, None, target, norms, "product")

@@ -141,7 +141,7 @@ def convert_checkpoint(
     shape = ModelShape.from_hf(config, rules, root)
     if shape.recurrent is not None and shape.recurrent.tiled:
         message = "its order of value heads is llama.cpp's, which safetensors files of this family do not have"
-        raise UnsupportedModelError.of(root, "config", repr(TILED), message)
+        raise UnsupportedModelError.of(root, "config", TILED, message)
     if layout not in (None, *FAMILIES):
         raise OptionError(f"--layout {layout}: valid are {', '.join(FAMILIES)}")
     written_as = rules if layout in (None, rules.model_type) else FAMILIES[str(layout)]

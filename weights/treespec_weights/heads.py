@@ -303,8 +303,8 @@ def is_reduced(form: DraftForm, vocab_size: int) -> bool:
 
 def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:
     """Compare a head with a target, a result of `inspect_checkpoint`: a row of `compare_draft`."""
-    reason = connection = None
-    parameters, same_hidden = 0, False
+    reason = connection = same_hidden = None
+    parameters = 0
     if target["shape"] is None:
         reason = "not compared with a target of another than the native families; LLM checks the fit at its start"
     else:
@@ -322,8 +322,8 @@ def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:
         "family": form.name,
         "parameters": parameters,
         "cost_ratio": parameters / target["parameters"] if target["parameters"] else None,
-        "same_vocab_size": reason is None,
-        "same_vocabulary": reason is None,
+        "same_vocab_size": True if reason is None else None,
+        "same_vocabulary": True if reason is None else None,
         "same_hidden_size": same_hidden,
         "usable": reason is None,
         "connection": connection,

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Set
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
@@ -119,7 +120,7 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
         "ignored": ignored,
         "problems": problems,
         "quantization": scheme.name if scheme else None,
-        "matrices": _matrices(checkpoint),
+        "matrices": _matrices(checkpoint, {*ignored}),
         "pass_bytes": _pass_bytes(checkpoint, shape, rules) if shape and rules else None,
         "memory": {
             dtype: {"weights_bytes": parameters * size, "kv_bytes_per_token": kv_values and kv_values * size}
@@ -163,13 +164,13 @@ def _rows(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     ]
 
 
-def _matrices(checkpoint: Checkpoint) -> list[dict[str, Any]] | None:
+def _matrices(checkpoint: Checkpoint, ignored: Set[str]) -> list[dict[str, Any]] | None:
     """Return the number and the bytes in memory of a GGUF file's matrices by type; None for safetensors."""
     if not checkpoint.folder.is_file():
         return None
     rows: dict[str, dict[str, Any]] = {}
-    for info in checkpoint.tensors.values():
-        if len(info.shape) >= 2:
+    for name, info in checkpoint.tensors.items():
+        if len(info.shape) >= 2 and name not in ignored:
             new = {"type": info.dtype, "in_blocks": info.dtype in FORMS, "count": 0, "bytes": 0}
             row = rows.setdefault(info.dtype, new)
             row["count"] += 1

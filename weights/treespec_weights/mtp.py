@@ -94,7 +94,7 @@ def open_predictor(folder: Path, own: PredictorRules) -> Checkpoint:
     checkpoint = Checkpoint.open(folder)
     second = own.layer_at(1)
     if any(name.startswith(second) for name in checkpoint.names()):
-        raise UnsupportedModelError.of(folder, "config", repr(second), "a second MTP layer; supported: one")
+        raise UnsupportedModelError.of(folder, "config", second, "a second MTP layer; supported: one")
     tensors = {name: info for name, info in checkpoint.tensors.items() if name.startswith(own.module)}
     absent = {name: file for name, file in checkpoint.absent.items() if name.startswith(own.module)}
     if not (tensors or absent):
@@ -102,13 +102,16 @@ def open_predictor(folder: Path, own: PredictorRules) -> Checkpoint:
             "no tensor of an MTP layer; several conversions drop it: use the original checkpoint, or leave out "
             f"drafts=[{MTP!r}]"
         )
-        raise CheckpointError.of(folder, "missing", repr(f"{own.module}*"), message)
+        raise CheckpointError.of(folder, "missing", f"{own.module}*", message)
     return replace(checkpoint, tensors=tensors, absent=absent)
 
 
 def _predictor_of(folder: Path, shape: ModelShape, rules: FamilyRules) -> PredictorRules:
     if rules.predictor is None:
         known = ", ".join(name for name, family in FAMILIES.items() if family.predictor is not None)
-        message = f"no MTP layer is known of {rules.model_type!r}, only of {known}; a folder of this name is './{MTP}'"
-        raise UnsupportedModelError.of(folder, "config", repr(MTP), message)
+        message = (
+            f"no MTP layer of {rules.model_type!r} is supported; families with one: {known}; a folder of this name is "
+            f"'./{MTP}'"
+        )
+        raise UnsupportedModelError.of(folder, "config", MTP, message)
     return rules.predictor.after(shape.num_layers)

@@ -263,7 +263,8 @@ class SsmDrafter:
         """Initialise samples that share the prompt's pages, with the group's mixture weights after the prompt.
 
         The prompt is marked as read, so no SSM writes to its shared pages. A preempted sample keeps its own weights.
-        SSMs with recurrent layers begin with a copy of the state after it, or read it again if there is none any more.
+        SSMs with recurrent layers begin with a copy of the state after it. Where that has made room for others, they
+        read the prompt again, and write what its pages hold.
         """
         for request in requests:
             assert request.group is not None
@@ -313,7 +314,7 @@ class SsmDrafter:
     @property
     def held(self) -> set[str]:
         """Ids of the requests that it keeps state of."""
-        return {*self._states, *self._evicted}
+        return {*self._states, *self._evicted}.union(*(pool.holders for pool in self.state_pools.values()))
 
     def lengths(self, request: Request) -> np.ndarray:
         """Return the number of leading positions with K/V in each SSM's pool."""

@@ -101,9 +101,7 @@ def hf_names(file: GgufFile) -> dict[str, str]:
     family = rules_of(file)
     stored = (rule for rule in (*family.tensors, *family.alternatives) if not rule.layout.startswith("interleaved"))
     rules = {rule.params: rule.name for rule in stored}
-    names, predictors = dict[str, str](), num_predictors(file)
-    count = file.value("block_count")
-    first = count - predictors if predictors and type(count) is int else None  # of the layers for MTP
+    names, first = dict[str, str](), _first_predictor(file)
     own = None if first is None or family.predictor is None else family.predictor.after(first)
     for name in file.tensors:
         if name in FACTORS:
@@ -124,6 +122,12 @@ def _names_of_predictor(
     """Return the names of the tensors of an MTP layer by their parameters, as `rules` are those of other layers."""
     names = {params: name.replace(LAYER, own.layer_at(number)) for params, name in rules.items()}
     return names if number else names | {(f"layers.{{i}}.{param}",): name for name, param in own.tensors.items()}
+
+
+def _first_predictor(file: GgufFile) -> int | None:
+    """Return the first of the layers for multi-token prediction, or None without any."""
+    predictors, count = num_predictors(file), file.value("block_count")
+    return count - predictors if predictors and type(count) is int else None
 
 
 def _layer(name: str) -> str:
@@ -183,14 +187,15 @@ def block_types(file: GgufFile) -> dict[str, tuple[str, Form]]:
 def describe_storage(path: Path, dtype: torch.dtype, in_blocks: bool = False) -> str:
     """Return a log line with the number of matrices by type and by the form in memory of a model in `dtype`.
 
-    `in_blocks` says whether matrices were loaded with `blocks`.
+    `in_blocks` says whether matrices were loaded with `blocks`. Those of MTP layers, which only a draft reads, are left
+    out.
     """
     file = read_gguf(path)
-    forms = block_types(file)
+    forms, first = block_types(file), _first_predictor(file)
     counts: Counter[tuple[str, str]] = Counter()
     for hf_name, name in hf_names(file).items():
         kind, shape = file.tensors[name].type, file.tensors[name].shape
-        if len(shape) >= 2:
+        if len(shape) >= 2 and (first is None or int(_layer(name) or 0) < first):
             _, form = forms.get(hf_name, (kind, None))
             held = str(dtype)[len("torch.") :] if form is None else f"int{form.bits} in groups of {form.group}"
             counts[kind, "in the file's blocks" if in_blocks and kind in FORMS else f"as {held}"] += 1

@@ -107,16 +107,17 @@ def _rounds(setting: Setting, requests: int, generator: torch.Generator) -> dict
     """Return random trees behind some replayed rows, and their deepest paths, on the host; the last one of several is
     idle."""
     nodes, host = setting.nodes + 12, torch.Generator().manual_seed(generator.initial_seed())
-    depths = torch.full((requests, nodes), -1, dtype=torch.int32)
-    ancestors = torch.arange(nodes, dtype=torch.int32)[None, :, None].repeat(requests, 1, nodes)
+    depths = torch.full((requests, nodes), -1, dtype=torch.int32, device="cpu")
+    ancestors = torch.arange(nodes, dtype=torch.int32, device="cpu")[None, :, None].repeat(requests, 1, nodes)
     for request in range(max(requests - 1, 1)):
         parents = tree_parents("random", nodes - request % 2, host)
         for node in range(len(parents)):
             path = path_to(parents, node)
             depths[request, node] = len(path) - 1
-            ancestors[request, node, : len(path)] = torch.tensor(path)
-    replayed = torch.tensor((REPLAYED * requests)[:requests], dtype=torch.int32)
-    slots, paths = torch.arange(requests, dtype=torch.int32).flip(0), ancestors[range(requests), depths.argmax(1)]
+            ancestors[request, node, : len(path)] = torch.tensor(path, dtype=torch.int32, device="cpu")
+    replayed = torch.tensor((REPLAYED * requests)[:requests], dtype=torch.int32, device="cpu")
+    slots = torch.arange(requests, dtype=torch.int32, device="cpu").flip(0)
+    paths = ancestors[range(requests), depths.argmax(1)]
     tables = {"slots": slots, "replayed": replayed, "depths": depths, "ancestors": ancestors, "paths": paths}
     return tables | {"path_lens": depths.amax(1) + 1}
 

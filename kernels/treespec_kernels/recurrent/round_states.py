@@ -63,7 +63,7 @@ def round_plan_ref(
         for row in range(width):
             paths.parents[first_replayed + row] = first_replayed + row - 1 if row else -1
             paths.kept[first_replayed + row] = -1
-            taps[first_replayed + row] = chain + row + torch.arange(history + 1)
+            taps[first_replayed + row] = chain + row + torch.arange(history + 1, dtype=torch.int64, device=taps.device)
         seen, depth_of = ancestors[request].tolist(), depths[request].tolist()
         is_measured = spreads is not None and bool(spreads)
         own = [node for node in range(nodes) if is_measured or depth_of[node] >= 0]
@@ -84,7 +84,7 @@ def round_plan_ref(
         order = [first_replayed + row for row in range(count)] + [first + n for n in sorted(own, key=lambda n: seen[n])]
         start = request * (width + nodes)
         paths.starts[request], paths.ends[request] = start, start + len(order)
-        paths.order[start : start + len(order)] = torch.tensor(order, dtype=torch.int32)
+        paths.order[start : start + len(order)] = torch.tensor(order, dtype=torch.int32, device=paths.order.device)
         paths.last[request] = root
     return out
 

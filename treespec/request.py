@@ -150,6 +150,11 @@ class Request:
         return None if self.state is None else StateRows(self.state, commits)
 
     @property
+    def num_replayed(self) -> int:
+        """Number of committed tokens since the recurrent state was stored, which the target's next pass replays."""
+        return 0 if self.state is None else self.context_len - self.state.length
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 

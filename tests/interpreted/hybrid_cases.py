@@ -18,6 +18,7 @@ from tests.helpers.models import (
     open_llm,
     random_prompts,
     tokens_of,
+    tree_of,
 )
 from tests.interpreted.engines import TRITON, captured_rounds, step_by_step, told
 from treespec import LLM, SpecConfig
@@ -86,6 +87,26 @@ def test_a_round_that_is_dropped_leaves_the_states() -> None:
         embed[POISON] = before
     assert tokens_of(trees) == plain and all(output.metrics.acceptance_length > 1 for output in trees)
     assert by_steps.call_count > 0
+    llm.engine.check_integrity()
+
+
+def test_a_deeper_path_than_a_captured_round_replays() -> None:
+    """It is accepted step by step, after a round that was dropped; captured rounds go on after the next pass."""
+    llm, _ = opened("qwen3_5")
+    [prompt], params = PROMPTS[:1], greedy(16)
+    with step_by_step(llm):
+        [plain] = tokens_of(llm.generate([prompt], params, spec="off"))
+    embed, source = llm.engine.runner.target.embed, OracleDrafter([prompt + plain], 7, 0, vocab=POISON)
+    before = embed[POISON].clone()
+    trees = [tree_of(prompt[-1], {(POISON,): 0.9})]
+    drafted = mock.patch.object(
+        source, "tree", side_effect=lambda *of: trees.pop() if trees else OracleDrafter.tree(source, *of)
+    )
+    with drafting_by(llm, source), drafted, torch.inference_mode():
+        embed[POISON] = math.nan
+        [output] = llm.generate([prompt], params, spec=SpecConfig(nodes=8, max_depth=7))
+        embed[POISON] = before
+    assert tokens_of([output]) == [plain]
     llm.engine.check_integrity()
 
 

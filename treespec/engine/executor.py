@@ -185,7 +185,8 @@ class Executor(ABC, Generic[ExecutionT]):
     def serves(self, request: Request) -> bool:
         """Return whether this executor can decode a request.
 
-        Depends on the request's parameters only, never on the batch, so that one executor produces all of its tokens.
+        Depends on the request only, never on the batch: on its parameters, so that one executor produces all of its
+        tokens but those of rounds left undecided, and on whether it can go on after such a round.
         """
 
     @abstractmethod

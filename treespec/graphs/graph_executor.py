@@ -58,6 +58,8 @@ class GraphExecutor(Executor[GraphExecution]):
             return False
         if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
             return False
+        if request.num_replayed > self.rounds.limits.width:
+            return False  # step by step, a deeper tree was accepted than a captured round can replay
         if spec.is_plain:
             return True
         largest = self.rounds.limits.nodes[-1]
@@ -225,7 +227,7 @@ class GraphExecutor(Executor[GraphExecution]):
     def _input(
         self, request: Request, plan: DraftPlan, adapter: int, transforms: RequestTransforms | None
     ) -> RoundInput:
-        sampler, spec, captured, state = request.sampler, request.spec, self.ssms, request.state
+        sampler, spec, captured = request.sampler, request.spec, self.ssms
         temperature = sampler.temperature if sampler is not None else 0.0
         weights, new = np.zeros(0), request.tokens[-1:]
         if captured is not None and plan.levels and captured.ssms.may_draft(request):
@@ -245,6 +247,7 @@ class GraphExecutor(Executor[GraphExecution]):
             LEAST_VALUE,
             request.max_len,
             adapter,
-            *((0, 0) if state is None else (state.slot, request.context_len - state.length)),
+            0 if request.state is None else request.state.slot,
+            request.num_replayed,
             transforms,
         )

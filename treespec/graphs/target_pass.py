@@ -83,8 +83,7 @@ class TargetPass:
         longest = next((limit for limit in self._contexts if limit >= context), None)
         if size is None or longest is None:
             return None
-        states = [(request.context_len, request.state) for request in requests if request.state is not None]
-        if any(length - state.length > self._limits.width for length, state in states):
+        if any(request.num_replayed > self._limits.width for request in requests):
             return None  # a deeper tree was verified before
         adapted = any(request.adapter is not None for request in requests)
         shape = _PassShape(size, self._limits.fitting(nodes), longest, adapted)
@@ -180,7 +179,7 @@ class _Graph:
             count, ancestors = len(tree), tree_rows(request, tree).ancestors
             host["context_lens"][i], host["max_lens"][i] = request.context_len, request.max_len
             if (state := request.state) is not None:
-                host["state_slots"][i], host["replayed"][i] = state.slot, request.context_len - state.length
+                host["state_slots"][i], host["replayed"][i] = state.slot, request.num_replayed
             host["pages"][i, : len(request.pages)] = request.pages
             host["tokens"][i, :count] = tree.tokens
             host["depths"][i, :count] = tree.depths

@@ -33,9 +33,9 @@ from treespec_kernels.recurrent.state_update import (
 
 
 class StatePass(ABC):
-    """Rows of a pass of recurrent layers: those of which only the inputs are kept (replayed rows), then the pass's own.
+    """Rows of a pass of recurrent layers: replayed ones, of which only the inputs are kept, then the pass's own.
 
-    Replayed are the tokens that the requests have committed since their states were stored, or the ancestors of a
+    Replayed rows are the tokens that the requests have committed since their states were stored, or the ancestors of a
     tree's later level, which earlier passes computed. Layers are numbered among the recurrent ones.
 
     Attributes:

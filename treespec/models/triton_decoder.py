@@ -292,7 +292,7 @@ class PassKernels:
     def _add(self, i: int, mixed: Tensor, norm: Norm, stream: Tensor, layout: TritonPass) -> Tensor:
         """Add the output projection of mixed rows to the stream in place, and return the normed input of what follows.
 
-        In a parallel block, that does not see the attention output.
+        In a parallel block, what follows does not see the attention output.
         """
         layer = self._layers[i]
         if not self.config.parallel:

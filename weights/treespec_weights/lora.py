@@ -18,9 +18,8 @@ from treespec_weights.load import Placement, cast, expected_tensors, overflow_me
 from treespec_weights.rules import FamilyRules, ModelShape
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_UPDATED = re.compile(
-    r"layers\.\d+\.(q|k|v|o|gate|up|down|input_gate|input_out)"
-)  # parameters of products that take updates
+# Parameters of products that take updates:
+_UPDATED = re.compile(r"layers\.\d+\.(q|k|v|o|gate|up|down|input_gate|input_out)")
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 _MERGE = "merge the adapter into the model (merge_and_unload of peft)"
 # Keys of the config that add something to B A: their other values, and what these mean.

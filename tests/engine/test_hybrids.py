@@ -33,7 +33,7 @@ from treespec.errors import KernelError, ModelError
 
 LENGTH = 256
 CROWDED = [("qwen3_5", True), ("lfm2", False), ("qwen3_next", True), ("granite_hybrid", True)]
-CROWDED += [("nemotron_h", True), ("mamba2", True), ("qwen3_5, mtp", True)]
+CROWDED += [("nemotron_h", True), ("mamba2", True), ("falcon_h1", True), ("qwen3_5, mtp", True)]
 COMPILED = [pytest.param(False, id="eager"), pytest.param(True, marks=needs_compiler)]
 
 

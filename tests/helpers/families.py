@@ -37,6 +37,15 @@ _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_he
 _DELTA |= {"linear_value_head_dim": 20, "full_attention_interval": 2}
 _MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_head": 24}
 _MAMBA |= {"mamba_d_conv": 3, "mamba_chunk_size": 32}
+_FALCON = _MAMBA | {"mamba_d_ssm": 96, "mamba_norm_before_gate": False, "attention_in_multiplier": 0.8}
+_FALCON |= {
+    "attention_out_multiplier": 0.9,
+    "key_multiplier": 1.3,
+    "embedding_multiplier": 1.7,
+    "lm_head_multiplier": 0.6,
+}
+_FALCON |= {"mlp_multipliers": [1.4, 0.7], "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6}
+_FALCON |= {"ssm_multipliers": [0.7, 1.3, 0.9, 1.2, 0.8]}
 _GRANITE4 = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 40}
 _GRANITE4 |= {"attention_multiplier": 0.3, "residual_multiplier": 0.4}
 _NEMOTRON = {"mamba_num_heads": 6, "mamba_head_dim": 20, "n_groups": 3, "ssm_state_size": 12, "chunk_size": 32}
@@ -111,6 +120,7 @@ TYPICAL = {
         moe_latent_size=32,
         routed_scaling_factor=1.8,
     ),
+    "falcon_h1": _case("falcon_h1", **_FALCON),
     "olmo_hybrid": _case(
         "olmo_hybrid", **_DELTA, head_dim=None, layer_types=_layers("linear", "full", "linear"), rms_norm_eps=0.05
     ),
@@ -154,7 +164,7 @@ SLOW = ("smollm3", "granite", "glm4", "olmo2", "hunyuan", "arcee", "ministral3",
 """Those of `TYPICAL` that only slow tests compute on every executor."""
 
 HYBRIDS = ("qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granite_hybrid", "nemotron_h", "mamba2")
-HYBRIDS += ("olmo_hybrid",)
+HYBRIDS += ("olmo_hybrid", "falcon_h1")
 """Those of `TYPICAL` with recurrent layers."""
 
 CASES = TYPICAL | {
@@ -222,6 +232,17 @@ CASES = TYPICAL | {
         rope_parameters={"rope_type": "default", "rope_theta": None},
     ),
     "bamba": _case("bamba", **_MAMBA, attn_layer_indices=[1], attention_bias=True, mlp_bias=True, mamba_proj_bias=True),
+    "falcon_h1, norms, biases": _case(
+        "falcon_h1",
+        **_FALCON | {"key_multiplier": 1.0, "mlp_multipliers": None},
+        mamba_rms_norm=True,
+        attention_bias=True,
+        mlp_bias=True,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+        mamba_conv_bias=False,
+        rope_parameters=_YARN,
+    ),
     "qwen2, no window, yarn": _case("qwen2", rope_parameters=_YARN, num_key_value_heads=1),
     "qwen3, biases, windows by layer": _case(
         "qwen3", **_BY_LAYER, attention_bias=True, num_key_value_heads=1, rms_norm_eps=0.05
@@ -304,6 +325,7 @@ def fitting(case: Case) -> dict[str, Any]:
         sizes |= {"linear_num_value_heads": 16, "linear_key_head_dim": 32, "linear_value_head_dim": 80}
     if "mamba_n_heads" in case.config:
         sizes |= {"mamba_n_heads": 16, "mamba_d_head": 80, "mamba_expand": 20, "mamba_d_state": 32}
+        sizes |= {"mamba_n_heads": 24, "mamba_d_ssm": 24 * 80} if "mamba_d_ssm" in case.config else {}
     if "mamba_num_heads" in case.config:
         sizes |= {"mamba_num_heads": 16, "mamba_head_dim": 80, "n_groups": 2, "ssm_state_size": 32}
     if "state_size" in case.config:

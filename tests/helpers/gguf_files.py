@@ -41,6 +41,7 @@ ARCHITECTURES = {  # where they differ from model_type
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
 }
 
 Types = Callable[[str], str]
@@ -259,6 +260,8 @@ def _metadata_of_mamba(config: Mapping[str, Any], rules: FamilyRules, shape: Mod
     found["ssm.inner_size"] = recurrent.heads * recurrent.value_dim
     if rules.model_type == "mamba2":
         return found | {"feed_forward_length": 0, "attention.head_count": 0, "attention.head_count_kv": None}
+    if rules.model_type == "falcon_h1":
+        return found | {"embedding_scale": None}
     attends = [not shape.is_recurrent(i) and i not in shape.mlp_only for i in layers]
     found["attention.head_count_kv"] = [shape.num_kv_heads * own for own in attends]
     if experts is not None:
@@ -286,6 +289,7 @@ def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
     """The tensors by GGUF name, with what the converter changes of them."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names, found = gguf.get_tensor_name_map(kind, shape.num_layers + 1), {}
+    factors = _factors_of_falcon(read_config(folder)) if arch == "falcon-h1" else {}
     tensors = _with_split_projections(_with_stacked_experts(load_file(folder / "model.safetensors")), shape.recurrent)
     for own, stored in tensors.items():
         if own.startswith("mtp.") and (part := own.split(".")[1]) in _OF_MTP:
@@ -302,6 +306,8 @@ def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
             tensor = _mamba_in_gguf(shape.recurrent, name, tensor)
         elif shape.recurrent is not None:
             tensor = _as_in_gguf(shape.recurrent, own, tensor, tiles=arch != "qwen3next")
+        if factors:
+            tensor = tensor * factors.get(name.removeprefix("blk.").partition(".")[2] if "blk" in name else name, 1.0)
         if arch in PERMUTED and ("attn_q." in name or "attn_k." in name):
             heads = shape.num_heads if "attn_q." in name else shape.num_kv_heads
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
@@ -310,6 +316,26 @@ def _tensors(folder: Path, arch: str, shape: ModelShape) -> dict[str, Tensor]:
         adds_one &= arch != "gemma4"
         found[name] = tensor + 1 if adds_one else tensor
     return found
+
+
+def _factors_of_falcon(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The factors of matrices by GGUF name, without the layer."""
+    read, (gate, out) = config["attention_in_multiplier"], config["mlp_multipliers"]
+    inner, states = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    sizes = torch.tensor([inner, inner, states, states, config["mamba_n_heads"]])
+    parts = torch.tensor(config["ssm_multipliers"]).repeat_interleave(sizes)[:, None]
+    return {
+        "attn_q.weight": read,
+        "attn_k.weight": read * config["key_multiplier"],
+        "attn_v.weight": read,
+        "attn_output.weight": config["attention_out_multiplier"],
+        "ssm_in.weight": config["ssm_in_multiplier"] * parts,
+        "ssm_out.weight": config["ssm_out_multiplier"],
+        "ffn_gate.weight": gate,
+        "ffn_down.weight": out,
+        "token_embd.weight": config["embedding_multiplier"],
+        "output.weight": config["lm_head_multiplier"],
+    }
 
 
 def _with_split_projections(tensors: Mapping[str, Tensor], shape: RecurrentShape | None) -> dict[str, Tensor]:
@@ -460,6 +486,9 @@ GGUF_CASES = {
     "lfm2": TYPICAL["lfm2"],
     "lfm2_moe": TYPICAL["lfm2_moe"],
     "granite_hybrid": TYPICAL["granite_hybrid"],
+    "falcon_h1": Case(
+        "falcon_h1", {key: value for key, value in TYPICAL["falcon_h1"].config.items() if "multiplier" not in key}
+    ),
     "nemotron_h": Case("nemotron_h", TYPICAL["nemotron_h"].config | _NEMOTRON),
     "gemma2": Case("gemma2", _WINDOWS | _CAPS),
     "gemma3": Case("gemma3_text", _WINDOWS | _GEMMA3),

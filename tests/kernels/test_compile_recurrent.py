@@ -17,7 +17,7 @@ from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.recurrent.request_state import RecurrentState, StateRows, StateShape
 
 pytestmark = needs_compiler
-HIDDEN, VOCAB, HEADS, KEYS, KEY_DIM, VALUE_DIM = 64, 64, 16, 4, 32, 80
+HIDDEN, VOCAB, HEADS, KEYS, KEY_DIM, VALUE_DIM = 64, 64, 24, 4, 32, 80
 LENGTH, PARENTS = 23, [-1, 0, 0, 1, 1, 3, 0, 5, 7, 2]
 PATHS = ([0, 1, 3, 5, 7, 8], [0, 2, 9], [0, 1, 4], [0, 6])
 SETS = [pytest.param(name, marks=pytest.mark.slow) for name in instruction_sets() if name != PAIRS]

@@ -151,9 +151,13 @@ def test_every_family_has_a_case() -> None:
     assert {case.model_type for case in CASES.values()} == set(FAMILIES)
 
 
-def test_models_without_triton_kernels_are_refused(tmp_path: Path) -> None:
-    folder = make_model(tmp_path, TYPICAL["nemotron_h"], 3)
-    reason = "there is no Triton kernel for its experts that read a projection"
+@pytest.mark.parametrize(
+    "name, part",
+    [("nemotron_h", "experts that read a projection"), ("falcon_h1", "recurrent states beside attention in a layer")],
+)
+def test_models_without_triton_kernels_are_refused(name: str, part: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path, TYPICAL[name], 3)
+    reason = f"there is no Triton kernel for its {part}"
     for backend in ("native", "auto"):
         with pytest.raises(VariantError, match=reason):
             open_llm(folder, attention="triton", backend=backend)
@@ -232,6 +236,7 @@ def test_trees_have_the_bits_of_plain_decoding(name: str, dtype: torch.dtype, co
         ("qwen2_moe", {"quantization": "int8", "draft_quantization": "int8"}),
         ("gpt_oss", {"quantization": "int8", "activations": "int8"}),
         ("gemma4", {"quantization": "int8", "draft_quantization": "int8"}),
+        ("falcon_h1", {"quantization": "int8", "draft_quantization": "int8"}),
     ],
 )
 def test_compiled_passes_with_quantised_weights(name: str, options: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ LAYERS = {
     ),
     "treespec_weights": (
         ("dtypes", "errors", "progress", "quantize", "sentencepiece"),
-        ("experts", "files", "quant_schemes", "sizes"),
+        ("experts", "factors", "files", "quant_schemes", "sizes"),
         ("rules",),
         ("blocks", "layouts"),
         ("quant_config",),

@@ -29,9 +29,9 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
 WIDE |= {"shared_expert_intermediate_size": 32, "mlp_only_layers": []}
 WIDE |= {"linear_num_value_heads": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
-WIDE |= {"mamba_n_heads": 16, "mamba_d_head": 16, "mamba_expand": 4, "mamba_d_state": 16, "ssm_state_size": 16}
-WIDE |= {"mamba_num_heads": 16, "mamba_head_dim": 16, "n_groups": 2, "shared_intermediate_size": 32}
-WIDE |= {"moe_shared_expert_intermediate_size": 32}
+WIDE |= {"mamba_n_heads": 16, "mamba_d_head": 16, "mamba_expand": 4, "mamba_d_state": 16, "mamba_d_ssm": 256}
+WIDE |= {"mamba_num_heads": 16, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16}
+WIDE |= {"shared_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32}
 
 
 def change_tensors(folder: Path, source: Path, change: Any, **config: Any) -> Path:
@@ -170,6 +170,7 @@ def test_mxfp4_in_trees(mxfp4: Path, compiled: bool) -> None:
 
 BLOCKS = [("qwen3_moe", "Q4_1"), ("gpt_oss", "MXFP4"), ("mixtral", "Q8_0"), ("qwen3_5_moe", "Q4_1")]
 BLOCKS += [("qwen3_next", "Q8_0"), ("lfm2_moe", "Q4_1"), ("granite_hybrid", "Q8_0"), ("nemotron_h", "Q4_1")]
+BLOCKS += [("falcon_h1", "Q8_0")]  # without experts: attention and Mamba 2 in blocks
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from treespec import SpecConfig
 from treespec.errors import ModelError
 from treespec.models.model_config import ModelConfig
 from treespec_kernels.comparison import assert_close
-from treespec_weights import UnsupportedModelError, inspect_checkpoint, verify_checkpoint
+from treespec_weights import CheckpointConfigError, inspect_checkpoint, verify_checkpoint
 
 (TOKENS,) = random_prompts((90,), vocab=VOCAB)
 
@@ -38,6 +38,11 @@ OLDER: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "Phi-3 of before": ("phi3", ("rope_parameters",), PHI3),
     "windows of Qwen 2 by max_window_layers": ("qwen2", ("layer_types",), {"max_window_layers": 2}),
     "pattern of Nemotron-H": ("nemotron_h", ("layers_block_type",), {"hybrid_override_pattern": "ME*-M"}),
+    "head size of Falcon-H1": (
+        "falcon_h1",
+        ("rope_parameters",),
+        {"rope_theta": 300.0, "mamba_d_head": "auto", "attn_layer_indices": None},
+    ),
     "layers of Granite 4": ("granite_hybrid", ("mamba_d_head",), {"layer_types": ["mamba", "attention", "mamba"]}),
 }
 # Added to a config.json that transformers 5 wrote, as model cards advise. Config classes of other families read it as
@@ -108,6 +113,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a window": ("mistral", {"sliding_window": -3}, "sliding_window.*-3"),
     "half a pair": ("llama", {"head_dim": 15}, "a head of 15; both must be even"),
     "limits of time steps": ("granite_hybrid", {"time_step_limit": [0.01, 0.1]}, r"time_step_limit.*\[0.01, 0.1\]"),
+    "a norm before the gate": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+        "before_gate.*True",
+    ),
+    "one bias of two": ("falcon_h1", {"projectors_bias": True}, "projectors_bias.*True.*mamba_proj_bias"),
+    "a factor too few": ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers.*expected 5 positive numbers"),
     "a part of nothing": ("gpt_neox", {"rotary_pct": 1.5, "rope_parameters": None}, "partial_rotary_factor=1.5"),
 }
 
@@ -116,7 +128,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_variants_that_no_declaration_covers(name: str, tmp_path: Path) -> None:
     case, values, words = REFUSED[name]
     folder = edit_config(make_model(tmp_path / "model", TYPICAL[case], 7), **values)
-    with pytest.raises((UnsupportedModelError, ModelError), match=words):
+    with pytest.raises((CheckpointConfigError, ModelError), match=words):
         ModelConfig.from_hf(folder)
 
 

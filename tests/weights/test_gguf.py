@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.helpers.conversions import loaded
 from tests.helpers.exactness import differences, run
-from tests.helpers.families import TYPICAL, VOCAB, WINDOW, Case, fitting, make_model
+from tests.helpers.families import CASES, TYPICAL, VOCAB, WINDOW, Case, fitting, make_model
 from tests.helpers.gguf_files import (
     ARCHITECTURES,
     GGUF_CASES,
@@ -93,6 +93,18 @@ def test_value_heads_of_gguf_files(name: str, compiled: bool, tmp_path: Path) ->
     if name != "qwen3_next":
         with pytest.raises(UnsupportedModelError, match="tiled_value_heads"):
             convert_checkpoint(path, tmp_path / "back")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["falcon_h1", "falcon_h1, norms, biases"])
+def test_factors_that_the_converter_multiplies(name: str, tmp_path: Path) -> None:
+    """Into the matrices, where a folder has them in its config."""
+    changes = dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), False)
+    folder = make_model(tmp_path / "folder", CASES[name], 0, **changes, mlp_multipliers=[1.4, 0.7])
+    path = write_gguf(tmp_path / "model.gguf", folder)
+    given, made = (open_llm(each).generate(random_prompts((20,), vocab=VOCAB), greedy(24)) for each in (folder, path))
+    assert tokens_of(given) == tokens_of(made)
+    assert ModelConfig.from_hf(folder).value_scale != ModelConfig.from_hf(path).value_scale == 1
 
 
 def test_a_converted_file_has_the_tensors_of_its_family(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_inspect_text(folder: Path, tmp_path: Path) -> None:
         ("qwen3_5", "2 of 3 layers are Gated DeltaNets, with states of 7.5 KiB per request"),
         ("granite_hybrid", "2 of 3 layers are Mamba 2, with states of 9.0 KiB per request"),
         ("lfm2", "2 of 3 layers are gated convolutions"),
+        ("falcon_h1", "3 of 3 layers have attention beside Mamba 2, with states of 13.5 KiB per request"),
     ],
 )
 def test_inspect_describes_recurrent_layers(family: str, described: str, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def check_compiled(configs: Sequence[ModelConfig], dtype: torch.dtype, device: t
         inputs = [shape.per_layer_size] if shape.per_layer_size else []
         reason = unsupported_reason(shape.hidden_size, [*shape.mlp_sizes, *inputs], shape.head_dim, dtype)
         if (recurrent := shape.recurrent) is not None:
-            sizes = recurrent.heads, recurrent.key_dim, recurrent.value_dim
+            sizes = recurrent.key_dim, recurrent.value_dim
             if recurrent.kernel > MAX_KERNEL or any(size % STATE_LANES for size in sizes):
                 reason = f"a convolution of {recurrent.kernel} tokens, or states of {sizes}: no multiples of 16"
         if reason:
@@ -119,6 +119,7 @@ class CompiledDecoder(Decoder):
             config.shape.output_gate,
             **recurrent_sizes(config),
             widest_head=config.shape.widest_head,
+            value_scale=config.value_scale,
         )
         blocks = self.embed_blocks
         embed = self.embed if blocks is None else BlockWeight(blocks.kind, blocks.rows, blocks.release)

@@ -373,7 +373,7 @@ class Decoder:
         start: StreamInput | None = None,
     ) -> Tensor:
         """Run the pass, from `start` if there is one, and store residual streams at the keys of `states`."""
-        missing, qkv = layout.num_rows - len(tokens), None
+        num_rows, missing, qkv = len(tokens), layout.num_rows - len(tokens), None
         if start is None:
             tokens = F.pad(tokens, (0, missing)) if missing else tokens
             x = self._embed(tokens, layout)
@@ -387,10 +387,8 @@ class Decoder:
         for i, layer in enumerate(self.layers[:num_layers]):
             if i in states:
                 states[i] = stream.x.clone()
-            cache: Any = None
-            if layer.o is not None:
-                cache = kv[self._caches[i]] if layer.mixer is None else next(recurrent)
-            self._run(layer, stream, rotation, layout, cache, None if i else qkv, layout.num_rows - missing)
+            number = None if layer.mixer is None else next(recurrent)
+            self._run(layer, stream, rotation, layout, kv[self._caches[i]], number, None if i else qkv, num_rows)
             if inputs is not None and layer.input_gate is not None and layer.input_norm is not None:
                 update = self._apply("input_gate", layer, stream.norm(None), layout, self.config.activation)
                 update = self._apply("input_out", layer, update.mul_(inputs[layer.index]), layout)
@@ -417,21 +415,23 @@ class Decoder:
         stream: RmsStream | LayerStream,
         rotation: tuple[Tensor, ...],
         layout: Pass,
-        # The layer's planes of the pool; of a recurrent layer, its number among those; None if it has only an MLP
-        cache: Any,
+        cache: Tensor,  # the layer's planes of the pool
+        number: int | None,  # of a recurrent layer among those
         qkv: Tensor | None,  # the layer's projections, if they are given
         num_rows: int,  # number of rows before those of padding
     ) -> None:
         """Run one layer in place on the stream."""
         h = stream.norm(layer.mlp_norm) if self.config.parallel else None  # the MLP does not see the attention output
         if layer.o is not None:
-            if layer.mixer is not None:
-                mixed = layer.mixer(stream.norm(layer.attn_norm), layout.states, cache)
+            normed: Any = stream.norm(layer.attn_norm) if qkv is None else None
+            mixed = None if layer.mixer is None else layer.mixer(normed, layout.states, number)
+            if mixed is not None and layer.mix_out is None:
                 update = self._apply("o", layer, mixed, layout)
             else:
-                if qkv is None:
-                    qkv = self._apply("qkv", layer, stream.norm(layer.attn_norm), layout)
+                qkv = self._apply("qkv", layer, normed, layout) if qkv is None else qkv
                 update = self._attend(layer, qkv, rotation, layout, cache)
+                if mixed is not None:
+                    update = update.add_(layer.mix_out(mixed))
             if layer.attn_post_norm is not None:
                 update = stream.norm_of(update, layer.attn_post_norm)
             stream.x.add_(update)
@@ -489,6 +489,8 @@ class Decoder:
                 part.mul_(cos).add_(turned)  # not addcmul: SIMD body and tail both round products and sum separately
         if self.config.rules.norm_after_rope:
             self._norm_heads(layer, qkv)
+        if self.config.value_scale != 1:
+            qkv[:, heads + layer.kv_heads : heads + 2 * layer.kv_heads].mul_(self.config.value_scale)
         if layer.owns_kv:  # K and V of a row adjacent, as in `layout.slots`
             new = qkv[:, heads : heads + 2 * layer.kv_heads].reshape(num_rows, 2, len(cache), -1, self.head_dim)
             for plane, part in zip(cache, new.to(cache.dtype).unbind(2), strict=True):

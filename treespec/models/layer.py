@@ -22,6 +22,7 @@ def prepare(config: ModelConfig, weights: Weights) -> None:
     """Transform decoder parameters in place, before fusing or packing.
 
     - Norms that scale by 1 + w store 1 + w in fp32, because the bf16 sum would lose precision.
+    - Parameters take the model's factors (`Factors`), and outputs of Mamba 2 that have no norm a gain of 1.
     - The final norm includes the factor on logits. A norm of attention and MLP is two norms.
     - Where values are the keys (`LayerSizes.has_v`), the matrices of K also get the names of those of V.
     - With partial or interleaved rotary embedding, q and k (weights with scales and zero points, biases, head norms)
@@ -34,6 +35,15 @@ def prepare(config: ModelConfig, weights: Weights) -> None:
     if config.logit_scale != 1 and (norm := weights.get("final_norm")) is not None:
         weights["final_norm"] = (norm.float() * config.logit_scale).to(norm.dtype)
     for i, kind in enumerate(config.layers):
+        recurrent = config.shape.recurrent if kind.recurrent else None
+        if recurrent is not None and not recurrent.normed:
+            weights[f"layers.{i}.mix_gain"] = torch.ones(
+                recurrent.heads * recurrent.value_dim, dtype=torch.float32, device=weights[f"layers.{i}.skip"].device
+            )
+        for name, factor in config.factors:
+            if factor != 1 and (value := weights.get(f"layers.{i}.{name}")) is not None:
+                kept = value.dtype if name.endswith("_bias") else torch.float32
+                weights[f"layers.{i}.{name}"] = (value.float() * factor).to(kept)
         if not config.shape.layer(i).has_v:
             keys = ((suffix, weights.get(f"layers.{i}.k{suffix}")) for suffix in ("", "_scale", "_zero"))
             weights |= {f"layers.{i}.v{suffix}": key for suffix, key in keys if key is not None}
@@ -121,7 +131,7 @@ def _take_products(
     products = fused_matrices(f"{prefix}gate" in weights, fuses_gate)
     if f"{prefix}attn_gate" in weights:
         products["qkv"] += ("attn_gate",)
-    if f"{prefix}mix_out" in weights:
+    if f"{prefix}mix_out" in weights and f"{prefix}o" not in weights:
         products["o"] = ("mix_out",)
     for name, fused in products.items():
         if name in names:
@@ -201,7 +211,8 @@ class Layer:
     plan in `Pass.attention`.
     """
 
-    mixer: Any = None  # what a recurrent layer has in place of attention
+    mixer: Any = None  # what a recurrent layer has in place of attention, or beside it
+    mix_out: Any = None  # the output projection of a mixer beside attention; without attention it is `o`
 
     def __init__(
         self,

@@ -10,6 +10,8 @@ import torch
 from treespec.errors import ModelError, VariantError
 from treespec.models.layer_kinds import LayerKind, Rope, positive, read_layers
 from treespec_weights.documents import read_config, read_generation_config
+from treespec_weights.errors import CheckpointConfigError, Problem
+from treespec_weights.factors import Factors
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.quant_config import scheme_of
@@ -42,6 +44,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]  # tokens that end a text
     quantization: QuantScheme | None = None  # the checkpoint's own
     head_rows: int | None = None  # of a draft's reduced head; None = the vocabulary
+    value_scale: float = 1.0  # factor on the values of attention
+    step_scale: float = 1.0  # on Mamba 2's time steps, before their bias
+    factors: tuple[tuple[str, float], ...] = ()  # on parameters of layers, by their names in a layer (`prepare`)
 
     @property
     def num_parameters(self) -> int:
@@ -53,18 +58,20 @@ class ModelConfig:
     @property
     def without_kernel(self) -> str | None:
         """What no Triton kernel computes of this model, or None if kernels compute all of it."""
+        if self.shape.recurrent is not None and self.shape.recurrent.beside:
+            return "recurrent states beside attention in a layer"
         latent = self.shape.experts is not None and self.shape.experts.latent_size
         return "experts that read a projection" if latent else None
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(dict.fromkeys(layer.window for layer in self.layers if not layer.recurrent)) or (None,)
+        attending = (layer.window for i, layer in enumerate(self.layers) if self.shape.attends(i))
+        return tuple(dict.fromkeys(attending)) or (None,)
 
     @property
     def attentions(self) -> tuple[tuple[int, int, int | None], ...]:
         """KV heads, head size and window of the layers with attention, each combination once."""
-        layers = enumerate(self.layers)
-        found = [self.attention_of(i) for i, layer in layers if not (layer.recurrent or layer.mlp_only)]
+        found = [self.attention_of(i) for i in range(len(self.layers)) if self.shape.attends(i)]
         return tuple(dict.fromkeys(found)) or ((self.shape.num_kv_heads, self.shape.head_dim, None),)
 
     def attention_of(self, i: int) -> tuple[int, int, int | None]:
@@ -86,7 +93,8 @@ class ModelConfig:
         rules, ropes = self.rules, tuple(rope.key for rope in self.ropes)
         components = rules.norm, rules.norm_after_rope, rules.extra_positions, self.norm_eps, self.activation
         scales = self.parallel, self.query_scale, self.score_cap, self.logit_cap, self.embed_scale, self.stream_scale
-        return self.shape, *components, *scales, ropes, self.layers, self.quantization, self.head_rows
+        factors = self.value_scale, self.step_scale, self.factors
+        return self.shape, *components, *scales, *factors, ropes, self.layers, self.quantization, self.head_rows
 
     def embed_scale_in(self, dtype: torch.dtype) -> float:
         """Return the factor on embeddings, which Gemma rounds to the `dtype` that it computes in."""
@@ -144,7 +152,11 @@ class ModelConfig:
         def scale(key: str | None, default: float = 1.0) -> float:
             return default if key is None or raw.get(key) is None else positive(folder, key, raw[key], float)
 
-        stream_scale = scale(rules.residual_scale)
+        problems: list[Problem] = []
+        factors = Factors() if rules.factors is None else rules.factors(raw, problems)
+        if problems:
+            raise CheckpointConfigError(folder, problems)
+        stream_scale = scale(rules.residual_scale) * factors.stream
         stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
         dtype = _DTYPES.get(stored) if isinstance(stored, str) else None
         if dtype is None:
@@ -157,7 +169,7 @@ class ModelConfig:
             norm_eps=float(eps) / stream_scale**2,
             activation="clamped_swiglu" if rules.clamped else ACTIVATIONS[named],
             parallel=parallel,
-            query_scale=scale(rules.score_scale, scale(rules.query_scalar, shape.head_dim) ** -0.5),
+            query_scale=scale(rules.score_scale, scale(rules.query_scalar, shape.head_dim) ** -0.5) * factors.scores,
             score_cap=_soft_cap(folder, raw, rules.score_cap),
             logit_cap=_soft_cap(folder, raw, rules.logit_cap),
             logit_scale=scale(rules.logit_scale) / scale(rules.logit_divisor),
@@ -169,6 +181,9 @@ class ModelConfig:
             dtype=dtype,
             eos_token_ids=end_tokens(folder, ends),
             quantization=scheme_of(raw, folder),
+            value_scale=factors.values,
+            step_scale=factors.steps,
+            factors=tuple(factors.parameters.items()),
         )
 
 

@@ -19,7 +19,7 @@ from treespec_weights.rules import RecurrentShape
 _MIX = ("mix_q", "mix_k", "mix_v")  # of a Gated DeltaNet
 # Of compiled passes:
 MAX_KERNEL = 16  # tokens of a convolution
-STATE_LANES = 16  # numbers of heads, and sizes of keys and values, are multiples of it
+STATE_LANES = 16  # sizes of keys and values are multiples of it
 
 
 def recurrent_sizes(config: ModelConfig) -> dict[str, Any]:
@@ -29,7 +29,8 @@ def recurrent_sizes(config: ModelConfig) -> dict[str, Any]:
         return {}
     sizes = {name: getattr(shape, name) for name in ("kernel", "key_heads", "key_dim", "value_dim", "tiled", "rates")}
     sizes |= {"channels": shape.channels(config.shape.hidden_size), "state_heads": shape.heads}
-    return sizes | {"mixer_eps": _epsilon(config), "beta_scale": 2.0 if shape.doubled else 1.0}
+    scales = {"beta_scale": 2.0 if shape.doubled else 1.0, "step_scale": config.step_scale}
+    return sizes | scales | {"mixer_eps": _epsilon(config), "mixer_norm": shape.normed}
 
 
 def _epsilon(config: ModelConfig) -> float:
@@ -39,13 +40,16 @@ def _epsilon(config: ModelConfig) -> float:
 
 
 def take_mixer(weights: Weights, prefix: str, config: ModelConfig) -> dict[str, Any]:
-    """Pop the parameters of a recurrent layer that take the place of attention, as `CompiledLayerWeights` has them."""
+    """Pop the parameters of a layer's recurrent mixer, as `CompiledLayerWeights` has them."""
     shape = config.shape.recurrent
     assert shape is not None
     names = ("mix",) if shape.kind == "conv" else (*_MIX, *_rates(shape), "mix_gate")
+    product, beside = ("mix", ("mix_out",)) if shape.beside else ("qkv", ())
     return {
-        "qkv": [take_projection(weights, prefix, (name,)) for name in names],
-        "qkv_bias": _take_bias(weights, prefix, names),
+        product: [take_projection(weights, prefix, (name,)) for name in names],
+        f"{product}_bias": _take_bias(weights, prefix, names),
+        **{name: take_projection(weights, prefix, beside) for name in beside},
+        **{f"{name}_bias": _take_bias(weights, prefix, beside) for name in beside},
         **_take_conv(weights, prefix),
         **({} if shape.kind == "conv" else _take_steps(weights, prefix)),
     }
@@ -101,7 +105,8 @@ class StateMixer:
         shape = config.shape.recurrent
         assert shape is not None
         heads = shape.key_heads, shape.key_dim, shape.heads, shape.value_dim
-        self._sizes, self._tiled = MixerSizes(shape.kind == "delta", *heads, shape.doubled), shape.tiled
+        own = shape.doubled, config.step_scale, shape.normed
+        self._sizes, self._tiled = MixerSizes(shape.kind == "delta", *heads, *own), shape.tiled
         self._channels, self._eps = shape.channels(config.shape.hidden_size), _epsilon(config)
         self.mix, self.rates = (
             make_linear(
@@ -170,7 +175,7 @@ def make_mixer(
 
 
 class RecurrentLayer(Layer):
-    """A layer with a mixer in place of attention."""
+    """A layer with a mixer in place of attention, or beside it."""
 
     def __init__(
         self,
@@ -184,3 +189,6 @@ class RecurrentLayer(Layer):
     ):
         super().__init__(weights, i, config, impl, dtype, library, min_rows)
         self.mixer = make_mixer(weights, i, config, impl, dtype, library)
+        if config.shape.attends(i):
+            weight = take_projection(weights, f"layers.{i}.", ("mix_out",))
+            self.mix_out = make_linear(weight, weights.pop(f"layers.{i}.mix_out_bias", None), dtype, impl, library)

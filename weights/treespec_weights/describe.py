@@ -83,7 +83,8 @@ def _made_of(shape: dict[str, Any], traits: dict[str, Any]) -> str:
         kind = {"delta": "Gated DeltaNets", "mamba2": "Mamba 2", "conv": "gated convolutions"}[recurrent["kind"]]
         count, state = len(recurrent["layers"]), recurrent["heads"] * recurrent["key_dim"] * recurrent["value_dim"]
         of_request = f", with states of {_size(4 * count * state)} per request" if state else ""
-        features.append(f"{count} of {shape['num_layers']} layers are {kind}{of_request}")
+        relation = "have attention beside" if recurrent["beside"] else "are"
+        features.append(f"{count} of {shape['num_layers']} layers {relation} {kind}{of_request}")
     if type(traits["window"]) is int:
         features.append(f"windows of {traits['window']:,} positions")
     if traits["parallel"] is True:

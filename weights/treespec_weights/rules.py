@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from treespec_weights.errors import CheckpointConfigError, Problem
 from treespec_weights.experts import ExpertRules, Experts
+from treespec_weights.factors import Factors
 
 MAX_DIMENSION = 2**31 - 1
 MAX_LAYERS = 10_000
@@ -48,6 +49,8 @@ class RecurrentShape:
     bias: bool = False  # of its projections
     doubled: bool = False  # beta of "delta" is up to 2, so that a state may change its sign
     eps: float | None = None  # epsilon of the norm of its outputs; None for that of the other norms
+    normed: bool = True  # of "mamba2": whether its outputs have such a norm
+    beside: bool = False  # its layers have attention too: both read the same input, and their outputs are added
 
     @property
     def rates(self) -> int:
@@ -80,7 +83,7 @@ class RecurrentShape:
             parameters |= {f"conv_{part}_bias": (size,)} if self.conv_bias else {}
         if self.kind == "delta":
             return parameters | {"mix_gain": (self.value_dim,)}
-        return parameters | {"skip": (heads,), "mix_gain": (inner,)}
+        return parameters | {"skip": (heads,)} | ({"mix_gain": (inner,)} if self.normed else {})
 
 
 class LayerSizes(NamedTuple):
@@ -138,16 +141,19 @@ class ModelShape:
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and layer in self.recurrent.layers
 
+    def attends(self, layer: int) -> bool:
+        alone = self.is_recurrent(layer) and not (self.recurrent and self.recurrent.beside)
+        return not (alone or layer in self.mlp_only)
+
     def layer(self, i: int) -> LayerSizes:
         """Return the sizes of a layer."""
         return self.sizes[i] if self.sizes else LayerSizes(self.num_kv_heads, self.head_dim, self.intermediate_size, i)
 
     def num_planes(self, layer: int) -> int:
         """Return the number of planes of the cache with a layer's own K/V."""
-        own = self.layer(layer)
-        if self.is_recurrent(layer) or layer in self.mlp_only or own.kv_of != layer:
-            return 0
-        return own.num_kv_heads * own.head_dim // (self.num_kv_heads * self.head_dim)
+        own, plane = self.layer(layer), self.num_kv_heads * self.head_dim
+        has_own = self.attends(layer) and own.kv_of == layer
+        return own.num_kv_heads * own.head_dim // plane if has_own else 0
 
     def planes(self, layers: Sequence[int]) -> list[int]:
         """Return for each of these layers, in order, the first plane of its K/V in a cache of only these layers."""
@@ -197,7 +203,8 @@ class ModelShape:
             if self.recurrent_pre_norms and self.is_recurrent(i):
                 pre, post = True, False
             if i not in self.mlp_only:
-                parts |= norm("attn_norm", pre) | (recurrent if self.is_recurrent(i) else self._attention(i))
+                parts |= norm("attn_norm", pre) | (recurrent if self.is_recurrent(i) else {})
+                parts |= self._attention(i) if self.attends(i) else {}
                 parts |= norm("attn_post_norm", post)
             if i not in self.without_mlp:
                 mlp = sparse.get(i) or self._mlp(self.layer(i).intermediate_size)
@@ -349,7 +356,7 @@ class RecurrentRules:
     """How config.json describes recurrent layers."""
 
     kind: Literal["delta", "mamba2", "conv"]
-    layer_type: str  # their name in `layer_types`; all others are `FULL_ATTENTION`
+    layer_type: str  # their name in `layer_types`, "hybrid" if they have attention too; others are `FULL_ATTENTION`
     key: str = "layer_types"
     single: bool = False  # each layer is one block with one norm, and may also be of a type in `MLP_ONLY`
     # Where `key` is missing:
@@ -379,7 +386,7 @@ class RecurrentRules:
             return None, [Problem("config", repr(keys["heads"]), message)]
         tiled = config.get(TILED) is True and values["heads"] != values["key_heads"]
         fixed: dict[str, Any] = {"kind": self.kind, "layers": layers, "tiled": tiled, "eps": self.eps}
-        return (RecurrentShape(**fixed, **values) if layers else None), []
+        return (RecurrentShape(**fixed, **values, beside=self.layer_type == "hybrid") if layers else None), []
 
     def types(self, config: Mapping[str, Any], num_layers: int) -> Any:
         """Return the type of each layer, or what config.json has in its place."""
@@ -493,6 +500,7 @@ class FamilyRules:
     residual_scale: str | None = None
     logit_scale: str | None = None
     logit_divisor: str | None = None
+    factors: Callable[[Mapping[str, Any], list[Problem]], Factors] | None = None  # others; adds to the problems
     # score_cap, logit_cap: keys of the soft caps c of attention scores and logits, c tanh(x / c); null disables
     score_cap: str | None = None
     logit_cap: str | None = None

@@ -136,6 +136,7 @@ struct Layer {
     // qkv: of a recurrent layer, the projections that `RecurrentRows` mixes; gate_up, down: of a sparse layer, those of
     // its shared expert, if it has one
     Linear qkv, o, gate_up, down;
+    Linear mix, mix_out;     // the mixer's own projections in a recurrent layer with attention beside it
     const Experts* experts;  // null for a dense layer
     // Convolution of a recurrent layer, [kernel, channels], null in other layers; and its bias, [channels], or null
     const float *conv, *conv_bias;
@@ -188,8 +189,8 @@ struct Model {
     int64_t hidden, mlp, threads;
     // As in `Architecture` (decoder_cpu.py); a score_cap of 0 is none.
     int64_t num_heads, num_kv_heads, activation, layer_norm, parallel, num_ropes, output_gate;
-    int64_t kernel, channels, key_heads, state_heads, key_dim, value_dim, tiled, rates;
-    float mixer_eps, beta_scale, norm_eps, query_scale, embed_scale, score_cap;
+    int64_t kernel, channels, key_heads, state_heads, key_dim, value_dim, tiled, rates, mixer_norm;
+    float mixer_eps, beta_scale, step_scale, value_scale, norm_eps, query_scale, embed_scale, score_cap;
     int64_t wide_head_norm, norm_after_rope;
     int64_t widest_head;  // of the layers, a multiple of HEAD_DIM; 0: HEAD_DIM
 };
@@ -376,7 +377,7 @@ class Pass {
             const float *key = row + heads * dim + i * HEAD_DIM, *value = key + kv_heads * dim;
             scalar *const to = keys(layer, i) + first;
             for (int64_t j = 0; j < HEAD_DIM; j += LANES) store(to + j, load<vec>(key + j));
-            for (int64_t j = 0; j < HEAD_DIM; j += LANES) store(to + pool + j, load<vec>(value + j));
+            for (int64_t j = 0; j < HEAD_DIM; j += LANES) store(to + pool + j, load<vec>(value + j) * model.value_scale);
         }
     }
 
@@ -390,9 +391,15 @@ class Pass {
                               load<vec>(x + r * hidden + i));
     }
 
-    // Writes the projections of the residual stream to `y`.
-    void project(const Layer& layer) {
+    // Writes the projections of the residual stream to `y`. A mixer beside attention reads the same normalised rows, and
+    // its outputs are added to the residual stream; such a layer has no post norm.
+    void project(const Layer& layer, RecurrentRows& recurrent, int64_t& states) {
         norm(layer.attn_norm, h);
+        if (layer.mix.weight) {
+            linear(layer.mix, h, n, y, STORE, threads);
+            recurrent.mix_heads(layer, states++, y, layer.mix.stride, a, threads);
+            linear(layer.mix_out, a, n, x, ADD, threads);
+        }
         multiply(layer, &Layer::qkv, &LayerUpdates::qkv, h, y, STORE);
     }
 
@@ -531,8 +538,9 @@ class Pass {
         int64_t widest = std::max({2 * mlp, hidden, model.input_size}), mixed = std::max(mlp, model.input_size);
         for (int64_t l = 0; l < batch.num_layers; l++) {
             const Layer& layer = model.layers[l];
-            widest = std::max(widest, layer.conv ? layer.qkv.stride : width_of(layer));
-            mixed = std::max(mixed, layer.o.inputs);
+            const bool attends = !layer.conv || layer.mix.weight;
+            widest = std::max({widest, attends ? width_of(layer) : layer.qkv.stride, layer.mix.stride});
+            mixed = std::max({mixed, layer.o.inputs, layer.mix_out.inputs});
         }
         wide.resize(n * widest);
         narrow.resize(n * mixed);
@@ -559,9 +567,10 @@ class Pass {
                 if (l == 0 && batch.qkv)
                     for (int64_t i = 0; i < n * width_of(layer); i++) y[i] = to_float(((const scalar*)batch.qkv)[i]);
                 else
-                    project(layer);
+                    project(layer, recurrent, states);
                 const int64_t step = layer.qkv.stride;
-                if (layer.gain) recurrent.mix_heads(layer, states++, y, step, a, threads);
+                if (layer.mix.weight) attend(layer);
+                else if (layer.gain) recurrent.mix_heads(layer, states++, y, step, a, threads);
                 else if (layer.conv) recurrent.mix_conv(layer, states++, y, step, a, threads);
                 else attend(layer);
                 if (model.parallel) norm(layer.mlp_norm, h);  // the input of the MLP excludes the output of attention

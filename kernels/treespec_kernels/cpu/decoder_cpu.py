@@ -28,7 +28,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")  
 
 _LANES = 16
 _NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "input_norm")
-_LINEARS = ("qkv", "o", "gate_up", "down")
+_LINEARS = ("qkv", "o", "gate_up", "down", "mix", "mix_out")
 _INPUTS = ("input_gate", "input_out")
 _FLOATS = ("head_norm", "sinks", "conv", "conv_bias", "dt_bias", "rate", "skip", "gain")
 _NormStruct, _LayerStruct, _LinearStruct = STRUCTS["Norm"], STRUCTS["Layer"], STRUCTS["Linear"]
@@ -59,7 +59,11 @@ class CompiledLayerWeights(NamedTuple):
     sinks: Tensor | None = None  # [num_heads], scores of attention sinks
     experts: CompiledExperts | None = None
     # Of a recurrent layer, whose `qkv` are the convolution's inputs, beta (not of Mamba 2), decay and mix_gate. None in
-    # other layers
+    # other layers. A layer with attention beside that has them in `mix`, and its output projection in `mix_out`
+    mix: Weight | Sequence[Weight] | None = None
+    mix_bias: Tensor | None = None
+    mix_out: Weight | Sequence[Weight] | None = None
+    mix_out_bias: Tensor | None = None
     conv: Tensor | None = None  # [kernel, channels]
     conv_bias: Tensor | None = None  # [channels]
     dt_bias: Tensor | None = None  # of a layer with a state per head, [state_heads]
@@ -112,7 +116,10 @@ class Architecture(NamedTuple):
     tiled: bool = False
     rates: int = 0
     mixer_eps: float = 0.0  # of the norm of a recurrent layer's output
+    mixer_norm: bool = True  # Mamba 2's outputs are normalised; without it they are multiplied by `gain` only
     beta_scale: float = 1.0
+    step_scale: float = 1.0  # factor on Mamba 2's time steps, before their bias
+    value_scale: float = 1.0  # factor on the values of attention
     widest_head: int = 0  # head size of the rotations; 0 for that of the library
 
 
@@ -290,7 +297,7 @@ class CompiledModel:
     def _layer(self, layer: CompiledLayerWeights, index: int, num_kv_heads: int) -> ctypes.Structure:
         norms = {name: self._norm(getattr(layer, name), getattr(layer, f"{name}_bias", None)) for name in _NORMS}
         linears = {
-            name: self._linear(getattr(layer, name), getattr(layer, f"{name}_bias", None))
+            name: self._linear(getattr(layer, name), getattr(layer, f"{name}_bias", None), padded=True)
             for name in (*_LINEARS, *_INPUTS)
         }
         floats = {name: self._floats(getattr(layer, name)) for name in _FLOATS}
@@ -315,10 +322,12 @@ class CompiledModel:
     def _norm(self, weight: Tensor | None, bias: Tensor | None) -> ctypes.Structure:
         return _NormStruct(self._floats(weight), self._floats(bias))
 
-    def _linear(self, weight: Weight | Sequence[Weight] | None, bias: Tensor | None) -> ctypes.Structure:
+    def _linear(
+        self, weight: Weight | Sequence[Weight] | None, bias: Tensor | None, padded: bool = False
+    ) -> ctypes.Structure:
         if weight is None:
             return _LinearStruct()
-        packed = PanelLinear(self._library, weight, bias, self._integer, self._memory)
+        packed = PanelLinear(self._library, weight, bias, self._integer, self._memory, padded)
         self._linears.append(packed)
         self._held += packed.held
         return packed.struct

@@ -94,10 +94,12 @@ class PanelLinear:
         # groups are not multiples of 16
         integer: bool = False,
         memory: HugePages | None = None,  # allocator for the weights; None for a new one
+        padded: bool = False,  # rows of outputs end with a whole vector
     ):
         self.held: list[Tensor] = []
         weights = [weight] if isinstance(weight, (Tensor, QuantizedWeight, BlockWeight)) else list(weight)
         self.out_features, self.in_features = sum(part.shape[0] for part in weights), weights[0].shape[1]
+        self._stride = -(-self.out_features // _LANES) * _LANES if padded else self.out_features
         self._library, self._integer, self._memory = library, integer, memory or HugePages(smallest=None)
         self._parts: list[ctypes.Structure] = []  # structs of the matrices, last one first
         end = self.out_features
@@ -114,7 +116,7 @@ class PanelLinear:
     def _pack(self, weights: Sequence[Any], bias: Tensor | None) -> ctypes.Structure:
         """Pack one matrix of the product; its struct links to the previously packed one."""
         outputs = sum(part.shape[0] for part in weights)
-        struct = STRUCTS["Linear"](inputs=self.in_features, outputs=outputs, stride=self.out_features)
+        struct = STRUCTS["Linear"](inputs=self.in_features, outputs=outputs, stride=self._stride)
         struct.rest = ctypes.addressof(self._parts[-1]) if self._parts else None
         struct.bias = None if bias is None else self._hold(in_panels(bias[:, None]).clone())
         if isinstance(weights[0], Tensor):

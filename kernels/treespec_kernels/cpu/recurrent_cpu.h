@@ -29,8 +29,9 @@ class RecurrentRows {
 
     const Model& model;
     const Batch& batch;
-    // width: inputs of a token; row_size: what `make` makes of them; total: rows with replayed ones and earlier slots
-    const int64_t history, channels, width, row_size, inner, total;
+    // width: inputs of a token; rated: heads in whole vectors; row_size: what `make` makes of the inputs; total: rows with
+    // replayed ones and earlier slots
+    const int64_t history, channels, width, rated, row_size, inner, total;
     std::vector<Of> requests;
     std::vector<std::pair<int64_t, int64_t>> rows;  // request, and index among its rows, of those to compute
     static inline thread_local std::vector<scalar> fresh_rows;
@@ -102,6 +103,13 @@ class RecurrentRows {
         for (int64_t i = 0; i < size; i += LANES) store(x + i, load<vec>(x + i) * factor);
     }
 
+    // Returns values of the heads from `first` on, with zeros after the last one.
+    template <class T> vec of_heads(const T* values, int64_t first) const {
+        T some[LANES] = {};
+        std::copy_n(values + first, std::min(LANES, model.state_heads - first), some);
+        return widen(some);
+    }
+
     // Makes q, k, v, beta and decay of a row from its inputs. Mamba 2's beta is the time step.
     void make(const Layer& layer, const scalar** taps, float* out) const {
         convolve(layer, taps, out);
@@ -110,11 +118,11 @@ class RecurrentRows {
         for (int64_t head = 0; head < 2 * model.key_heads && !layer.skip; head++)
             normalize(out + head * model.key_dim, model.key_dim, head < model.key_heads ? length : 1.0f);
         const scalar *beta = taps[0] + channels, *decay = taps[0] + width - model.state_heads;
-        float *to = out + channels, *decays = to + model.state_heads;
+        float *to = out + channels, *decays = to + rated;
         for (int64_t i = 0; i < model.state_heads; i += LANES) {
-            const vec rate = load<vec>(layer.rate + i), step = softplus(widen(decay + i) + load<vec>(layer.dt_bias + i));
-            store(to + i, layer.skip ? step : model.beta_scale * sigmoid(widen(beta + i)));
-            store(decays + i, exp(rate * step));
+            const vec step = softplus(of_heads(decay, i) * model.step_scale + of_heads(layer.dt_bias, i));
+            store(to + i, layer.skip ? step : model.beta_scale * sigmoid(of_heads(beta, i)));
+            store(decays + i, exp(of_heads(layer.rate, i) * step));
         }
     }
 
@@ -148,7 +156,7 @@ class RecurrentRows {
         const int64_t keys = model.key_heads * model.key_dim;
         const int64_t key = model.tiled ? head % model.key_heads : head / (model.state_heads / model.key_heads);
         const float *q = row + key * model.key_dim, *k = q + keys, *v = row + 2 * keys + head * model.value_dim + column;
-        const float beta = row[channels + head], decay = row[channels + model.state_heads + head];
+        const float beta = row[channels + head], decay = row[channels + rated + head];
         const float* skip = layer.skip ? layer.skip + head : nullptr;
         constexpr int N = 4;
         int64_t i = 0;
@@ -203,7 +211,8 @@ class RecurrentRows {
   public:
     RecurrentRows(const Model& model, const Batch& batch)
         : model(model), batch(batch), history(model.kernel - 1), channels(model.channels),
-          width(channels + model.rates * model.state_heads), row_size(channels + 2 * model.state_heads),
+          width(channels + model.rates * model.state_heads), rated((model.state_heads + LANES - 1) / LANES * LANES),
+          row_size(channels + 2 * rated),
           inner(model.state_heads * model.value_dim), total(count_rows(batch)) {
         int64_t first = 0;
         for (int64_t i = 0; i < batch.num_requests; i++) {
@@ -219,9 +228,9 @@ class RecurrentRows {
     // Mixes the projections y, [num_rows, step], of a layer with a state per head: channels, rates, gate. Writes a.
     void mix_heads(const Layer& layer, int64_t index, const float* y, int64_t step, scalar* a, int threads) {
         const int64_t n = batch.num_rows;
-        fresh_rows.resize(n * width), made_rows.resize(total * row_size), mixed_rows.resize(n * inner);
+        fresh_rows.resize(n * width + LANES), made_rows.resize(total * row_size), mixed_rows.resize(n * inner);
         fresh = fresh_rows.data(), made = made_rows.data(), mixed = mixed_rows.data();
-        for (int64_t r = 0; r < n; r++)
+        for (int64_t r = 0; r < n; r++)  // the end of a row's last vector is overwritten by the next row
             for (int64_t i = 0; i < width; i += LANES) store(fresh + r * width + i, load<vec>(y + r * step + i));
         parallel(threads, int64_t(rows.size()), [&](int64_t row) {
             const FlushDenormals flushing;
@@ -235,7 +244,8 @@ class RecurrentRows {
             run_head(layer, requests[unit / units], index, unit % units / blocks, unit % blocks * COLUMNS);
         });
         keep(index);
-        // A Gated DeltaNet's heads are normalised before the gate, Mamba 2's groups of heads after it, with gains of all.
+        // A Gated DeltaNet's heads are normalised before the gate, Mamba 2's groups of heads after it or not at all, with
+        // gains of all.
         const int64_t size = layer.skip ? inner / model.key_heads : model.value_dim;
         parallel(threads, n, [&](int64_t r) {
             for (int64_t start = 0; start < inner; start += size) {
@@ -245,7 +255,7 @@ class RecurrentRows {
                     for (int64_t i = 0; i < size; i += LANES)
                         store(row + i, load<vec>(row + i) * activate(SILU, load<vec>(gate + i)));
                 const Norm gain{layer.gain + (layer.skip ? start : 0), nullptr};
-                const Moments of = moments(row, size, model.mixer_eps, false);
+                const Moments of = model.mixer_norm ? moments(row, size, model.mixer_eps, false) : Moments{0.0f, 1.0f};
                 for (int64_t i = 0; i < size; i += LANES) {
                     const vec made = normed(row, of, gain, i);
                     store(a + r * inner + start + i, layer.skip ? made : made * activate(SILU, load<vec>(gate + i)));

@@ -27,6 +27,9 @@ class MixerSizes(NamedTuple):
     heads: int
     value_dim: int
     doubled: bool = False  # beta of a Gated DeltaNet is up to 2
+    # Of Mamba 2, not in kernels of a GPU:
+    step_scale: float = 1.0  # factor on time steps, before their bias
+    normed: bool = True  # whether outputs are normalised, or only multiplied by the gains
 
 
 class MixedRows(NamedTuple):
@@ -59,7 +62,7 @@ def mix_rows_ref(
     qk, v = made.split([2 * sizes.key_heads * sizes.key_dim, heads * sizes.value_dim], 1)
     qk = qk.reshape(len(qk), 2 * sizes.key_heads, sizes.key_dim)
     rates = inputs[taps[:, -1], channels:].float()
-    step = softplus(rates[:, -heads:] + dt_bias)
+    step = softplus(rates[:, -heads:] * sizes.step_scale + dt_bias)
     beta = step
     if sizes.delta:
         # `norm_heads` divides by the root of the mean square; a query is also divided by sqrt(key_dim).
@@ -81,7 +84,7 @@ def mix_rows_triton(
     sizes: MixerSizes,
 ) -> MixedRows:
     """Compute `mix_rows_ref` on a GPU, in one launch."""
-    delta, key_heads, key_dim, heads, value_dim, doubled = sizes
+    delta, key_heads, key_dim, heads, value_dim, doubled, *_ = sizes
     channels = 2 * key_heads * key_dim + heads * value_dim
     check_arguments(
         {"channels": channels, "heads": heads, "width": channels + heads * (1 + delta)},
@@ -139,7 +142,10 @@ def gate_rows_ref(
     if skip is None:
         norm_heads(out, gain.expand(sizes.heads, -1), eps)
         return (out.flatten(1) * factor).to(gate.dtype)
-    out = ((out + v * skip[:, None]).flatten(1) * factor).unflatten(1, (sizes.key_heads, -1))
+    out = (out + v * skip[:, None]).flatten(1) * factor
+    if not sizes.normed:
+        return (out * gain).to(gate.dtype)
+    out = out.unflatten(1, (sizes.key_heads, -1))
     norm_heads(out, gain.view(sizes.key_heads, -1), eps)
     return out.flatten(1).to(gate.dtype)
 

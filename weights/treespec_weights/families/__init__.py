@@ -15,7 +15,7 @@ from treespec_weights.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA
 from treespec_weights.families.gpt import GPT2, GPT_NEOX, OPT
 from treespec_weights.families.lfm2 import LFM2, LFM2_MOE
 from treespec_weights.families.llama import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
-from treespec_weights.families.mamba import BAMBA, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
+from treespec_weights.families.mamba import BAMBA, FALCON_H1, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
 from treespec_weights.families.olmo_hybrid import OLMO_HYBRID
 from treespec_weights.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from treespec_weights.quant_config import scheme_of
@@ -24,7 +24,7 @@ from treespec_weights.rules import FamilyRules
 _DECLARED: tuple[FamilyRules, ...]
 _DECLARED = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_5, LFM2, GEMMA, GEMMA2, GEMMA3, VAULTGEMMA, PHI3, GPT_NEOX, OPT, GPT2)
 _DECLARED += (MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_5_MOE, QWEN3_NEXT, LFM2_MOE, OLMOE, GLM4_MOE, GPT_OSS)
-_DECLARED += (GRANITE_HYBRID, NEMOTRON_H, BAMBA, MAMBA2, OLMO_HYBRID)
+_DECLARED += (GRANITE_HYBRID, NEMOTRON_H, BAMBA, FALCON_H1, MAMBA2, OLMO_HYBRID)
 _DECLARED += (GEMMA4, GEMMA4_UNIFIED)
 _DECLARED += tuple(rules for rules in vars(llama_like).values() if isinstance(rules, FamilyRules))
 

@@ -1,11 +1,13 @@
-"""Families with layers of Mamba 2: Granite 4 (hybrid), Nemotron-H, Bamba and Mamba 2 itself."""
+"""Families with layers of Mamba 2: Granite 4 (hybrid), Nemotron-H, Bamba, Falcon-H1 and Mamba 2 itself."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from treespec_weights.errors import Problem
 from treespec_weights.experts import ExpertRules
+from treespec_weights.factors import Factors
 from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS
 from treespec_weights.families.llama_like import GRANITE
 from treespec_weights.rules import FULL_ATTENTION, FamilyRules, RecurrentRules, TensorRule, one_to_one, with_biases
@@ -131,6 +133,79 @@ BAMBA = replace(
     assumed={"hidden_act": "silu", "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     recurrent=replace(_MAMBA, attention="attn_layer_indices"),
     requires={"hidden_act": ("silu",), "time_step_limit": _NO_LIMIT},
+)
+
+_FALCON_FACTORS = {  # numbers of the values at these keys
+    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "key_multiplier"), 1),
+    **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), 1),
+    "mlp_multipliers": 2,  # of the gate and of the output
+    "ssm_multipliers": 5,  # of the gate, x, B, C and the time step
+}
+
+
+def _falcon_factors(config: Mapping[str, Any], problems: list[Problem]) -> Factors:
+    """Return Falcon-H1's factors on inputs and outputs of attention, mixer and MLP, and on their projections.
+
+    Those of the two gates are part of the norms before them, and what that changes elsewhere is undone there: no matrix
+    is rounded again.
+    """
+    values = list[float]()
+    for key, count in _FALCON_FACTORS.items():
+        value = config.get(key)
+        own = [1.0] * count if value is None else value if count > 1 else [value]
+        known = isinstance(own, list) and len(own) == count
+        if not known or not all(type(factor) in (int, float) and 0 < factor < math.inf for factor in own):
+            expected = "a positive number" if count == 1 else f"{count} positive numbers"
+            problems.append(Problem("config", repr(key), f"{value!r}; expected {expected}"))
+            own = [1.0] * count
+        values += own
+    read, attended, key_factor, ssm_in, ssm_out, mlp_gate, mlp_out, gate, x, b, c, step = values
+    norm, stream = ssm_in * gate, mlp_out / mlp_gate
+    parameters = {"attn_norm": norm, "mlp_norm": mlp_gate, "mix_gain": ssm_out / stream}
+    parameters |= {"conv_v": x / gate, "conv_k": b / gate, "conv_q": c / gate}
+    parameters |= {f"{name}_bias": norm / read for name in "qkv"}
+    parameters |= {f"{name.rpartition('.')[2]}_bias": gate for name in _IN}
+    parameters |= {f"{name}_bias": mlp_gate for name in ("gate", "up", "down")}
+    parameters |= {"o_bias": attended / stream, "mix_out_bias": ssm_out / stream}
+    return Factors(
+        parameters,
+        scores=(read / norm) ** 2 * key_factor,
+        values=read / norm * attended / stream,
+        steps=step / gate,
+        stream=stream,
+    )
+
+
+def _normalize_falcon(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Compute the size of a head of the mixer, and leave out what has no effect without its norm."""
+    result, size = {"projectors_bias": False, "mamba_proj_bias": False, **config}, config.get("mamba_d_ssm", 1024)
+    heads = config.get("mamba_n_heads", _MAMBA_DEFAULTS["heads"])
+    if config.get("mamba_d_head") in (None, "auto") and type(size) is int and type(heads) is int and heads > 0:
+        result["mamba_d_head"] = size // heads
+    if config.get("mamba_rms_norm"):
+        result.setdefault("mamba_norm_before_gate", True)
+    else:
+        result.pop("mamba_norm_before_gate", None)
+    return _with_head_size(result)
+
+
+FALCON_H1 = replace(
+    BAMBA,
+    model_type="falcon_h1",
+    normalize=_normalize_falcon,
+    assumed={"hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 8192},
+    embed_scale="embedding_multiplier",
+    logit_scale="lm_head_multiplier",
+    factors=_falcon_factors,
+    recurrent=replace(
+        _MAMBA,
+        layer_type="hybrid",
+        key="layers_block_type",
+        config_keys=_MAMBA_KEYS | {"normed": "mamba_rms_norm"},
+        defaults=_MAMBA_DEFAULTS | {"normed": False},
+    ),
+    requires={**BAMBA.requires, "mamba_norm_before_gate": (False,)},
+    equal_sizes={"projectors_bias": "mamba_proj_bias"},
 )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from treespec_weights.errors import CheckpointConfigError, Problem, UnsupportedModelError
 from treespec_weights.experts import ExpertRules
 from treespec_weights.families import (
+    FALCON_H1,
     GEMMA,
     GEMMA2,
     GEMMA3,
@@ -83,6 +84,7 @@ ARCHITECTURES: Mapping[str, FamilyRules] = {
     "glm4moe": GLM4_MOE,
     "gpt-oss": GPT_OSS,
     "granitehybrid": GRANITE_HYBRID,
+    "falcon-h1": FALCON_H1,  # the converter multiplies the weights by the model's factors
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H,
     "mamba2": MAMBA2,
@@ -369,9 +371,13 @@ def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) 
         "value_dim": natural("ssm.inner_size") // heads or 1,
         "conv_bias": _has(file, "ssm_conv1d.bias"),
         "bias": _has(file, "ssm_in.bias"),
+        "normed": _has(file, "ssm_norm.weight"),
     }
     config = {key: sizes[name] for name, key in recurrent.config_keys.items()}
-    if recurrent.interval is not None:
+    if recurrent.layer_type == "hybrid":
+        config |= {"projectors_bias": sizes["bias"], "mamba_norm_before_gate": False}
+        config["mamba_d_ssm"] = natural("ssm.inner_size")
+    elif recurrent.interval is not None:
         config[recurrent.interval] = natural("full_attention_interval", 4)
         config[TILED] = heads != keys and file.architecture != "qwen3next"
     elif recurrent.single and file.architecture != "mamba2":

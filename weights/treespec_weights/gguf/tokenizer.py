@@ -46,7 +46,8 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("smollm", "starcoder", "refact"), _Rule(single_digits=True)),
     "command-r": _Rule(single_digits=True, normalizer="NFC"),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3"), _Rule(_LLAMA3, ignore_merges=True, adds_bos=True)
+        ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1"),
+        _Rule(_LLAMA3, ignore_merges=True, adds_bos=True),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _Rule(_LLAMA3)),
     "glm4": _Rule(_LLAMA3, ignore_merges=True),

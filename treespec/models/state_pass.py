@@ -249,8 +249,9 @@ class RoundStates(StatePass):
         self._tensors, self._slots, self._replayed, self._width = tensors, slots, replayed, width
         self._plan = RoundPlan.allocate(slots, nodes, width, tensors.history, slots.device)
         self.taps, self._paths, self.num_replayed = self._plan.taps, self._plan.paths, len(slots) * width
-        chain = torch.zeros(len(slots), nodes, width, dtype=torch.int32, device=slots.device)
-        self._chain = chain if nodes == 1 else None
+        self._chain: Tensor | None = None  # ancestors of single nodes
+        if nodes == 1:
+            self._chain = torch.zeros(len(slots), 1, width, dtype=torch.int32, device=slots.device)
         self._depths: Tensor  # of the rows of the current pass, as in `round_plan_ref`
 
     def place(self, depths: Tensor, ancestors: Tensor | None, spreads: Tensor) -> "RoundStates":

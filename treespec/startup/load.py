@@ -316,8 +316,9 @@ class Loader:
         else:
             table = (target.embed if embed is None else embed).to(self.dtype)
         if isinstance(decoder, CompiledDecoder):
-            weight, threads = (self._fitted(product), bias), torch.get_num_threads()
-            return PairInputs(decoder.library, weight, table, *norms, eps, stream, threads, self.int8_drafts)
+            weight_and_bias, num_threads = (self._fitted(product), bias), torch.get_num_threads()
+            arguments = weight_and_bias, table, *norms, eps, stream, num_threads, self.int8_drafts
+            return PairInputs(decoder.library, *arguments)
         assert isinstance(table, Tensor), "only compiled passes keep matrices in blocks"
         return TorchPairs(self._linear(decoder, product, bias), table, norms, eps, stream)
 

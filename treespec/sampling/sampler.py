@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from functools import cached_property
 from typing import Protocol
@@ -81,26 +81,25 @@ class Sampler:
         position = len(tokens) + len(ancestors)
         if self._kernel_noise:
             return self._choose_by_kernel(logits, tokens, ancestors, position)
+        if self._native is None:
+            return self._choose_by_scores(lambda: self.transforms.scores(logits, tokens, ancestors), logits, position)
+        assert isinstance(self.transforms, Transforms)
+        transforms, penalised = self.transforms, self.transforms.penalised(logits, tokens, ancestors)
+        if (chosen := self._native.choose(penalised, position)) is not None:
+            return chosen
+        return self._choose_by_scores(lambda: transforms.truncated(penalised), logits, position)
+
+    def _choose_by_scores(self, scores_of: Callable[[], Tensor], logits: Tensor, position: int) -> int:
+        """Return the token with the largest score, plus noise if sampled. `scores_of` returns the scores, [vocab]."""
         with one_thread():
-            token, best = self._choose_on_host(logits, tokens, ancestors, position)
+            scores = scores_of()
+            if self.temperature > 0:
+                token, best = self.noise.choose(scores.cpu().numpy(), position)
+            else:
+                largest = scores.max(0)  # first on ties
+                token, best = int(largest.indices), float(largest.values)
         self._check(best, logits, position)
         return token
-
-    def _choose_on_host(
-        self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int], position: int
-    ) -> tuple[int, float]:
-        if self._native is not None:
-            assert isinstance(self.transforms, Transforms)
-            penalised = self.transforms.penalised(logits, tokens, ancestors)  # calls logits processors, so only once
-            if (chosen := self._native.choose(penalised, position)) is not None:
-                return chosen
-            scores = self.transforms.truncated(penalised)
-        else:
-            scores = self.transforms.scores(logits, tokens, ancestors)
-        if self.temperature > 0:
-            return self.noise.choose(scores.cpu().numpy(), position)
-        largest = scores.max(0)  # first on ties
-        return int(largest.indices), float(largest.values)
 
     def _choose_by_kernel(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int], position: int) -> int:
         """Compute temperature, noise and argmax in one kernel, without transforms on the logits themselves."""

@@ -14,7 +14,7 @@ from treespec.errors import RequestError, describe_error
 from treespec.sampling.grammar import Grammar
 from treespec.sampling.restriction import Restriction
 from treespec.sampling_params import SamplingParams
-from treespec.utils.torch_state import outside_code
+from treespec.utils.torch_state import one_thread, outside_code
 from treespec_kernels.sampling.logit_transforms import (
     IN_PROMPT,
     TransformInputs,
@@ -122,6 +122,10 @@ class Transforms:
         """Return the first part of `scores`: the input of `truncated`, [vocab], float32 or the logits themselves."""
         if not self._modifies:
             return logits
+        with one_thread():
+            return self._penalised(logits, tokens, ancestors)
+
+    def _penalised(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
         if len(self._biases):
             self._count(tokens)
         position, (numbers, (_, least_position)) = len(tokens) + len(ancestors), self._row

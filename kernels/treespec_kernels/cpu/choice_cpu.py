@@ -47,8 +47,8 @@ class RowChoice:
         )
         self._address = ctypes.addressof(self._struct)
 
-    def choose(self, logits: Tensor, position: int) -> tuple[int, float] | None:
-        """Return the token at `position` and its score plus noise, with the bits of the reference.
+    def choose(self, logits: Tensor, position: int) -> int | None:
+        """Return the token at `position`, which is the reference's.
 
         None if the reference must choose: a score is not finite, many tokens tie, or rounding may change the nucleus.
 
@@ -62,9 +62,10 @@ class RowChoice:
         count = self._choose(self._address)
         if count < 0:
             return None
+        if count == 1:  # almost always: the other tokens' values are lower by more than the logarithms' rounding errors
+            return int(self._tokens[0])
         values = self._scores[:count] + gumbel_ref(self._integers[: -(-count // _RUN) * _RUN])[:count]
-        best = int(values.argmax())
-        return int(self._tokens[best]), float(values[best])
+        return int(self._tokens[values.argmax()])
 
 
 def row_logprobs(library: ctypes.CDLL, parts: Sequence[Tensor], tokens: Sequence[int], count: int) -> np.ndarray:

@@ -92,8 +92,8 @@ def engines_agreement(reference: LLM, engine: LLM, texts: Sequence[list[int]]) -
 
 
 def _print_agreement(name: str, base: str, row: dict[str, Any]) -> None:
-    shown = f"{row['same_top_1']:.2%} of {row['positions']} positions, KL {row['kl_nats']:.6f} nats"
-    print(f"{name}: top-1 as in {base} at {shown}", flush=True)
+    agreement = f"{row['same_top_1']:.2%} of {row['positions']} positions, KL {row['kl_nats']:.6f} nats"
+    print(f"{name}: top-1 as in {base} at {agreement}", flush=True)
 
 
 def files_agreement(args: argparse.Namespace) -> list[dict[str, Any]]:

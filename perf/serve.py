@@ -87,7 +87,7 @@ def child(arguments: list[str]) -> None:
 def held_by(engine: AsyncLLM) -> dict[str, int]:
     """Return counts of the resources held by this process and an engine."""
     gc.collect()
-    inner, kinds = engine.llm.engine, Counter(type(each).__qualname__ for each in gc.get_objects())
+    inner, kinds = engine.llm.engine, Counter(type(obj).__qualname__ for obj in gc.get_objects())
     with engine.llm.between_rounds():
         inner.check_integrity()
         return {
@@ -106,13 +106,13 @@ def held_by(engine: AsyncLLM) -> dict[str, int]:
 # --- tokens
 
 
-async def at_random_times(count: int, rate: float, rng: random.Random, one: Any) -> None:
+async def at_random_times(count: int, rate: float, rng: random.Random, send: Any) -> None:
     """Run `one(i)` for all i, at most `AT_ONCE` at once, with exponential gaps between starts."""
     limit = asyncio.Semaphore(AT_ONCE)
 
     async def limited(i: int) -> None:
         try:
-            await one(i)
+            await send(i)
         finally:
             limit.release()
 
@@ -135,7 +135,7 @@ async def compare(url: str, work: Sequence[Case], expected: Sequence[Answers], s
 
         await at_random_times(len(work), 60, random.Random(seed), one)
         preemptions = (await client.get(f"{url}/held", cast_to=dict[str, int]))["preemptions"]
-    tokens = sum(len(answer[0]) for answers in expected for answer in answers.values())
+    tokens = sum(len(choice[0]) for answers in expected for choice in answers.values())
     return {
         "requests": len(work),
         "streamed": sum(case.body["stream"] for case in work),

@@ -140,8 +140,8 @@ class Build:
         loss = torch.compile(models.next_token_loss) if self.args.compile else models.next_token_loss
 
         def loss_of(first: int) -> train.LossFunction:
-            def compute(model: torch.nn.Module, step: int, done: float) -> train.StepLoss:
-                length = s.window // 2 if done < SHORT_WINDOWS else s.window
+            def compute(model: torch.nn.Module, step: int, fraction: float) -> train.StepLoss:
+                length = s.window // 2 if fraction < SHORT_WINDOWS else s.window
                 cut = text.windows(first + step, max(self.args.batch_tokens // length, 1), length + 1)
                 windows = torch.from_numpy(cut).to(self.device)
                 return train.StepLoss(loss(model, windows), windows[:, 1:].numel())
@@ -286,8 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if file.exists():
         if not args.resume:
             raise ValueError(f"{args.work} holds an earlier run: pass --resume or another --work")
-        if (kept := json.loads(file.read_text())) != asdict(settings):
-            raise ValueError(f"{args.work} was started with {kept}, which differs from {asdict(settings)}")
+        if (stored := json.loads(file.read_text())) != asdict(settings):
+            raise ValueError(f"{args.work} was started with {stored}, which differs from {asdict(settings)}")
     write_json(file, asdict(settings))
     try:
         Build(args, settings).run()

@@ -31,8 +31,8 @@ def adapter_mtp_form(target: Source) -> MtpForm:
         raise ModelError(f"drafts: {MTP!r}: {target.name} has no MTP layer (num_nextn_predict_layers)")
     if count > 1:
         raise ModelError(f"drafts: {MTP!r}: {target.name} has {count} MTP layers; supported: one")
-    place = target.hf_config.name_or_path
-    if target.model_ref is not None and not (place and Path(place).is_dir()):
+    checkpoint_folder = target.hf_config.name_or_path
+    if target.model_ref is not None and not (checkpoint_folder and Path(checkpoint_folder).is_dir()):
         raise ModelError(
             f"drafts: {MTP!r}: {target.name} does not hold its MTP layer, which is in its checkpoint; load the "
             "model from a local folder, or give this folder to LLM"

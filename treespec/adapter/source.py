@@ -97,12 +97,12 @@ class Source:
     def _of(cls, folder: Path, config: Any, model: nn.Module | None, generation: dict[str, Any]) -> "Source":
         _check_kind(folder, config)
         text = config.get_text_config(decoder=True)
-        named = ("max_position_embeddings", "max_sequence_length", "max_target_positions")
-        positions = next((size for key in named if (size := getattr(text, key, None))), 2048)
+        keys = ("max_position_embeddings", "max_sequence_length", "max_target_positions")
+        positions = next((size for key in keys if (size := getattr(text, key, None))), 2048)
         if isinstance(positions, bool) or not isinstance(positions, int) or positions < 2:
             raise ModelError(f"{folder}: max_position_embeddings={positions!r}; expected an int of at least 2")
-        named = getattr(text, "dtype", None) or config.dtype
-        stored: Any = named if model is None else next(model.parameters()).dtype
+        stated = getattr(text, "dtype", None) or config.dtype
+        stored: Any = stated if model is None else next(model.parameters()).dtype
         stored = torch.float32 if stored is None else stored
         if stored not in _COMPUTED:
             raise ModelError(f"{folder}: dtype={stored!r}; supported: float32, bfloat16, float16")

@@ -56,13 +56,13 @@ class Sample:
     def add(self, other: "Sample") -> None:
         """Add measurements of the same mode on further prompts."""
         for member in fields(Sample):
-            mine, more = getattr(self, member.name), getattr(other, member.name)
+            total, added = getattr(self, member.name), getattr(other, member.name)
             if member.name == "stages":
-                self.stages = {stage: mine.get(stage, 0.0) + seconds for stage, seconds in more.items()}
+                self.stages = {stage: total.get(stage, 0.0) + seconds for stage, seconds in added.items()}
             elif member.name == "nodes":
-                self.nodes = None if more is None else (mine or 0) + more
+                self.nodes = None if added is None else (total or 0) + added
             else:
-                setattr(self, member.name, mine + more)
+                setattr(self, member.name, total + added)
 
 
 @contextmanager

@@ -139,8 +139,8 @@ def resampled_lengths(samples: Sequence[Sample]) -> np.ndarray:
 
 def interval(values: np.ndarray) -> list[float]:
     """Return [value, low, high]: the value over all prompts and the bounds of the bootstrap interval."""
-    outside = (1 - COVERAGE) / 2
-    return [float(values[0]), *np.quantile(values[1:], [outside, 1 - outside]).tolist()]
+    tail = (1 - COVERAGE) / 2
+    return [float(values[0]), *np.quantile(values[1:], [tail, 1 - tail]).tolist()]
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

@@ -217,8 +217,8 @@ class KVCache:
     @torch.inference_mode()
     def scrub_slots(self, pool: int, pages: np.ndarray, first: int, count: int) -> None:
         """Zero `count` logical slots of one pool, starting at `first`."""
-        held = pages[first // PAGE_SIZE : pages_for(first + count)]
-        assert (self._holders[held] == 1).all(), "a shared page is never written"
+        scrubbed = pages[first // PAGE_SIZE : pages_for(first + count)]
+        assert (self._holders[scrubbed] == 1).all(), "a shared page is never written"
         page, offset = self._places(pages, first, first + count)
         self.pools[pool][:, :, page, :, offset] = 0
 

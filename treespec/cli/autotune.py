@@ -239,13 +239,13 @@ def _describe(entry: dict[str, Any]) -> str:
         f"target   {models[0]}, {key['dtype']}",
     ]
     if models[1:]:
-        further = f", {1000 * entry['ssm_seconds']:.2f} ms per additional draft" if models[2:] else ""
+        per_draft = f", {1000 * entry['ssm_seconds']:.2f} ms per additional draft" if models[2:] else ""
         start, level = 1000 * entry["draft_start_seconds"], 1000 * entry["draft_seconds"]
-        took = f"{start:.2f} ms to start, {level:.2f} ms per level of one{further}"
+        took = f"{start:.2f} ms to start, {level:.2f} ms per level of one{per_draft}"
         lines.append(f"drafts   {', '.join(models[1:])}: {took}")
     if entry["position_seconds"]:
-        first, row = (1e6 * entry[name] for name in ("position_seconds", "row_position_seconds"))
-        lines.append(f"context  {entry['context']}; per 1,000 more: {first:.2f} ms, and {row:.2f} ms per further row")
+        extra, row = (1e6 * entry[name] for name in ("position_seconds", "row_position_seconds"))
+        lines.append(f"context  {entry['context']}; per 1,000 more: {extra:.2f} ms, and {row:.2f} ms per further row")
     body = [(str(n), f"{ms:.2f}", f"{ms / times[0]:.2f}", f"{n / ms:.2f}") for n, ms in zip(rows, times, strict=True)]
     return "\n".join([*lines, "", table([("rows", "ms per pass", "relative", "rows per ms"), *body])])
 

@@ -98,8 +98,8 @@ def generate(
             if samples > 1:
                 typer.echo(f"--- output {completion.index + 1} of {samples} ---")
             typer.echo(shown + _text_or_ids(completion))
-    again = replace(params, seed=output.metrics.seed)
-    difference = first_difference(output, decode(again, "off")) if check else None
+    same_seed = replace(params, seed=output.metrics.seed)
+    difference = first_difference(output, decode(same_seed, "off")) if check else None
     if as_json:
         print_json(_document(output, check, difference))
     else:
@@ -112,7 +112,7 @@ def generate(
         typer.echo(f"identical to {plainly}: {_count(output.metrics.generated_tokens, 'token')}", err=True)
     if check and not decoding.no_spec and not as_json:
         with status("measuring the speed-up"):
-            ours, plain = (partial(decode, again, spec, lambda chunk: None) for spec in (None, "off"))
+            ours, plain = (partial(decode, same_seed, spec, lambda chunk: None) for spec in (None, "off"))
             pairs = pairs_of_seconds(lambda: ours().metrics.seconds, lambda: plain().metrics.seconds)
         typer.echo(speed_up(output.metrics.generated_tokens, pairs), err=True)
 

@@ -168,8 +168,8 @@ def flags(options: type, *names: str) -> Callable[[_Command], _Command]:
 def _flag(field: Field[Any], text: str) -> inspect.Parameter:
     """Return the command parameter for a field; None means not given. The help is the text's first sentence."""
     text = f"{text[0].upper()}{text[1:]}".partition(". ")[0].rstrip(".") + "."
-    named = field.type.__name__ if isinstance(field.type, type) else str(field.type)
-    words, default = named.split(" | "), field.default
+    annotation = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+    words, default = annotation.split(" | "), field.default
     numbers = () if "str" in words else (int, float)  # such as "auto" or a number
     kind: Any = next((kind for word in words for kind in (bool, *numbers) if kind.__name__ == word), str)
     if "Sequence[" in words[0]:

@@ -131,8 +131,8 @@ def serve(
     )
     loras = {}
     if (count := len(server.loras())) or server.allow_runtime_lora_updating:
-        most = engine_options["max_cpu_loras"] or max(engine_options["max_loras"], count)
-        loras = {"enable_lora": True, "max_cpu_loras": most}
+        max_cpu_loras = engine_options["max_cpu_loras"] or max(engine_options["max_loras"], count)
+        loras = {"enable_lora": True, "max_cpu_loras": max_cpu_loras}
     tell_default(model)
     raise_on_interrupt()
     args = EngineArgs(

@@ -153,9 +153,9 @@ class EngineOptions(VllmEngineOptions):
             raise ConfigError(
                 f"speculative_config={self.speculative_config!r}; valid: a dict, such as {{'model': 'a-draft'}}"
             )
-        rest = {name: value for name, value in self.speculative_config.items() if value is not None}
-        model = rest.pop("model", None)
-        method = rest.pop("method", "ngram" if model in ("ngram", "[ngram]") else "draft_model")
+        method_options = {name: value for name, value in self.speculative_config.items() if value is not None}
+        model = method_options.pop("model", None)
+        method = method_options.pop("method", "ngram" if model in ("ngram", "[ngram]") else "draft_model")
         is_own = model is None or str(model) == str(options.model)
         if is_own and str(method).endswith("mtp"):  # also "qwen3_next_mtp" and the like
             method, model = "draft_model", "mtp"
@@ -171,7 +171,7 @@ class EngineOptions(VllmEngineOptions):
                 f"drafts=['mtp'] for the model's own MTP layer, suffix_tokens={SUFFIX_TOKENS} for suffix decoding; "
                 "prompt lookup is always on"
             )
-        if rest:
-            ignored = ", ".join(f"{name}={value!r}" for name, value in rest.items())
+        if method_options:
+            ignored = ", ".join(f"{name}={value!r}" for name, value in method_options.items())
             logger.warning("speculative_config: ignored %s; SpecConfig controls the size of drafts", ignored)
         return options

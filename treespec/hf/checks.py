@@ -78,9 +78,9 @@ def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: 
         if kind in _STATEFUL or (rows > 1 and kind in _OF_ONE_ROW):
             raise ConfigError(f"{kind} cannot be evaluated per node of a token tree; omit it")
     ends_alone = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-    others = [type(criterion).__name__ for criterion in criteria if type(criterion).__name__ != "MaxLengthCriteria"]
-    if rows > 1 and others and not ends_alone:
-        raise ConfigError(f"{', '.join(others)} with {rows} rows: pass an eos_token_id and a pad_token_id, or one row")
+    custom = [type(criterion).__name__ for criterion in criteria if type(criterion).__name__ != "MaxLengthCriteria"]
+    if rows > 1 and custom and not ends_alone:
+        raise ConfigError(f"{', '.join(custom)} with {rows} rows: pass an eos_token_id and a pad_token_id, or one row")
 
 
 def read_padding(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:

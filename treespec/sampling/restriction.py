@@ -44,9 +44,9 @@ class Restriction:
         excluded = self._excluded_if_known(tokens, path).numpy()
         if not isinstance(vocabulary, int):
             excluded = excluded[vocabulary]
-        if (left := probs.sum(where=~excluded)) > 0:
+        if (allowed_mass := probs.sum(where=~excluded)) > 0:
             probs[excluded] = 0
-            probs /= left
+            probs /= allowed_mass
 
     def _excluded_if_known(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
         """Return `excluded`, or no mask if the grammar rejects the text."""

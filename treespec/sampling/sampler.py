@@ -82,8 +82,8 @@ class Sampler:
         if self._kernel_noise:
             return self._choose_by_kernel(logits, tokens, ancestors, position)
         with one_thread():
-            token, best = self._choose_on_host(logits, tokens, ancestors, position)
-        self._check(best, logits, position)
+            token, score = self._choose_on_host(logits, tokens, ancestors, position)
+        self._check(score, logits, position)
         return token
 
     def _choose_on_host(
@@ -92,8 +92,8 @@ class Sampler:
         if self._native is not None:
             assert isinstance(self.transforms, Transforms)
             penalised = self.transforms.penalised(logits, tokens, ancestors)  # calls logits processors, so only once
-            if (chosen := self._native.choose(penalised, position)) is not None:
-                return chosen
+            if (choice := self._native.choose(penalised, position)) is not None:
+                return choice
             scores = self.transforms.truncated(penalised)
         else:
             scores = self.transforms.scores(logits, tokens, ancestors)
@@ -125,18 +125,18 @@ class Sampler:
             self._check(float(scores.max()), logits, len(tokens) + len(ancestors))
             return torch.softmax(scores, -1).cpu().numpy()
 
-    def walk(self, tree: TokenTree, logits: Tensor, tokens: Sequence[int], most: int) -> tuple[np.ndarray, int]:
+    def walk(self, tree: TokenTree, logits: Tensor, tokens: Sequence[int], limit: int) -> tuple[np.ndarray, int]:
         """Verify naively: descend to the child that carries the target's choice until there is none.
 
         A node's choice depends only on its path and its own noise, so the emitted tokens equal plain decoding. The walk
         stops at a token that ends the request. If a choice below the root fails, the tokens before it are emitted, as
         in plain decoding, and the next walk fails at its root.
 
-        `logits` are [num_nodes, vocab], `tokens` prompt and output up to the root, `most` the request's remaining
+        `logits` are [num_nodes, vocab], `tokens` prompt and output up to the root, `limit` the request's remaining
         tokens. Returns the accepted path, int64 [1 + accepted], root first, and the next token.
         """
-        below = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
-        children = {key: node for node, key in enumerate(below) if node}
+        edges = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
+        children = {key: node for node, key in enumerate(edges) if node}
         path = [0]
         ancestors: list[int] = []
         while True:
@@ -147,7 +147,7 @@ class Sampler:
                     raise
                 return np.array(path[:-1], dtype=np.int64), ancestors[-1]
             child = children.get((path[-1], token))
-            if child is None or token in self._end_tokens or len(path) >= most:
+            if child is None or token in self._end_tokens or len(path) >= limit:
                 self.noise.forget(len(tokens) + len(ancestors))
                 return np.array(path, dtype=np.int64), token
             path.append(child)
@@ -197,13 +197,13 @@ class Sampler:
         seed, sample = self.key
         return np.random.Generator(np.random.Philox(key=np.array([seed, sample + stream], np.uint64)))
 
-    def _check(self, best: float, logits: Tensor, position: int) -> None:
+    def _check(self, score: float, logits: Tensor, position: int) -> None:
         """Raise RequestError if the best score is not finite."""
-        if math.isfinite(best):
+        if math.isfinite(score):
             return
         if not bool(torch.isfinite(logits.float().max())):
             raise RequestError(f"the target computed NaN or infinity at position {position - 1}")
-        if math.isnan(best) or best > 0:
+        if math.isnan(score) or score > 0:
             raise RequestError(
                 f"logit_bias, penalties or logits_processors produced NaN or infinity at position {position}"
             )

@@ -66,7 +66,7 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return error_response(f"the body is not JSON: {first['ctx']['error']}", 400)
-        path = [str(part) for part in first["loc"] if part != "body"]
+        path = [str(key) for key in first["loc"] if key != "body"]
         name = ".".join(path)[:_LONGEST_NAME] or "body"
         value = "" if first["type"] == "missing" else f"={short_repr(first['input'])}"
         return error_response(f"{name}{value}: {first['msg']}", 400, path[0] if path else None)

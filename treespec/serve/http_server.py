@@ -56,9 +56,9 @@ class Protocol(HttpToolsProtocol):
             if not room:
                 self._refuse(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
                 return
-            part, data = data[:room], data[room:]
-            self._num_header_bytes += len(part)
-            super().data_received(part)
+            chunk, data = data[:room], data[room:]
+            self._num_header_bytes += len(chunk)
+            super().data_received(chunk)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -57,9 +57,9 @@ class Message(BaseModel):
 
 
 def _bounded(messages: list[Message]) -> list[Message]:
-    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
-    if parts > MOST_PARTS:
-        raise ValueError(f"the contents have {parts} parts; valid: at most {MOST_PARTS}")
+    num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    if num_parts > MOST_PARTS:
+        raise ValueError(f"the contents have {num_parts} parts; valid: at most {MOST_PARTS}")
     return messages
 
 
@@ -177,7 +177,7 @@ class AllowedToolsChoice(Strict):
     allowed_tools: AllowedTools
 
 
-def calls_schema(functions: list[Function], most: int | None, only_arguments: bool) -> dict[str, Any]:
+def calls_schema(functions: list[Function], max_calls: int | None, only_arguments: bool) -> dict[str, Any]:
     """Return the schema of calls, or of one function's arguments. Raises ConfigError if definitions share a name."""
     if only_arguments:
         return functions[0].parameters or {"type": "object", "properties": {}}
@@ -192,5 +192,5 @@ def calls_schema(functions: list[Function], most: int | None, only_arguments: bo
         properties = {"name": {"const": function.name}, "arguments": arguments}
         call = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         calls.append(call)
-    most_items = {} if most is None else {"maxItems": most}
+    most_items = {} if max_calls is None else {"maxItems": max_calls}
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most_items, **definitions}

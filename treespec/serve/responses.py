@@ -75,8 +75,8 @@ class ResponsesBody(GenerationBody):
 
     def chat(self) -> ChatBody:
         """Return the equivalent request to `/v1/chat/completions`. Raises RequestValidationError and ConfigError."""
-        same = self.model_fields_set & ChatBody.model_fields.keys() - self.unsupported.keys()
-        fields: _Document = {name: getattr(self, name) for name in same} | {
+        shared_fields = self.model_fields_set & ChatBody.model_fields.keys() - self.unsupported.keys()
+        fields: _Document = {name: getattr(self, name) for name in shared_fields} | {
             "messages": _messages(self.instructions, self.input),
             "max_completion_tokens": self.max_output_tokens,
             "tools": self.tools and [*map(_nested, self.tools)],
@@ -233,7 +233,7 @@ class ResponsesAnswer(ChatAnswer):
         yield self._event({"type": "response.created", "response": self._document})
         yield self._event({"type": "response.in_progress", "response": self._document})
 
-    def chunks(self, place: int, output: RequestOutput, rounds: Any = None) -> Iterator[dict[str, str]]:
+    def chunks(self, prompt_index: int, output: RequestOutput, rounds: Any = None) -> Iterator[dict[str, str]]:
         return map(self._event, self._read_output(output))
 
     def closing(self) -> Iterator[dict[str, str]]:

@@ -163,10 +163,10 @@ def check_exact(decoder: Decoder, cache: KVCache, attention: str, largest_pass: 
         decoder.attention = make_attention("cpu-gathered", decoder.config.shape, decoder.dtype, decoder.device)
         differences = differing_rows(decoder, cache.pools[0], largest_pass)
     if differences:
-        shown = "; ".join(differences[:3])
+        examples = "; ".join(differences[:3])
         raise ExactnessError(
             f"trees would not be bit-identical to plain decoding with attention={decoder.attention.name!r}, "
-            f"linear={decoder.linear!r}, {decoder.dtype}, {torch.get_num_threads()} threads: {shown}. "
+            f"linear={decoder.linear!r}, {decoder.dtype}, {torch.get_num_threads()} threads: {examples}. "
             "Use exact=False to continue"
         )
 
@@ -202,10 +202,10 @@ def _exact_adapter(
             "reach; their bits depend on the number of rows routed to each. Use exact=False to continue"
         )
     # torch's matrix products are not row-invariant in float32 or on a GPU, so only a fixed number of rows can be exact.
-    free = decoder.linear == "onednn" or (decoder.device.type == "cpu" and decoder.dtype == torch.bfloat16)
+    is_row_invariant = decoder.linear == "onednn" or (decoder.device.type == "cpu" and decoder.dtype == torch.bfloat16)
     differences: list[str] = []
     for attention in attentions:
-        for min_rows, multiple in [*([(2, 1), (2, 16)] if free else []), (rows, 1)]:
+        for min_rows, multiple in [*([(2, 1), (2, 16)] if is_row_invariant else []), (rows, 1)]:
             decoder = adapt(attention, min_rows, multiple)
             differences = differing_rows(decoder, cache.pools[0], plan.largest_pass)
             if not differences:
@@ -252,9 +252,9 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
         model, pages = loader.load_draft(draft, positions), options.max_num_seqs * pages_for(positions)
         return model, KVCache([draft.config.shape], pages, plan.cache_dtype, model.device)
 
-    sizes, others = (length, plan.scratch), bool(resolved.drafters)
+    sizes, has_custom_drafters = (length, plan.scratch), bool(resolved.drafters)
     cross_tokenizer = cross_tokenizer_drafters(
-        resolved.cross_tokenizer, load_cross_tokenizer, resolved.target, *sizes, planner, ssms, others
+        resolved.cross_tokenizer, load_cross_tokenizer, resolved.target, *sizes, planner, ssms, has_custom_drafters
     )
     custom = [CustomSource(drafter, decoder.vocab_size) for drafter in resolved.drafters]
     sources = DraftSources(ssms, [*custom, *cross_tokenizer])
@@ -317,14 +317,14 @@ def _lora_cache(
     """Return what loads adapters of the target; None without `enable_lora`."""
     if not options.enable_lora or isinstance(config, AdapterConfig):
         return None
-    most, exact = options.max_lora_rank if limits is None else limits.rank, options.exact
+    limit, exact = options.max_lora_rank if limits is None else limits.rank, options.exact
 
     def load(path: str) -> Lora:
         # Threads of OpenMP would wait for one another in small operations, beside those of the passes.
         with own_passes(target.device), nullcontext() if target.compiled is None else one_thread():
             weights = load_lora(local_folder(path), config.shape, config.rules, target.dtype)
-            if most is not None and weights.rank > most:
-                raise ConfigError(f"{path}: an adapter of rank {weights.rank}, above max_lora_rank={most}; raise it")
+            if limit is not None and weights.rank > limit:
+                raise ConfigError(f"{path}: an adapter of rank {weights.rank}, above max_lora_rank={limit}; raise it")
             updates = target.updates(weights.matrices)
             if exact and isinstance(updates, Updates) and target.min_rows <= 2:  # otherwise, all passes have these rows
                 updates.check_rows(target.dtype)
@@ -362,8 +362,8 @@ def _capture_rounds(resolved: Resolved, plan: MemoryPlan, host: HostExecutor, sc
     if configs is None:
         return None
     drafts = {} if ssms is None else dict(zip(ssms.names, ssms.models, strict=True))
-    if others := [name for name, model in drafts.items() if not runs_on_device(model)]:
-        logger.info("rounds are not captured: %s draft step by step", ", ".join(others))
+    if uncapturable := [name for name, model in drafts.items() if not runs_on_device(model)]:
+        logger.info("rounds are not captured: %s draft step by step", ", ".join(uncapturable))
         return None
     sizes = plan.max_model_len, plan.scratch, options.max_num_seqs
     capture = partial(captured_rounds, host.runner, ssms, configs, resolved.spec, *sizes, options.cuda_graphs)

@@ -155,23 +155,23 @@ def measure(
     count = 1 if ssms is None else min([REQUESTS, *(pool.num_requests for pool in ssms.state_pools.values())])
     requests = [Request([1] * (context + 1), SamplingParams(), SpecConfig()) for _ in range(count)]
     requests = requests[: cache.num_free // pages_for(slots)]
-    long = _long_request(runner, len(requests) * pages_for(slots))
-    scratch = requests if long is None else [*requests, long]
+    long_request = _long_request(runner, len(requests) * pages_for(slots))
+    scratch = requests if long_request is None else [*requests, long_request]
     try:
         for request in requests:
             _occupy(runner, request, slots, has_state=request is requests[0])  # the others are for drafts
-        if long is not None:
-            _occupy(runner, long, len(long.tokens) - 1 + LONG_ROWS)
-        [first] = least_seconds([partial(star_pass, runner, requests[0], 1)], 1, clock=clock)
-        quick = _is_quick(first, len(fitting), seconds)
-        slow = not quick and first * len(FEW_ROWS) * 5 > seconds
-        most = ROWS[-1] if first * ROWS[-1] < 2 * seconds else AUTO_NODES  # a pass over n rows takes at most n * first
+        if long_request is not None:
+            _occupy(runner, long_request, len(long_request.tokens) - 1 + LONG_ROWS)
+        [one_row] = least_seconds([partial(star_pass, runner, requests[0], 1)], 1, clock=clock)
+        quick = _is_quick(one_row, len(fitting), seconds)
+        slow = not quick and one_row * len(FEW_ROWS) * 5 > seconds
+        limit = ROWS[-1] if one_row * ROWS[-1] < 2 * seconds else AUTO_NODES  # n rows take at most n * one_row
         measured = fitting if quick else SLOWEST_ROWS if slow else FEW_ROWS
-        rows = tuple(n for n in fitting if n in measured and (quick or n <= most))
+        rows = tuple(n for n in fitting if n in measured and (quick or n <= limit))
         # Keys: n rows; "n far": of the request with the long context.
         runs: dict[Any, Callable[[], None]] = {n: partial(star_pass, runner, requests[0], n) for n in rows}
-        if long is not None:
-            runs |= {f"{n} far": partial(star_pass, runner, long, n) for n in (1, LONG_ROWS)}
+        if long_request is not None:
+            runs |= {f"{n} far": partial(star_pass, runner, long_request, n) for n in (1, LONG_ROWS)}
         before: list[Callable[[], None] | None] = []
         if ssms is not None:
             # "root": one level of one SSM; "one", "every": DRAFT_LEVELS of one SSM, of all SSMs; "batch": for all
@@ -196,16 +196,16 @@ def measure(
         else:
             least = least_seconds(calls, 1, 0.0, advance, 1, before, clock)
             if is_busy():  # again, and for longer
-                again = least_seconds(calls, 1, seconds, advance, before=before, clock=clock)
-                least = [min(times) for times in zip(least, again, strict=True)]
+                longer_run = least_seconds(calls, 1, seconds, advance, before=before, clock=clock)
+                least = [min(times) for times in zip(least, longer_run, strict=True)]
     finally:
         _release(runner, ssms, scratch)
     times = dict(zip(runs, least, strict=True))
     if ssms is not None and len(ssms.models) == 1:
         times["every"] = times["one"]
     curve = CostCurve(rows, tuple(times[n] for n in rows), 0.0, context=context)
-    if long is not None:
-        curve = with_positions(curve, times, long.context_len)
+    if long_request is not None:
+        curve = with_positions(curve, times, long_request.context_len)
     return curve if ssms is None else with_drafting(curve, times, len(ssms.models), requests)
 
 
@@ -229,14 +229,14 @@ def is_outdated(runner: Runner, ssms: SsmDrafter | None, curve: CostCurve, clock
     try:
         _occupy(runner, request, slots)
         is_busy = clock.watch_other_work()
-        now = least_seconds(runs, 1, before=before, clock=clock)
-        if _differ(now, expected) and 4 * sum(expected) < START_SECONDS / 2:
-            now = [*map(min, now, least_seconds(runs, 1, before=before, clock=clock))]
+        measured = least_seconds(runs, 1, before=before, clock=clock)
+        if _differ(measured, expected) and 4 * sum(expected) < START_SECONDS / 2:
+            measured = [*map(min, measured, least_seconds(runs, 1, before=before, clock=clock))]
     finally:
         _release(runner, ssms, [request])
     missing = {rows for rows in ROWS if rows <= curve.rows[-1]} - {*curve.rows}
-    is_coarse = bool(missing) and _is_quick(_STORED_MARGIN * now[0], len(ROWS))
-    return (_differ(now, expected) or is_coarse) and not is_busy()
+    is_coarse = bool(missing) and _is_quick(_STORED_MARGIN * measured[0], len(ROWS))
+    return (_differ(measured, expected) or is_coarse) and not is_busy()
 
 
 def _is_quick(one_row: float, num_rows: int, seconds: float = START_SECONDS) -> bool:
@@ -277,17 +277,17 @@ def _long_request(runner: Runner, pages_taken: int) -> Request | None:
 
 def with_positions(curve: CostCurve, times: dict[Any, float], context: int) -> CostCurve:
     """Return the curve with the marginal costs of a committed position, from passes at `context` positions."""
-    further = context - curve.context
-    one_row = max(times["1 far"] - float(curve.verify(1)), 0.0) / further
-    rows = max(times[f"{LONG_ROWS} far"] - float(curve.verify(LONG_ROWS)), 0.0) / further
+    extra_positions = context - curve.context
+    one_row = max(times["1 far"] - float(curve.verify(1)), 0.0) / extra_positions
+    rows = max(times[f"{LONG_ROWS} far"] - float(curve.verify(LONG_ROWS)), 0.0) / extra_positions
     return replace(curve, position_seconds=one_row, row_position_seconds=max(rows - one_row, 0.0) / (LONG_ROWS - 1))
 
 
 def with_drafting(curve: CostCurve, times: dict[Any, float], ssms: int, requests: Sequence[Request]) -> CostCurve:
     """Return the curve with the costs of drafting: its start, a level, a request, an SSM, and reading a token."""
-    further = max(len(requests) - 1, 1)
+    extra_requests = max(len(requests) - 1, 1)
     start, level = split_drafting(times["root"], times["one"], DRAFT_LEVELS)
-    further_request = max(times["batch"] - times["every"], 0.0) / (DRAFT_LEVELS * ssms * further)
+    further_request = max(times["batch"] - times["every"], 0.0) / (DRAFT_LEVELS * ssms * extra_requests)
     return replace(
         curve,
         draft_seconds=level,
@@ -519,10 +519,10 @@ def warn_of_threads(seconds: dict[int, float], threads: int) -> None:
     """Recommend another number of threads if its rounds were clearly faster. Bits may depend on it, so it stays."""
     if threads not in seconds:
         return
-    best = min(seconds, key=lambda number: seconds[number])
-    if seconds[best] < THREADS_MARGIN * seconds[threads]:
+    best_threads = min(seconds, key=lambda number: seconds[number])
+    if seconds[best_threads] < THREADS_MARGIN * seconds[threads]:
         logger.warning(
             "with %d threads a round took %.3g ms here, with %d %.3g ms (treespec autotune); "
             "set OMP_NUM_THREADS=%d, or call torch.set_num_threads(%d) before LLM",
-            *(threads, 1000 * seconds[threads], best, 1000 * seconds[best], best, best),
+            *(threads, 1000 * seconds[threads], best_threads, 1000 * seconds[best_threads], best_threads, best_threads),
         )

@@ -83,8 +83,8 @@ class HeadConfig:
             rows = rows if self.kept is None else len(self.kept)
             return self.form.depths * inner * (rows + max(self.form.num_layers, 1) * self.target_hidden)
         qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.hidden_size
-        own = decoder.num_parameters if isinstance(decoder, ModelConfig) else shape.num_parameters()
-        return own + qkv + len(self.layers) * self.target_hidden * shape.hidden_size
+        num_layer_parameters = decoder.num_parameters if isinstance(decoder, ModelConfig) else shape.num_parameters()
+        return num_layer_parameters + qkv + len(self.layers) * self.target_hidden * shape.hidden_size
 
     def cut(self, limit: HeadLimit | None, name: str, target: ModelConfig) -> "HeadConfig":
         """Return the config with the tokens that `limit` keeps, the same for all heads of a target.

@@ -116,7 +116,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
 
 def resolve_max_model_len(
     # The user's value; None means the model's maximum, or fewer if half of the free memory holds fewer
-    asked: int | None,
+    value: int | None,
     target: ModelConfig | AdapterConfig,
     bytes_per_page: int,  # bytes per page of all models in the KV cache
     seqs: int,
@@ -140,26 +140,26 @@ def resolve_max_model_len(
                 f"kv_cache_memory_bytes={cache_bytes}, and {free / 2**30:.1f} GiB of {device} are free; lower it"
             )
         free, share, seqs = cache_bytes, 1, 1
-    if asked is not None:
-        if not 2 <= asked <= target.max_positions:
-            raise ConfigError(f"max_model_len={asked!r}; valid: an int from 2 to the model's {target.max_positions}")
-        needed = seqs * pages_for(asked + scratch) * bytes_per_page
+    if value is not None:
+        if not 2 <= value <= target.max_positions:
+            raise ConfigError(f"max_model_len={value!r}; valid: an int from 2 to the model's {target.max_positions}")
+        needed = seqs * pages_for(value + scratch) * bytes_per_page
         if needed > free:
             raise CacheMemoryError(
-                f"max_num_seqs={seqs} requests of max_model_len={asked} need {needed / 2**30:.1f} GiB of cache, and "
+                f"max_num_seqs={seqs} requests of max_model_len={value} need {needed / 2**30:.1f} GiB of cache, and "
                 f"{free / 2**30:.1f} GiB are free; lower one of them, or let them share kv_cache_memory_bytes"
                 if cache_bytes is None
-                else f"a request of max_model_len={asked} needs {needed} bytes of cache; kv_cache_memory_bytes={free}"
+                else f"a request of max_model_len={value} needs {needed} bytes of cache; kv_cache_memory_bytes={free}"
             )
-        return asked
-    fits = free // share // bytes_per_page // seqs * PAGE_SIZE - scratch
-    if fits < 2 and cache_bytes is not None:
+        return value
+    fitting = free // share // bytes_per_page // seqs * PAGE_SIZE - scratch
+    if fitting < 2 and cache_bytes is not None:
         least = pages_for(2 + scratch) * bytes_per_page
         raise ConfigError(f"kv_cache_memory_bytes={cache_bytes} holds no context; valid: {least} or more")
-    if fits < 2:
+    if fitting < 2:
         raise ConfigError(f"half of the free memory holds no context for max_num_seqs={seqs}; lower max_num_seqs")
-    length = min(target.max_positions, fits)
-    logger.info("max_model_len=%d (the model's %d, memory for %d)", length, target.max_positions, fits)
+    length = min(target.max_positions, fitting)
+    logger.info("max_model_len=%d (the model's %d, memory for %d)", length, target.max_positions, fitting)
     return length
 
 
@@ -174,15 +174,15 @@ def _prefill_chunk(resolved: Resolved, scratch: int) -> int:
     """Return the rows of a prefill pass on a GPU: the most whose buffers leave enough memory."""
     spare = (free_memory(resolved.loader.device) - _weight_bytes(resolved)) // CHUNK_SHARE
     least = _round_bytes(resolved, scratch, PREFILL_CHUNK)
-    fits = (rows for rows in GPU_PREFILL_CHUNKS if _round_bytes(resolved, scratch, rows) - least <= spare)
-    return next(fits, PREFILL_CHUNK)
+    fitting = (rows for rows in GPU_PREFILL_CHUNKS if _round_bytes(resolved, scratch, rows) - least <= spare)
+    return next(fitting, PREFILL_CHUNK)
 
 
 def _round_bytes(resolved: Resolved, scratch: int, prefill_chunk: int) -> int:
     """Return the bytes of captured rounds and of a prefill pass for the maximum context length."""
-    options, most, models = resolved.options, resolved.target.max_positions, [resolved.target, *resolved.group]
-    longest = min(options.max_model_len or most, most)
-    limits, natives = round_limits(resolved.spec, longest, scratch, len(resolved.group)), _natives(models)
+    options, max_positions, models = resolved.options, resolved.target.max_positions, [resolved.target, *resolved.group]
+    max_context = min(options.max_model_len or max_positions, max_positions)
+    limits, natives = round_limits(resolved.spec, max_context, scratch, len(resolved.group)), _natives(models)
     return planned_bytes(natives, limits, options.max_num_seqs, prefill_chunk, resolved.loader.dtype)
 
 

@@ -128,7 +128,7 @@ def resolve_drafts(
     objects: list[Drafter] = []
 
     def add(name: str, model: Path | tuple[nn.Module, Any] | str) -> None:
-        count = sum(1 for taken, _ in models if taken == name or taken.startswith(f"{name}#"))
+        count = sum(1 for other_name, _ in models if other_name == name or other_name.startswith(f"{name}#"))
         models.append((name if not count else f"{name}#{count + 1}", model))
 
     for draft in drafts:
@@ -167,7 +167,7 @@ def _resolve_draft(draft: str | os.PathLike[str], group: str) -> list[Path]:
                 f"no embedded draft {name!r}; valid: {', '.join(valid) or 'none, none is installed'}"
             )
     folder = resolve_model(draft)
-    trained = [place.parent for name in ("ssm-*", TABLE) for place in folder.glob(f"{name}/config.json")]
+    trained = [config_file.parent for name in ("ssm-*", TABLE) for config_file in folder.glob(f"{name}/config.json")]
     return sorted(trained) if trained and not (folder / "config.json").exists() else [folder]
 
 
@@ -370,9 +370,9 @@ def _resolve_passes(
     return torch.float32, resolve_compile(options, models, torch.float32, device)
 
 
-def _quantises_activations(asked: str, compiles: bool, target: ModelConfig | Source, quantization: str | None) -> bool:
+def _quantises_activations(value: str, compiles: bool, target: ModelConfig | Source, quantization: str | None) -> bool:
     """Return whether the target's activations are quantised to int8."""
-    if asked == "model":
+    if value == "model":
         return False
     if not compiles:
         raise ConfigError("activations='int8' is for compiled passes on a CPU; leave it at 'model'")
@@ -446,8 +446,8 @@ def _read_model(
         return Source.from_folder(model)
     try:
         config = ModelConfig.from_hf(model, max_model_len)
-        if on_triton and (part := config.without_kernel):
-            raise VariantError(f"{config.folder}: there is no Triton kernel for its {part}")
+        if on_triton and (unsupported := config.without_kernel):
+            raise VariantError(f"{config.folder}: there is no Triton kernel for its {unsupported}")
         return config
     except (UnsupportedModelError, VariantError) as error:
         if backend == "native":

@@ -173,47 +173,47 @@ def _compare_after_prompt(
     assert rows.visible is not None
     begin = _fill(model, pool, prompt, place)
     filled = place.saved()
-    whole = _prefill(model, pool, prompt, (), place, begin)
-    after = place.saved()
+    reference = _prefill(model, pool, prompt, (), place, begin)
+    state_after = place.saved()
     for split in _SPLITS:
         first = max(prefix - sum(split), 0)
-        if after is not None and first > begin:
+        if state_after is not None and first > begin:
             place.restore(filled)
             _prefill(model, pool, prompt[:first], (), place, begin)
         elif first:
             place.restore(filled)
-        if not torch.equal(_prefill(model, pool, prompt, split, place, first), whole[first - begin :]):
+        if not torch.equal(_prefill(model, pool, prompt, split, place, first), reference[first - begin :]):
             differences.append(f"a prompt of {prefix} tokens in passes of {', '.join(map(str, split))}")
-    place.restore(after)
+    place.restore(state_after)
     hidden = _hidden(model, pool, [rows], tree)
-    shown = slice(len(tree) - head_rows, len(tree))
-    logits = model.logits(hidden[shown]) if head_rows else None
+    head_slice = slice(len(tree) - head_rows, len(tree))
+    logits = model.logits(hidden[head_slice]) if head_rows else None
     if logits is not None:
-        _check_head(model, logits[hidden[shown].isfinite().all(1)])
+        _check_head(model, logits[hidden[head_slice].isfinite().all(1)])
     if twin is not None:
         for source, copied in zip(place.pages, twin.pages, strict=True):
             pool[:, :, copied] = pool[:, :, source]
-        twin.restore(after)
-        other = replace(rows, pages=twin.pages, state=twin.rows())
-        both = _hidden(model, pool, [other, rows], np.concatenate([tree, tree]))
-        is_equal = torch.equal(both[len(tree) :], hidden)
+        twin.restore(state_after)
+        twin_rows = replace(rows, pages=twin.pages, state=twin.rows())
+        batched = _hidden(model, pool, [twin_rows, rows], np.concatenate([tree, tree]))
+        is_equal = torch.equal(batched[len(tree) :], hidden)
         if logits is not None:
-            is_equal = is_equal and torch.equal(model.logits(both)[len(tree) :][shown], logits)
+            is_equal = is_equal and torch.equal(model.logits(batched)[len(tree) :][head_slice], logits)
         if not is_equal:
             differences.append(f"a tree of {len(tree)} nodes after {prefix} tokens, in a batch")
     computed: list[int] = []  # nodes whose K/V are in the slots behind the prompt
     for leaf in (len(tree) - 1, *_ALONE):
         path = np.flatnonzero(rows.visible[leaf]).tolist()
-        if after is not None:
+        if state_after is not None:
             computed = []
-            place.restore(after)
+            place.restore(state_after)
         pairs = zip(computed, path, strict=False)
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         for depth, node in enumerate(path[shared:], shared):
-            alone = _hidden(model, pool, [place.chain(prefix + depth, 1)], tree[node : node + 1])
-            is_equal = torch.equal(alone[0], hidden[node])
-            if logits is not None and node == leaf >= shown.start:
-                is_equal = is_equal and torch.equal(model.logits(alone)[0], logits[node - shown.start])
+            decoded = _hidden(model, pool, [place.chain(prefix + depth, 1)], tree[node : node + 1])
+            is_equal = torch.equal(decoded[0], hidden[node])
+            if logits is not None and node == leaf >= head_slice.start:
+                is_equal = is_equal and torch.equal(model.logits(decoded)[0], logits[node - head_slice.start])
             if not is_equal:
                 differences.append(f"node {node} of a tree of {len(tree)} nodes after {prefix} tokens")
         computed = path
@@ -284,9 +284,9 @@ def differing_rounds(
 
 def _differing(host: Engine, captured: Engine, nodes: int, max_tokens: int, lengths: Sequence[int]) -> list[str]:
     """Return the differences between an engine without and one with captured rounds of `nodes` nodes."""
-    longest = host.host.max_model_len
-    max_tokens = min(max_tokens, longest - 1)
-    lengths = [min(length, longest - max_tokens) for length in lengths]
+    max_model_len = host.host.max_model_len
+    max_tokens = min(max_tokens, max_model_len - 1)
+    lengths = [min(length, max_model_len - max_tokens) for length in lengths]
     period = np.random.default_rng(0).integers(host.runner.target.vocab_size, size=_PERIOD)
     prompts = [np.resize(period, length).tolist() for length in lengths]
     plain = SpecConfig.resolve("off", SpecConfig())

@@ -81,8 +81,8 @@ class HeadLimit(NamedTuple):
         if (experts := shape.experts) is not None:  # a row reads those that it chooses
             shape = replace(shape, experts=replace(experts, count=experts.top_k))
         head = shape.vocab_size * shape.hidden_size
-        others = [size for name, size in shape.parameters().items() if name not in ("embed", "lm_head")]
-        in_pass = head + sum(map(math.prod, others))  # of the embedding, a few rows
+        layer_shapes = [size for name, size in shape.parameters().items() if name not in ("embed", "lm_head")]
+        in_pass = head + sum(map(math.prod, layer_shapes))  # of the embedding, a few rows
         return self.always or (shape.vocab_size >= LEAST_VOCABULARY and head >= LEAST_SHARE * in_pass)
 
     def kept(self, folder: Path, size: int, ends: Sequence[int]) -> np.ndarray | None:
@@ -246,16 +246,16 @@ def fit_weights(
 def rows_of_head(weights: Weights, rows: np.ndarray) -> Weights:
     """Return the parameters of a head of these rows of a model's, int64: copies."""
     names = weights.keys() & {"lm_head", "lm_head_scale", "lm_head_zero"}
-    whole = {name: weights[name] for name in names} if names else {"lm_head": weights["embed"]}
-    return {name: _rows_of(matrix, rows) for name, matrix in whole.items()}
+    full_head = {name: weights[name] for name in names} if names else {"lm_head": weights["embed"]}
+    return {name: _rows_of(matrix, rows) for name, matrix in full_head.items()}
 
 
 def _rows_of(matrix: Any, rows: np.ndarray | slice) -> Any:
     """Return some rows of a Tensor or Blocks: a view of a slice, or else a copy."""
     if isinstance(matrix, Blocks):
-        taken = matrix._replace(rows=_rows_of(matrix.rows, rows))
+        selected = matrix._replace(rows=_rows_of(matrix.rows, rows))
         matrix.release()  # the pages from which rows were copied
-        return taken
+        return selected
     return matrix[rows if isinstance(rows, slice) else torch.from_numpy(rows).to(matrix.device)]
 
 

@@ -74,10 +74,10 @@ def _entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
     """Yield the parsed entries of a JSON list or of JSON lines with their locations."""
     if text.lstrip().startswith("["):
         try:
-            listed = json.loads(text)
+            entries = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from None
-        yield from ((entry, f"entry {i}") for i, entry in enumerate(listed, start=1))
+        yield from ((entry, f"entry {i}") for i, entry in enumerate(entries, start=1))
         return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():

@@ -93,12 +93,12 @@ def read_text(path: Path) -> str | None:
 def license_of(dist: metadata.Distribution) -> str:
     """Return the licence stated in a distribution's metadata: the expression, the field, or else the classifiers."""
     meta = dist.metadata
-    stated = meta.get("License-Expression") or meta.get("License")
-    if not stated or len(stated) > 200:
-        stated = "; ".join(
+    license_text = meta.get("License-Expression") or meta.get("License")
+    if not license_text or len(license_text) > 200:
+        license_text = "; ".join(
             c.split("::")[-1].strip() for c in meta.get_all("Classifier") or [] if c.startswith("License")
         )
-    return stated or "unknown"
+    return license_text or "unknown"
 
 
 def is_permissive(license: str) -> bool:
@@ -161,15 +161,15 @@ def select(
         return any(document.package == name or document.package.startswith(name + ".") for name in held_out)
 
     seen: set[str] = set()
-    used: dict[tuple[str, str], int] = {}
+    num_used: dict[tuple[str, str], int] = {}
     halves: tuple[list[Document], list[Document]] = ([], [])
     for document in sorted(documents, key=lambda d: (not is_held_out(d), d.order(seed))):
         digest = hashlib.sha1(document.text.encode()).hexdigest()
         key = (document.package.split(".")[0] if is_held_out(document) else document.package, document.kind)
-        if digest in seen or used.get(key, 0) + len(document.text) > package_cap:
+        if digest in seen or num_used.get(key, 0) + len(document.text) > package_cap:
             continue
         seen.add(digest)
-        used[key] = used.get(key, 0) + len(document.text)
+        num_used[key] = num_used.get(key, 0) + len(document.text)
         halves[is_held_out(document)].append(document)
     return halves
 

@@ -57,14 +57,14 @@ class AssistantWeights(NamedTuple):
 
 def assistant_form(folder: Path, raw: Mapping[str, Any]) -> AssistantForm:
     """Return the form of an assistant. Raises CheckpointConfigError for an invalid config."""
-    whole = with_defaults(folder, {key: value for key, value in raw.items() if key != "architectures"})
-    config = {"dtype": whole.get("dtype"), **whole["text_config"]} | {"num_kv_shared_layers": 0}
+    outer = with_defaults(folder, {key: value for key, value in raw.items() if key != "architectures"})
+    config = {"dtype": outer.get("dtype"), **outer["text_config"]} | {"num_kv_shared_layers": 0}
     config |= {"tie_word_embeddings": True, "final_logit_softcapping": None, "model_type": config["model_type"]}
-    ordered, vocab = whole.get("use_ordered_embeddings"), config["vocab_size"]
-    centroids, top = (whole["num_centroids"], whole["centroid_intermediate_top_k"]) if ordered else (0, 0)
+    ordered, vocab = outer.get("use_ordered_embeddings"), config["vocab_size"]
+    centroids, top = (outer["num_centroids"], outer["centroid_intermediate_top_k"]) if ordered else (0, 0)
     if centroids and (vocab % centroids or not 1 <= top <= centroids):
         raise config_error(folder, "num_centroids", f"{top} of {centroids} centroids of {vocab} tokens")
-    return AssistantForm(folder, config, family_of(config, folder), int(whole["backbone_hidden_size"]), centroids, top)
+    return AssistantForm(folder, config, family_of(config, folder), int(outer["backbone_hidden_size"]), centroids, top)
 
 
 def load_assistant(
@@ -86,8 +86,8 @@ def load_assistant(
     tensors, hidden, size = DraftTensors(form.folder, dtype, device), shape.hidden_size, shape.vocab_size
     decoder = tensors.take_layers(shape, form.rules, ())
     decoder["embed"] = tensors.take("embed_tokens.weight", size, hidden)  # the head; tokens have the target's embedding
-    before = tensors.take("pre_projection.weight", hidden, 2 * target_hidden)
-    after = tensors.take("post_projection.weight", target_hidden, hidden)
+    pre_projection = tensors.take("pre_projection.weight", hidden, 2 * target_hidden)
+    post_projection = tensors.take("post_projection.weight", target_hidden, hidden)
     centroids = groups = None
     if form.centroids:
         centroids = tensors.take("masked_embedding.centroids.weight", form.centroids, hidden)
@@ -99,4 +99,4 @@ def load_assistant(
     tensors.check()
     if kept is not None:
         decoder["embed"] = decoder["embed"][torch.from_numpy(kept)]
-    return AssistantWeights(decoder, before, after, centroids, groups)
+    return AssistantWeights(decoder, pre_projection, post_projection, centroids, groups)

@@ -130,8 +130,8 @@ class Checkpoint:
     def info(self, name: str) -> TensorInfo:
         """Return a tensor's file, dtype and shape. Raises CheckpointError for an unknown name."""
         if name not in self.tensors:
-            near = get_close_matches(name, self.tensors, n=1)
-            hint = f"; the nearest name is {near[0]!r}" if near else ""
+            similar = get_close_matches(name, self.tensors, n=1)
+            hint = f"; the nearest name is {similar[0]!r}" if similar else ""
             raise self._refuse("missing", name, f"no such tensor in {', '.join(self.files)}{hint}")
         return self.tensors[name]
 
@@ -220,14 +220,14 @@ def _placement(root: Path, single: str) -> tuple[dict[str, str], list[str], list
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError.of(root, "index", INDEX, "has no 'weight_map' object of tensor names to file names")
-    named = {repr(shard): shard for shard in weight_map.values()}.values()
-    problems = [Problem("index", repr(INDEX), message) for shard in named if (message := _shard_problem(shard))]
-    if SINGLE in present and SINGLE not in named:
+    shards = {repr(shard): shard for shard in weight_map.values()}.values()
+    problems = [Problem("index", repr(INDEX), message) for shard in shards if (message := _shard_problem(shard))]
+    if SINGLE in present and SINGLE not in shards:
         problems.append(
             Problem("index", repr(INDEX), f"the folder also has an unrelated {SINGLE!r}: keep one of the two")
         )
     placement = {name: str(shard) for name, shard in weight_map.items()}
-    return placement, sorted(shard for shard in named if not _shard_problem(shard)), problems
+    return placement, sorted(shard for shard in shards if not _shard_problem(shard)), problems
 
 
 def _disagreements(
@@ -258,9 +258,9 @@ def _shard_problem(shard: object) -> str | None:
 def _missing_message(present: set[str], single: str) -> str:
     message = f"neither this nor {INDEX!r} is in the folder" if single == SINGLE else "is not in the folder"
     pickles = sorted(name for name in present if Path(name).suffix in PICKLES)
-    others = sorted(name for name in present if name.endswith(".safetensors"))
-    if others:
-        message += f"; a single file must have this name, shards need an index (found: {', '.join(map(repr, others))})"
+    shards = sorted(name for name in present if name.endswith(".safetensors"))
+    if shards:
+        message += f"; a single file must have this name, shards need an index (found: {', '.join(map(repr, shards))})"
     elif pickles:
         message += f", only {', '.join(map(repr, pickles))}: pickles are not loaded; convert to safetensors"
     return message

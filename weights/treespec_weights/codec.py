@@ -49,16 +49,16 @@ class Codec:
         raw = read_tokenizer(folder)
         try:
             raw = raw | {"truncation": None, "padding": None}
-            whole = Tokenizer.from_str(json.dumps(raw))
+            tokenizer = Tokenizer.from_str(json.dumps(raw))
             inner = Tokenizer.from_str(json.dumps(_without_prefix(raw)))
-            first, plain = (whole.encode("a", add_special_tokens=special) for special in (True, False))
+            first, plain = (tokenizer.encode("a", add_special_tokens=special) for special in (True, False))
         except BaseException as error:  # tokenizers raises plain Exceptions, and its Rust panics are BaseExceptions
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             message = f"refused by the tokenizers library: {error}"
             raise CheckpointError.of(folder, "tokenizer", TOKENIZER, message) from error
-        by_id = {id: token for token, id in whole.get_vocab(with_added_tokens=True).items()}
-        added = whole.get_added_tokens_decoder()
+        by_id = {id: token for token, id in tokenizer.get_vocab(with_added_tokens=True).items()}
+        added = tokenizer.get_added_tokens_decoder()
         table = byte_table(raw)
         if (last := max(by_id, default=-1)) > MAX_ID:
             message = f"{by_id[last]!r} has the id {last}; valid: up to {MAX_ID:,}"
@@ -163,8 +163,8 @@ def byte_characters() -> dict[str, int]:
     Printable bytes other than the space map from the character of the same code, all others from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(unprintable)}
 
 
 def byte_table(raw: dict[str, Any]) -> dict[str, int] | None:

@@ -127,7 +127,7 @@ def convert_checkpoint(
     Raises OptionError, CheckpointError, UnsupportedModelError (for the layout), WriteError and OSError.
     """
     root = resolve_folder(source)
-    place = resolve_destination(destination, root)
+    target = resolve_destination(destination, root)
     carried = carried_files(root, CONFIG, INDEX, STATE)
     config = read_config(root)
     rules = family_of(config, root)
@@ -159,7 +159,7 @@ def convert_checkpoint(
             config = {**config, **lists, rules.config_keys["num_layers"]: layers}
         shards = plan_shards([step.outputs for step in steps], shard_bytes)
         state = _state(root, written_as, shards, transform)
-        partial = partial_of(place)
+        partial = partial_of(target)
         if resume:
             _check_state(partial, state)
         else:
@@ -173,8 +173,8 @@ def convert_checkpoint(
                 write_documents(root, partial)
             with Checkpoint.open(partial) as result:
                 files = result.files
-            publish(partial, place)
-            (place / STATE).unlink()
+            publish(partial, target)
+            (target / STATE).unlink()
         except BaseException as error:
             source_is_unusable = isinstance(error, CheckpointError) and not isinstance(error, WriteError)
             if source_is_unusable or not any(is_written(partial, shard) for shard in shards):

@@ -69,8 +69,8 @@ def expand_embedding(rows: Tensor, target_ids: np.ndarray, target_size: int) -> 
     Tokens without a row get the row of id -1, or the mean of all rows.
     """
     token_ids = target_ids[target_ids >= 0]
-    other = rows[-1:] if len(token_ids) < len(target_ids) else rows.float().mean(0, keepdim=True).to(rows.dtype)
-    result = other.expand(target_size, -1).clone()
+    other_row = rows[-1:] if len(token_ids) < len(target_ids) else rows.float().mean(0, keepdim=True).to(rows.dtype)
+    result = other_row.expand(target_size, -1).clone()
     result[torch.from_numpy(token_ids).to(rows.device)] = rows[: len(token_ids)]
     return result
 
@@ -115,10 +115,10 @@ def _training_order(model: dict[str, Any], ids: dict[str, int]) -> dict[int, flo
     if isinstance(vocab := model["vocab"], list):
         return {id: -float(score) for id, (_, score) in enumerate(vocab)}
     order: dict[int, float] = {}
-    for place, merge in enumerate(model.get("merges") or ()):
+    for rank, merge in enumerate(model.get("merges") or ()):
         token = merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
         if (id := ids.get(token)) is not None:
-            order.setdefault(id, place)
+            order.setdefault(id, rank)
     return order
 
 

@@ -117,7 +117,7 @@ def grow_checkpoint(
     source = resolve_folder(source)
     if source.is_file():
         raise OptionError(f"{source} is a GGUF file; convert it first: treespec weights convert {source.name} NEW")
-    place = resolve_destination(folder, source)
+    target = resolve_destination(folder, source)
     config = read_config(source)
     rules = family_of(config, source)
     if rules is not LLAMA:
@@ -149,7 +149,7 @@ def grow_checkpoint(
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6) / _ratio(old, shape),
     }
     carried = carried_files(source, CONFIG, INDEX)
-    with staged(place) as partial:
+    with staged(target) as partial:
         total = sum(shard.tensor_bytes for shard in shards)
         check_room(partial, total)
         advance = progress(on_bytes, total)

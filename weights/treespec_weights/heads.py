@@ -113,8 +113,8 @@ class HeadWeights(NamedTuple):
     @property
     def num_parameters(self) -> int:
         """Number of values that a pass reads: without embeddings."""
-        others = (*self.fc, *self.qkv, self.embed_norm, self.state_norms)
-        return sum(t.numel() for t in self.decoder.values()) + sum(t.numel() for t in others if t is not None)
+        other_shapes = (*self.fc, *self.qkv, self.embed_norm, self.state_norms)
+        return sum(t.numel() for t in self.decoder.values()) + sum(t.numel() for t in other_shapes if t is not None)
 
 
 DraftForm: TypeAlias = HeadForm | BlockForm | StateForm | AssistantForm | MtpForm
@@ -126,13 +126,13 @@ def read_head(folder: Path | str) -> DraftForm | None:
     if root.is_file():
         return None
     raw = read_config(root)
-    named = raw.get("architectures") or []
-    names = [*named, *(raw.get(key) for key in ("speculators_model_type", "model_type"))]
+    architectures = raw.get("architectures") or []
+    names = [*architectures, *(raw.get(key) for key in ("speculators_model_type", "model_type"))]
     names += [key for key in ("dflash_config", "medusa_num_heads") if key in raw]
     lowered = [name.lower() for name in names if isinstance(name, str)]
-    other = next((kind for marker, kind in _OTHER_KINDS.items() if any(marker in name for name in lowered)), None)
-    if other is not None:
-        message = f"{other}, which is not supported; supported: {SUPPORTED}"
+    other_kind = next((kind for marker, kind in _OTHER_KINDS.items() if any(marker in name for name in lowered)), None)
+    if other_kind is not None:
+        message = f"{other_kind}, which is not supported; supported: {SUPPORTED}"
         raise UnsupportedModelError.of(root, "config", CONFIG, message)
     dflash = ("dflash", "dspark", "muse_glimmer_assistant")
     is_dflash = any(marker in name for name in lowered for marker in dflash)
@@ -140,8 +140,8 @@ def read_head(folder: Path | str) -> DraftForm | None:
     is_medusa = any("medusa" in name for name in lowered)
     is_speculator = any("mlp_speculator" in name or "mlpspeculator" in name for name in lowered)
     is_assistant = str(raw.get("model_type")) in ("gemma4_assistant", "gemma4_unified_assistant")
-    known = is_assistant, is_dflash, is_eagle3, is_medusa, is_speculator, "pard_token" in raw
-    if not (any(known) or _is_eagle(raw, root)):
+    is_known = is_assistant, is_dflash, is_eagle3, is_medusa, is_speculator, "pard_token" in raw
+    if not (any(is_known) or _is_eagle(raw, root)):
         return None
     if raw.get("quantization_config"):
         raise config_error(root, "quantization_config", "quantised draft heads are not supported; use the original")
@@ -344,7 +344,7 @@ def _check_stored(
     shape = replace(ModelShape.from_hf(form.config, form.rules, form.folder), vocab_size=vocab_size)
     tokens = None
     if isinstance(form, AssistantForm):
-        shape = replace(shape, sizes=tuple(own._replace(kv_of=-1) for own in shape.sizes))
+        shape = replace(shape, sizes=tuple(layer._replace(kv_of=-1) for layer in shape.sizes))
         weights = load_assistant(form, shape, hidden, None, "cpu")
     elif isinstance(form, BlockForm):
         weights, tokens = load_block(form, shape, hidden, None, "cpu")

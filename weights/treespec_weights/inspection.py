@@ -39,7 +39,7 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
     config = read_config(root)
     model_type, architectures = config.get("model_type"), config.get("architectures")
     rules = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    named = config.get("dtype") or config.get("torch_dtype")
+    stated_dtype = config.get("dtype") or config.get("torch_dtype")
     context = config.get(rules.max_positions if rules else "max_position_embeddings")
     vocabulary = read_vocabulary(root)
     with Checkpoint.open(root) as checkpoint:
@@ -48,7 +48,7 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
             "family": model_type if isinstance(model_type, str) else None,
             "architectures": [str(name) for name in architectures] if isinstance(architectures, list) else [],
             "context": context if type(context) is int and context > 0 else None,
-            "config_dtype": named if isinstance(named, str) else None,
+            "config_dtype": stated_dtype if isinstance(stated_dtype, str) else None,
             "files": checkpoint.files,
             "bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
             "dtypes": _dtypes(checkpoint),
@@ -56,8 +56,8 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
             "vocabulary": vocabulary._asdict() if vocabulary else None,
         }
         report |= _as_model(config, checkpoint)
-    shape, last = report["shape"], vocabulary.max_id if vocabulary else None
-    report["unused_ids"] = max(shape["vocab_size"] - last - 1, 0) if shape and last is not None else None
+    shape, max_id = report["shape"], vocabulary.max_id if vocabulary else None
+    report["unused_ids"] = max(shape["vocab_size"] - max_id - 1, 0) if shape and max_id is not None else None
     return report
 
 
@@ -171,8 +171,8 @@ def _matrices(checkpoint: Checkpoint, ignored: Set[str]) -> list[dict[str, Any]]
     rows: dict[str, dict[str, Any]] = {}
     for name, info in checkpoint.tensors.items():
         if len(info.shape) >= 2 and name not in ignored:
-            new = {"type": info.dtype, "in_blocks": info.dtype in FORMS, "count": 0, "bytes": 0}
-            row = rows.setdefault(info.dtype, new)
+            empty = {"type": info.dtype, "in_blocks": info.dtype in FORMS, "count": 0, "bytes": 0}
+            row = rows.setdefault(info.dtype, empty)
             row["count"] += 1
             row["bytes"] += _held_bytes(info)
     return [*rows.values()]

@@ -41,8 +41,8 @@ class Placement(NamedTuple):
     @property
     def matrix_shape(self) -> TensorShape:
         """Shape of the parameters stacked, those of all experts too."""
-        first = next(iter(self.params.values()))
-        return (sum(shape[0] for shape in self.params.values()), *first[1:])
+        param_shape = next(iter(self.params.values()))
+        return (sum(shape[0] for shape in self.params.values()), *param_shape[1:])
 
     @property
     def shape(self) -> TensorShape:
@@ -58,12 +58,12 @@ class Placement(NamedTuple):
         They are contiguous, and views of `tensor` where its layout allows.
         """
         if self.experts is None:
-            parts = self._split(tensor, [*self.params.values()])
+            matrices = self._split(tensor, [*self.params.values()])
         else:
             sizes = [*self.params.values()][: len(self.params) // self.experts]  # shapes of one expert
-            each = tensor if tensor.dim() > len(sizes[0]) else tensor.unflatten(0, (self.experts, -1))
-            parts = [part for expert in each for part in self._split(expert, sizes)]
-        return dict(zip(self.params, parts, strict=True))
+            by_expert = tensor if tensor.dim() > len(sizes[0]) else tensor.unflatten(0, (self.experts, -1))
+            matrices = [matrix for expert in by_expert for matrix in self._split(expert, sizes)]
+        return dict(zip(self.params, matrices, strict=True))
 
     def _split(self, tensor: Tensor, sizes: Sequence[TensorShape]) -> list[Tensor]:
         if self.rule.layout.endswith("transposed") and tensor.dim() == 2:
@@ -128,8 +128,8 @@ def load_weights(
     placements.sort(key=lambda placement: order.get(placement.name, len(order)))
     for placement in tracked(f"reading {checkpoint.folder.name}", placements, lambda read: math.prod(read.shape)):
         if blocks and (matrix := _matrix_in_blocks(checkpoint, scheme, placement, rules)) is not None:
-            parts = placement.unpack(matrix.rows)
-            loaded |= {param: matrix._replace(rows=rows) for param, rows in parts.items()}
+            unpacked = placement.unpack(matrix.rows)
+            loaded |= {param: matrix._replace(rows=rows) for param, rows in unpacked.items()}
             continue
         if scheme is not None and covered(scheme, placement, rules):
             loaded |= _read_quantized(checkpoint, scheme, placement, dtype, device)
@@ -319,8 +319,8 @@ def value_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules
             message = f"{rules.config_keys['tied']!r} is true, but it differs from {embed!r}; untie it or drop it"
             return [Problem("tied", repr(rules.tied_copy), message)]
     message = "the config says that the model has no such bias, and it is not zero"
-    extra = _extra_biases(checkpoint, expected_tensors(shape, rules), rules)
-    return [Problem("value", repr(name), message) for name in extra if bool(checkpoint.tensor(name).count_nonzero())]
+    biases = _extra_biases(checkpoint, expected_tensors(shape, rules), rules)
+    return [Problem("value", repr(name), message) for name in biases if bool(checkpoint.tensor(name).count_nonzero())]
 
 
 def _rules_of(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> FamilyRules:
@@ -373,10 +373,10 @@ def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
     for rule in rules.tensors:
         of_expert, of_experts = "{e}" in rule.name, "{e}" in rule.params[0] and "{e}" not in rule.name
         for i in range(shape.num_layers) if "{i}" in rule.name else [0]:
-            own = [param.replace("{i}", str(i)) for param in rule.params]
+            rule_params = [param.replace("{i}", str(i)) for param in rule.params]
             for e in range(count) if of_expert else [0]:
-                held = range(count) if of_experts else [e]
-                params = [param.replace("{e}", str(expert)) for expert in held for param in own]
+                experts_of_tensor = range(count) if of_experts else [e]
+                params = [param.replace("{e}", str(expert)) for expert in experts_of_tensor for param in rule_params]
                 if params and all(param in parameters for param in params):
                     shapes = {param: parameters[param] for param in params}
                     name = rule.name.replace("{i}", str(i)).replace("{e}", str(e))

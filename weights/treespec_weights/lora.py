@@ -80,8 +80,8 @@ def load_lora(folder: Path | str, shape: ModelShape, rules: FamilyRules, dtype: 
             (down, _), (up, _) = casted = [cast(tensor, dtype) for tensor in stored]
             for name, tensor, (result, overflows) in zip(names, stored, casted, strict=True):
                 problems += [Problem("value", repr(name), overflow_message(tensor, result))] if overflows else []
-            parts = placement.unpack(up.t() if placement.rule.layout == "transposed" else up)
-            matrices |= {param: (down, part) for param, part in parts.items()}
+            up_by_param = placement.unpack(up.t() if placement.rule.layout == "transposed" else up)
+            matrices |= {param: (down, up_part) for param, up_part in up_by_param.items()}
         if problems:
             raise CheckpointError(root, problems)
     digest = hashlib.sha256()

@@ -24,13 +24,13 @@ def shown_by(show: Show) -> Iterator[None]:
 
 def tracked(doing: str, items: Sequence[_Item], size: Callable[[_Item], int] = lambda item: 1) -> Iterator[_Item]:
     """Yield the items and tell how much of their total size is done before each."""
-    show, done = _show.get(), 0
+    show, count = _show.get(), 0
     if show is None:
         yield from items
         return
     total = max(sum(map(size, items)), 1)
     for item in items:
-        show(doing, done / total)
+        show(doing, count / total)
         yield item
-        done += size(item)
+        count += size(item)
     show(doing, 1.0)

@@ -63,7 +63,7 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
         raise found.refuse("config_groups", list(groups), "one scheme for all weights")
     targets = [entry.get("targets") for entry in entries]
     embeddings = layout == "float-quantized" and targets == [["Linear", "Embedding"]]
-    if not embeddings and any(each != ["Linear"] for each in targets):
+    if not embeddings and any(names != ["Linear"] for names in targets):
         raise found.refuse("targets", targets, '["Linear"], or ["Linear", "Embedding"] in the format "float-quantized"')
     activations = entries[0].get("input_activations")
     if activations and not (isinstance(activations, dict) and activations.get("dynamic")):

@@ -142,8 +142,8 @@ class ModelShape:
         return self.recurrent is not None and layer in self.recurrent.layers
 
     def attends(self, layer: int) -> bool:
-        alone = self.is_recurrent(layer) and not (self.recurrent and self.recurrent.beside)
-        return not (alone or layer in self.mlp_only)
+        is_mixer_only = self.is_recurrent(layer) and not (self.recurrent and self.recurrent.beside)
+        return not (is_mixer_only or layer in self.mlp_only)
 
     def layer(self, i: int) -> LayerSizes:
         """Return the sizes of a layer."""
@@ -151,14 +151,14 @@ class ModelShape:
 
     def num_planes(self, layer: int) -> int:
         """Return the number of planes of the cache with a layer's own K/V."""
-        own, plane = self.layer(layer), self.num_kv_heads * self.head_dim
-        has_own = self.attends(layer) and own.kv_of == layer
-        return own.num_kv_heads * own.head_dim // plane if has_own else 0
+        sizes, plane = self.layer(layer), self.num_kv_heads * self.head_dim
+        has_own = self.attends(layer) and sizes.kv_of == layer
+        return sizes.num_kv_heads * sizes.head_dim // plane if has_own else 0
 
     def planes(self, layers: Sequence[int]) -> list[int]:
         """Return for each of these layers, in order, the first plane of its K/V in a cache of only these layers."""
-        first = dict(zip(layers, accumulate((self.num_planes(i) for i in layers), initial=0), strict=False))
-        return [first.get(self.layer(i).kv_of, 0) for i in layers]
+        first_plane = dict(zip(layers, accumulate((self.num_planes(i) for i in layers), initial=0), strict=False))
+        return [first_plane.get(self.layer(i).kv_of, 0) for i in layers]
 
     def cache_places(self, layers: Sequence[int]) -> list[slice]:
         """Return the planes of each of these layers in a cache of only them."""
@@ -185,9 +185,9 @@ class ModelShape:
             return dict.fromkeys(names, (hidden,))
 
         recurrent = {} if self.recurrent is None else self.recurrent.parameters(hidden)
-        last: dict[str, TensorShape] = {"scalar": (1,)} if self.layer_scalar else {}
+        per_layer: dict[str, TensorShape] = {"scalar": (1,)} if self.layer_scalar else {}
         if size := self.per_layer_size:
-            last |= {"input_gate": (size, hidden), "input_out": (hidden, size), "input_norm": (hidden,)}
+            per_layer |= {"input_gate": (size, hidden), "input_out": (hidden, size), "input_norm": (hidden,)}
         sparse = {} if self.experts is None else dict.fromkeys(self.experts.layers, self.experts.parameters(hidden))
         result: dict[str, TensorShape] = {"embed": (self.vocab_size, hidden)}
         if self.pairs:
@@ -210,7 +210,7 @@ class ModelShape:
                 mlp = sparse.get(i) or self._mlp(self.layer(i).intermediate_size)
                 parts |= norm("mlp_norm", pre and not self.shared_norm) | mlp
                 parts |= norm("mlp_post_norm", post)
-            parts |= last
+            parts |= per_layer
             result |= {f"layers.{i}.{name}": shape for name, shape in parts.items()}
         result |= norm("final_norm")
         if not (self.tied or self.pairs):
@@ -370,8 +370,8 @@ class RecurrentRules:
         """Return the shape, or None if no layer is recurrent, and the problems."""
         keys = dict(self.config_keys) | ({} if self.interval is None else {"interval": self.interval})
         values = {name: config.get(key, self.defaults.get(name)) for name, key in keys.items()}
-        wrong = {keys[name]: _wrong_value(name, value) for name, value in values.items()}
-        problems = [Problem("config", repr(key), message) for key, message in wrong.items() if message]
+        messages = {keys[name]: _wrong_value(name, value) for name, value in values.items()}
+        problems = [Problem("config", repr(key), message) for key, message in messages.items() if message]
         if problems:
             return None, problems
         values.pop("interval", None)
@@ -517,8 +517,8 @@ class FamilyRules:
             stems = {*names, *(re.sub(r"\.\d+\.", ".{i}.", name, count=1) for name in names)}
             present = tuple(rule for rule in self.alternatives if rule.name in stems)
             replaced = {param for rule in present for param in rule.params}
-            kept = tuple(rule for rule in self.tensors if not replaced.intersection(rule.params))
-            return replace(self, tensors=kept + present, alternatives=()).for_names(names)
+            remaining = tuple(rule for rule in self.tensors if not replaced.intersection(rule.params))
+            return replace(self, tensors=remaining + present, alternatives=()).for_names(names)
         if not self.prefix or any(name.startswith(self.prefix) for name in names):
             return self
 

@@ -21,9 +21,9 @@ def text_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """
     if not is_composite(config):
         return config
-    whole = with_defaults(folder, {key: value for key, value in config.items() if key != "architectures"})
-    text: dict[str, Any] = whole["text_config"]
-    shared = {key: whole[key] for key in _OF_THE_WHOLE if whole.get(key) is not None}
+    outer = with_defaults(folder, {key: value for key, value in config.items() if key != "architectures"})
+    text: dict[str, Any] = outer["text_config"]
+    shared = {key: outer[key] for key in _OF_THE_WHOLE if outer.get(key) is not None}
     tokens = {key: value for key, value in config.items() if key.endswith("_token_id") and key in text}
     return {**text, **shared, **tokens}
 
@@ -40,8 +40,8 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
     A file with only the text part has these names already.
     """
     names = list(names)
-    part = next((part for part in _PARTS if any(name.startswith(part) for name in names)), None)
-    if part is None:
+    prefix = next((prefix for prefix in _PARTS if any(name.startswith(prefix) for name in names)), None)
+    if prefix is None:
         return {name: name for name in names}
-    renamed = {_PARTS[part] + name.removeprefix(part): name for name in names if name.startswith(part)}
+    renamed = {_PARTS[prefix] + name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
     return renamed | {name: name for name in names if name.startswith(_BESIDE)}

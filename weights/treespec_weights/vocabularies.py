@@ -106,8 +106,8 @@ def _without_files(alike: Kind, present: list[Path], target_size: int, draft_siz
     if not present:
         return Connection("none", reason="neither has a tokenizer, and the sizes differ")
     codec = Codec.read(present[0])
-    spare = [size - len(codec.tokens) for size in (target_size, draft_size)]
-    if all(0 <= ids < PADDING for ids in spare):
+    num_extra = [size - len(codec.tokens) for size in (target_size, draft_size)]
+    if all(0 <= ids < PADDING for ids in num_extra):
         return Connection(alike)
     return Connection(
         "none",
@@ -145,6 +145,6 @@ def intersection(target: Codec, draft: Codec, target_size: int, draft_size: int)
 
 def share_of_tokens(target: Codec, draft: Codec) -> float:
     """Return the fraction of the draft's tokens of `SAMPLE` that the target also has."""
-    written = [draft.tokens[id] for id in draft.encode(SAMPLE)]
+    draft_tokens = [draft.tokens[id] for id in draft.encode(SAMPLE)]
     target_ids = target.ids_of_bytes()
-    return sum(data in target_ids for data in written) / max(len(written), 1)
+    return sum(data in target_ids for data in draft_tokens) / max(len(draft_tokens), 1)

@@ -97,15 +97,15 @@ def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems
         problems.append(Problem("config", "'layer_types'", message))
         return {}
     types = [*types[:-1], FULL_ATTENTION]
-    own = count - natural("num_kv_shared_layers", 0, count - 1, 0)  # layers from here on read the K/V of earlier ones
-    same, overrides = config.get("attention_k_eq_v") is True, config.get("per_layer_config")
+    num_own = count - natural("num_kv_shared_layers", 0, count - 1, 0)  # later layers read the K/V of earlier ones
+    k_is_v, overrides = config.get("attention_k_eq_v") is True, config.get("per_layer_config")
     if overrides is None:
         of_full = {"head_dim": natural("global_head_dim", 1, MAX_DIMENSION, 512)}
-        if same:
+        if k_is_v:
             default = values["num_kv_heads"]
             of_full["num_key_value_heads"] = natural("num_global_key_value_heads", 1, MAX_DIMENSION, default)
         overrides = {str(i): of_full for i, kind in enumerate(types) if kind == FULL_ATTENTION}
-    sizes, last = list[LayerSizes](), dict[str, int]()
+    sizes, last_of_kind = list[LayerSizes](), dict[str, int]()
     try:
         by_layer = {int(i): dict(changes) for i, changes in overrides.items()}
         for i, kind in enumerate(types):
@@ -114,17 +114,17 @@ def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems
             dim = values["head_dim"] if dim is None else dim
             if changes or type(heads) is not int or type(dim) is not int or heads < 1 or dim < 2:
                 raise ValueError
-            if i < own:
-                last[kind] = i
-            inter = values["intermediate_size"] * (2 if wide and i >= own else 1)
-            has_v = not (same and kind == FULL_ATTENTION)
-            sizes.append(LayerSizes(heads, dim, inter, i if i < own else last[kind], has_v))
+            if i < num_own:
+                last_of_kind[kind] = i
+            inter = values["intermediate_size"] * (2 if wide and i >= num_own else 1)
+            has_v = not (k_is_v and kind == FULL_ATTENTION)
+            sizes.append(LayerSizes(heads, dim, inter, i if i < num_own else last_of_kind[kind], has_v))
     except (AttributeError, TypeError, ValueError):
         message = f"{overrides!r}; expected head_dim and num_key_value_heads by layer"
         problems.append(Problem("config", "'per_layer_config'", message))
         return {}
     except KeyError as kind:
-        message = f"no layer before layer {own} is of type {kind}, whose K/V later layers read"
+        message = f"no layer before layer {num_own} is of type {kind}, whose K/V later layers read"
         problems.append(Problem("config", "'num_kv_shared_layers'", message))
         return {}
     if uneven := [heads for heads, *_ in sizes if values["num_heads"] % heads]:
@@ -132,12 +132,12 @@ def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems
         problems.append(Problem("config", "'num_attention_heads'", message))
         return {}
     size, vocab = natural("hidden_size_per_layer_input", 0, MAX_DIMENSION, 0), values["vocab_size"]
-    dim = math.gcd(*(own.head_dim for own in sizes))
-    parts = math.gcd(*(own.num_kv_heads * own.head_dim // dim for own in sizes))
+    dim = math.gcd(*(num_own.head_dim for num_own in sizes))
+    num_kv_heads = math.gcd(*(num_own.num_kv_heads * num_own.head_dim // dim for num_own in sizes))
     return {
         "sizes": tuple(sizes),
         "head_dim": dim,
-        "num_kv_heads": parts,
+        "num_kv_heads": num_kv_heads,
         "per_layer_size": size,
         "per_layer_vocab": natural("vocab_size_per_layer_input", vocab, MAX_DIMENSION, vocab) if size else 0,
     }

@@ -51,8 +51,8 @@ def _with_head_size(config: Mapping[str, Any]) -> dict[str, Any]:
     """Replace a head size of "auto"."""
     size, expand = config.get("mamba_d_head"), config.get("mamba_expand", 2)
     hidden, heads = (config.get(key) for key in ("hidden_size", "mamba_n_heads"))
-    known = all(type(value) is int and value > 0 for value in (expand, hidden, heads))
-    return {**config, "mamba_d_head": expand * hidden // heads} if size in (None, "auto") and known else dict(config)
+    is_valid = all(type(value) is int and value > 0 for value in (expand, hidden, heads))
+    return {**config, "mamba_d_head": expand * hidden // heads} if size in (None, "auto") and is_valid else dict(config)
 
 
 def _normalize_granite(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,13 +152,13 @@ def _falcon_factors(config: Mapping[str, Any], problems: list[Problem]) -> Facto
     values = list[float]()
     for key, count in _FALCON_FACTORS.items():
         value = config.get(key)
-        own = [1.0] * count if value is None else value if count > 1 else [value]
-        known = isinstance(own, list) and len(own) == count
-        if not known or not all(type(factor) in (int, float) and 0 < factor < math.inf for factor in own):
+        factors = [1.0] * count if value is None else value if count > 1 else [value]
+        is_complete = isinstance(factors, list) and len(factors) == count
+        if not is_complete or not all(type(factor) in (int, float) and 0 < factor < math.inf for factor in factors):
             expected = "a positive number" if count == 1 else f"{count} positive numbers"
             problems.append(Problem("config", repr(key), f"{value!r}; expected {expected}"))
-            own = [1.0] * count
-        values += own
+            factors = [1.0] * count
+        values += factors
     read, attended, key_factor, ssm_in, ssm_out, mlp_gate, mlp_out, gate, x, b, c, step = values
     norm, stream = ssm_in * gate, mlp_out / mlp_gate
     parameters = {"attn_norm": norm, "mlp_norm": mlp_gate, "mix_gain": ssm_out / stream}

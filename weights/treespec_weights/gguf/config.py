@@ -346,8 +346,8 @@ def _unequal(file: GgufFile, config: Mapping[str, Any], natural: Callable[..., i
 def num_predictors(file: GgufFile) -> int:
     """Return the number of layers after the model's own that predict further tokens (MTP)."""
     count = file.value("nextn_predict_layers")
-    known = (*_DELTA_NETS, "glm4moe", "nemotron_h_moe")
-    return count if type(count) is int and file.architecture in known else 0
+    supported = (*_DELTA_NETS, "glm4moe", "nemotron_h_moe")
+    return count if type(count) is int and file.architecture in supported else 0
 
 
 def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) -> dict[str, Any]:

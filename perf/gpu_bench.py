@@ -143,7 +143,7 @@ class Passes:
         return self.launch(rows, tree.tokens.tolist() * requests)
 
     def launch(self, rows: list[RequestRows], tokens: Sequence[int], num_logits: int = 0) -> Callable[[], Tensor]:
-        """Plan a pass; return a function that launches it and returns the logits of all, or the last `num_logits`, rows."""
+        """Plan a pass; return a function that launches it and returns logits of the last `num_logits` rows, or all."""
         layout, ids = self.decoder.plan(rows, self.pool), torch.tensor(tokens, device=self.decoder.device)
 
         def run() -> Tensor:

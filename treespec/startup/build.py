@@ -1,4 +1,4 @@
-"""Builds an engine: loads and tests the models, measures their costs, and joins the parts."""
+"""Builds an engine: loads and tests its models, measures their costs and connects the parts."""
 
 import dataclasses
 import logging
@@ -64,7 +64,7 @@ ADAPTER_ROWS = 32  # rows of every pass of an adapter if no weaker padding is ex
 
 @dataclass(frozen=True)
 class Built:
-    """An engine and the settings it was built with. It keeps no model that the engine does not keep itself."""
+    """An engine and the settings it was built with. It holds no references to models of its own."""
 
     engine: Engine
     config: EngineConfig
@@ -76,11 +76,11 @@ class Built:
     loras: LoraCache | None  # None without `enable_lora`
 
     def stats(self) -> dict[str, Any]:
-        """Return the document of `LLM.stats`."""
+        """Return the value of `LLM.stats`."""
         config, sources, kernels = self.config, self.engine.sources, self.kernels
         drafts, curve = sources.ssms.names if sources.ssms else (), self.engine.host.planner.costs.curve
         return self.engine.stats.as_dict() | {
-            "frozen": {  # the settings that bits depend on
+            "frozen": {  # settings that affect bits
                 "dtype": str(config.dtype).removeprefix("torch."),
                 "device": str(config.device),
                 "threads": config.num_threads,
@@ -113,9 +113,10 @@ class Built:
 
 
 def load_target(resolved: Resolved, plan: MemoryPlan) -> tuple[Decoder, KVCache, int | None, str]:
-    """Load the target, allocate the KV cache, and run the self-test, which leaves it zeroed, unless exact=False.
+    """Load the target, allocate the KV cache and, unless exact=False, run the self-test, which zeroes the cache again.
 
-    Returns also the rows of every pass if exactness needs padding, else None, and the guarantee about output tokens.
+    Also returns the number of rows to which exactness pads every pass (None without padding), and the guarantee about
+    output tokens.
     """
     loader, config, fixed_rows = resolved.loader, resolved.target, resolved.fixed_rows
     min_rows = fixed_rows or 2
@@ -146,7 +147,7 @@ def load_target(resolved: Resolved, plan: MemoryPlan) -> tuple[Decoder, KVCache,
 def check_exact(decoder: Decoder, cache: KVCache, attention: str, largest_pass: int) -> None:
     """Run the self-test on a native decoder. attention="auto" falls back from packed to gathered attention."""
     try:
-        # torch's share of compiled passes is small: its threads would wake up for it, and take CPUs from the passes.
+        # torch computes little in compiled passes; waking up its threads would take CPUs from these passes.
         with nullcontext() if decoder.compiled is None else one_thread():
             differences = differing_rows(decoder, cache.pools[0], largest_pass)
     except Exception as error:
@@ -157,7 +158,7 @@ def check_exact(decoder: Decoder, cache: KVCache, attention: str, largest_pass: 
             'device="cpu"'
         ) from error
     if decoder.embed_blocks is not None:
-        decoder.embed_blocks.release()  # random tokens have read many of its pages
+        decoder.embed_blocks.release()  # the test's random tokens have read many of its pages
     if differences and attention == "auto" and decoder.attention.name == "cpu-packed":
         logger.warning("packed attention is not exact on this machine (%s); using gathered attention", differences[0])
         decoder.attention = make_attention("cpu-gathered", decoder.config.shape, decoder.dtype, decoder.device)
@@ -227,7 +228,7 @@ def build(options: EngineOptions) -> Built:
         return assemble(resolved, plan)
     except ExactnessError as error:
         options = fallback_options(resolved, error)
-    # Outside of the `except` block, because the error's traceback keeps the rejected decoder and its cache in memory.
+    # Not in the `except` block: the traceback would keep the rejected decoder and its cache in memory.
     del resolved, plan
     return build(options)
 
@@ -272,7 +273,7 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
         runner = Runner(decoder, cache, fixed_rows, rounds.target_pass)
         host = HostExecutor(runner, planner, sources, length)
         captured = GraphExecutor(runner, sources, rounds, length)
-    if options.enable_prefix_caching:  # from now on, so that measurements and proofs compute their prompts
+    if options.enable_prefix_caching:  # only now: measurements and self-tests must compute their prompts
         cache.prefixes = PrefixCache(plan.num_pages + 1, 0 if ssms is None else len(ssms.models))
     drafts = [*(ssms.models if ssms else ()), *(drafter.model for drafter in cross_tokenizer)]
     state_pools = [*([] if cache.states is None else [cache.states]), *(ssms.state_pools.values() if ssms else ())]
@@ -314,19 +315,19 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
 def _lora_cache(
     options: EngineOptions, config: ModelConfig | AdapterConfig, target: Decoder, limits: SlotLimits | None
 ) -> LoraCache | None:
-    """Return what loads adapters of the target; None without `enable_lora`."""
+    """Return the cache that loads the target's adapters, or None without `enable_lora`."""
     if not options.enable_lora or isinstance(config, AdapterConfig):
         return None
     limit, exact = options.max_lora_rank if limits is None else limits.rank, options.exact
 
     def load(path: str) -> Lora:
-        # Threads of OpenMP would wait for one another in small operations, beside those of the passes.
+        # In small operations, OpenMP's threads would compete with those of the passes.
         with own_passes(target.device), nullcontext() if target.compiled is None else one_thread():
             weights = load_lora(local_folder(path), config.shape, config.rules, target.dtype)
             if limit is not None and weights.rank > limit:
                 raise ConfigError(f"{path}: an adapter of rank {weights.rank}, above max_lora_rank={limit}; raise it")
             updates = target.updates(weights.matrices)
-            if exact and isinstance(updates, Updates) and target.min_rows <= 2:  # otherwise, all passes have these rows
+            if exact and isinstance(updates, Updates) and target.min_rows <= 2:  # else all passes have `min_rows` rows
                 updates.check_rows(target.dtype)
             return Lora(weights.digest, updates)
 
@@ -346,7 +347,7 @@ def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Decoder, cache: KVC
 
 
 def _search_library(compile: bool | str, library: Callable[[tuple[str, ...], Path], CDLL]) -> CDLL | None:
-    """Return the C++ library of a source without a model, or None if it cannot be built: Python searches, slowly."""
+    """Return the C++ library of a model-free source; None if it cannot be built, so that (slower) Python searches."""
     if compile is False:
         return None
     try:
@@ -357,7 +358,7 @@ def _search_library(compile: bool | str, library: Callable[[tuple[str, ...], Pat
 
 
 def _capture_rounds(resolved: Resolved, plan: MemoryPlan, host: HostExecutor, scheduler: Scheduler) -> Rounds | None:
-    """Capture an engine's rounds; None without Triton, or if they do not run or are not exact."""
+    """Capture an engine's rounds; None without Triton, or if they fail to run or are not exact."""
     configs, options, ssms = resolved.loader.configs, resolved.options, host.sources.ssms
     if configs is None:
         return None
@@ -369,4 +370,4 @@ def _capture_rounds(resolved: Resolved, plan: MemoryPlan, host: HostExecutor, sc
     capture = partial(captured_rounds, host.runner, ssms, configs, resolved.spec, *sizes, options.cuda_graphs)
     if resolved.loader.device.type == "cuda" and not is_interpreted():
         return proven_rounds(host, scheduler, capture, options.exact)
-    return capture()  # proving them takes minutes in the interpreter
+    return capture()  # the self-test takes minutes in the interpreter

@@ -28,9 +28,9 @@ from treespec_weights.rules import ModelShape
 logger = logging.getLogger("treespec")
 
 PREFILL_CHUNK = 512
-# Of kernels on a GPU: more rows for one read of the weights from memory, and for one launch of every kernel.
+# Prefill rows on a GPU: with more rows, each read of the weights and each kernel launch does more work.
 GPU_PREFILL_CHUNKS = (2048, 1024)
-CHUNK_SHARE = 8  # a larger chunk may take this part of the free memory
+CHUNK_SHARE = 8  # buffers of a larger chunk may take 1 / CHUNK_SHARE of the free memory
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class MemoryPlan:
     num_pages: int
     cache_dtype: torch.dtype
     shapes: list[ModelShape]  # shapes of the models in the KV cache, target first
-    stacks: list[int] | None  # numbers of consecutive models that share a tensor of the KV cache (see `KVCache`)
+    stacks: list[int] | None  # sizes of groups of models that share a tensor of the KV cache (see `KVCache`)
     features: FeatureShape | None  # hidden states of the target that draft heads read; None without heads
-    state: StateShape | None  # sizes of a request's state of recurrent layers; None without any
-    num_kept_states: int  # copies of states after prompts and prefixes
-    draft_states: dict[int, StateShape]  # the same of SSMs with recurrent layers, which have copies after prompts
+    state: StateShape | None  # shape of a request's recurrent state; None without recurrent layers
+    num_kept_states: int  # number of copies of states after prompts and prefixes
+    draft_states: dict[int, StateShape]  # state shapes of SSMs with recurrent layers, by index
 
     @property
     def positions(self) -> int:
@@ -106,7 +106,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         num_pages=num_pages,
         cache_dtype=cache_dtype,
         shapes=shapes,
-        stacks=[1, *stack_sizes(ssms), *[1] * len(resolved.heads)] if triton else None,  # each head alone
+        stacks=[1, *stack_sizes(ssms), *[1] * len(resolved.heads)] if triton else None,  # heads share nothing
         features=features,
         state=state,
         num_kept_states=num_kept,
@@ -115,7 +115,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
 
 
 def resolve_max_model_len(
-    # The user's value; None means the model's maximum, or fewer if half of the free memory holds fewer
+    # max_model_len as requested; None is the model's maximum, or as much as half of the free memory holds
     value: int | None,
     target: ModelConfig | AdapterConfig,
     bytes_per_page: int,  # bytes per page of all models in the KV cache
@@ -123,7 +123,7 @@ def resolve_max_model_len(
     scratch: int,  # slots after each request
     device: torch.device,
     reserved: int,  # bytes reserved for weights, captured rounds and recurrent states
-    cache_bytes: int | None,  # of a cache that must hold one request; None = of one that must hold all of them
+    cache_bytes: int | None,  # size of a cache that must hold one request; None: the cache must hold `seqs` of them
 ) -> int:
     """Return the maximum number of positions of a request."""
     free = free_memory(device) - reserved
@@ -133,7 +133,7 @@ def resolve_max_model_len(
             f"{(free + reserved) / 2**30:.1f} GiB of {device} are free; use a smaller model, or lower max_num_seqs, "
             "max_model_len or nodes"
         )
-    share = 2  # of the free memory
+    share = 2  # the cache may take half of the free memory
     if cache_bytes is not None:
         if cache_bytes > free:
             raise CacheMemoryError(
@@ -171,7 +171,7 @@ def _weight_bytes(resolved: Resolved) -> int:
 
 
 def _prefill_chunk(resolved: Resolved, scratch: int) -> int:
-    """Return the rows of a prefill pass on a GPU: the most whose buffers leave enough memory."""
+    """Return the largest number of prefill rows on a GPU whose buffers leave enough memory."""
     spare = (free_memory(resolved.loader.device) - _weight_bytes(resolved)) // CHUNK_SHARE
     least = _round_bytes(resolved, scratch, PREFILL_CHUNK)
     fitting = (rows for rows in GPU_PREFILL_CHUNKS if _round_bytes(resolved, scratch, rows) - least <= spare)

@@ -34,7 +34,7 @@ logger = logging.getLogger("treespec")
 
 CONTEXT = 128  # committed positions of each request during the measurement
 LONG_CONTEXT = 1024  # committed positions at which the cost of a position is measured
-# Costs jump where matrix products start another tile: after 16, 32 and 48 rows with AMX, and after 6 where AVX-512 keeps
+# Costs jump where matrix products start another tile: after 16, 32 and 48 rows with AMX, after 6 where AVX-512 keeps
 # the sums in registers (SmolLM2-135M, two threads: 6, 7 and 8 rows take 1.35, 1.79 and 1.80 times as long as one).
 ROWS = (1, 2, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64)
 # Row counts for slow models. At 0.5B parameters, 4 rows take as long as one and 8 rows 1.3 times as long; with 4 among

@@ -1,4 +1,4 @@
-"""Held-out packages: prompts of them, and the target's loss on them. `treespec bench` decodes the prompts."""
+"""Prompts from held-out packages, and the target's loss on their text. `treespec bench` decodes the prompts."""
 
 import random
 from collections.abc import Sequence

@@ -57,7 +57,7 @@ class Checkpoint:
     _handles: dict[str, Any]
     absent: dict[str, str]  # name to file of the index's entries for tensors that no file holds
     block_types: tuple[str, ...] = ()  # dtypes of the blocks in a GGUF file, which `tensor` dequantises to float32
-    # Names in the files, if only the text part is opened; None if names are those of the files
+    # names in the files, if only the text part is opened; None for unchanged names
     stored_names: dict[str, str] | None = None
 
     @property
@@ -69,7 +69,7 @@ class Checkpoint:
     def open(cls, folder: Path | str, single: str = SINGLE) -> "Checkpoint":
         """Open `model.safetensors`, the shards listed in `model.safetensors.index.json`, or a GGUF file.
 
-        With another name as `single`, the file of this name.
+        Another `single` opens the file of that name.
 
         Raises FileNotFoundError or NotADirectoryError for a wrong folder, and CheckpointError with all problems of the
         files.
@@ -159,7 +159,7 @@ class Checkpoint:
         return self._handle(name).stored(name) if in_blocks else self.tensor(name)
 
     def blocks(self, name: str) -> Blocks | None:
-        """Return a matrix, or those of all experts, in a GGUF file's blocks; None if there is none of `FORMS`."""
+        """Return a matrix (or those of all experts) as GGUF blocks; None if it is not stored in a type of `FORMS`."""
         info = self.tensors.get(name)
         if info is None or info.dtype not in FORMS or len(info.shape) < 2:
             return None
@@ -167,13 +167,13 @@ class Checkpoint:
         return blocks
 
     def missing(self, name: str, reason: str) -> Problem:
-        """Return the problem of a needed tensor that no file holds."""
+        """Return the problem of a missing tensor."""
         if name in self.absent:
             reason += f"; the index places it in {self.absent[name]!r}, which does not hold it"
         return Problem("missing", repr(name), f"{reason}; download or convert the checkpoint again")
 
     def log_absent(self) -> None:
-        """Log the entries in `absent`, after a load that needed none of them."""
+        """Log the entries of `absent` after a load that needed none of them."""
         if self.absent:
             first, count = next(iter(self.absent)), len(self.absent)
             message = "%s: no file holds %d tensors of %r, such as %r, and none is needed"

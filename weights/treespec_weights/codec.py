@@ -18,7 +18,7 @@ from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
 FILES = (TOKENIZER, "tokenizer.model", "vocab.json")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
-MAX_ID = (1 << 24) - 1  # bounds the size of tables indexed by id
+MAX_ID = (1 << 24) - 1  # limits the size of tables indexed by id
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -67,7 +67,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class ConversionStep(NamedTuple):
     """Conversion of the sources of one result tensor."""
 
-    target: Placement  # the result
+    target: Placement  # result tensor
     sources: tuple[Placement, ...]  # checkpoint tensors that hold the target's parameters
     schemes: tuple[QuantScheme | None, ...]  # one per source; None if it is not quantised
     outputs: tuple[Output, ...]  # tensors to write
@@ -115,13 +115,13 @@ def convert_checkpoint(
     Args:
         source: a folder or GGUF file that `verify` accepts; not modified.
         destination: a folder that does not exist, or is empty; not inside of the source.
-        dtype: of all tensors; None keeps their dtypes, and for a GGUF file takes that of its config. A quantised
-            checkpoint needs one, and is dequantised.
+        dtype: dtype of all tensors; None keeps their dtypes, or takes the one of a GGUF file's config. A quantised
+            checkpoint needs a dtype, and is dequantised.
         shard_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
         layout: model_type of another family with the same parameters.
         quantization: "int8", "int4" or "fp8" quantises the layers' matrices, after the cast; "fp8-all" also embedding
             and head.
-        layers: keeps only the first so many.
+        layers: number of layers to keep; None keeps all.
         on_bytes: called with the bytes written so far and the total.
 
     Raises OptionError, CheckpointError, UnsupportedModelError (for the layout), WriteError and OSError.
@@ -198,9 +198,9 @@ def convert_checkpoint(
 
 @contextlib.contextmanager
 def as_folder(path: Path, dtype: torch.dtype, layers: int | None = None) -> Iterator[Path]:
-    """Yield an unquantised Hugging Face folder of a checkpoint, with only its first `layers` unless that is None.
+    """Yield an unquantised Hugging Face folder of a checkpoint, or of its first `layers`.
 
-    It is the checkpoint's own, or a temporary one, dequantised to `dtype`.
+    The folder is the checkpoint's own, or a temporary one, dequantised to `dtype`.
     """
     is_plain = not is_gguf(path) and scheme_of(read_config(path), path) is None
     if is_plain and layers is None:

@@ -28,7 +28,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def _gguf_config(file: GgufFile) -> dict[str, Any]:
-    """Return config.json, with the types and forms of matrices that stay quantised as its quantization_config."""
+    """Return config.json; its quantization_config has the types and forms of matrices that stay quantised."""
     types = {name: [kind, *form] for name, (kind, form) in block_types(file).items()}
     return hf_config(file) | ({KEY: {"quant_method": "gguf", "types": types}} if types else {})
 
@@ -105,10 +105,10 @@ def write_documents(path: Path, folder: Path) -> None:
 
 
 def write_tokenizer(path: Path, folder: Path) -> Any:
-    """Write what transformers reads beside a tokenizer built from a GGUF file, and return this tokenizers.Tokenizer.
+    """Write the files that transformers needs besides a GGUF file's tokenizer, and return this tokenizers.Tokenizer.
 
-    If there is no tokenizer, or if its tokenizer.json is beside the file, write the documents and return None. Raises
-    as `tokenizer_text`.
+    Without a tokenizer, or with a tokenizer.json beside the file, writes the documents and returns None. Raises as
+    `tokenizer_text`.
     """
     file = read_gguf(path)
     if not is_stored(file):

@@ -24,7 +24,7 @@ class Experts:
     size: int  # hidden units of an expert
     layers: tuple[int, ...]  # indices of the sparse layers; all others have a dense MLP
     shared_size: int = 0  # hidden units of the expert that computes every row, 0 for none
-    shared_gate: bool = False  # the shared expert's output is scaled by the sigmoid of a product of the row
+    shared_gate: bool = False  # the sigmoid of a projection of the row scales the shared expert's output
     bias: bool = False  # the router and the experts' projections have biases
     correction: bool = False  # experts are chosen by their score plus a parameter
     scoring: Scoring = "softmax"
@@ -34,8 +34,8 @@ class Experts:
     chosen_groups: int = 1
     gated: bool = True  # experts' MLPs have a gate
     latent_size: int = 0  # width of the projection that experts other than the shared one read and write; 0 for none
-    # The shared expert is a dense MLP beside the others. It has norms of its inputs and of its outputs, and so have the
-    # others; the router has a norm of its inputs, and a factor on the weight of each expert
+    # The shared expert is a dense MLP in parallel with the others; both have norms of their inputs and outputs. The
+    # router has a norm of its inputs, and a factor on each expert's weight
     beside: bool = False
 
     def parameters(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -64,18 +64,18 @@ def _mlp(inner: int, hidden: int, bias: bool, gated: bool) -> dict[str, tuple[in
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRules:
-    """Keys of config.json that describe a family's experts, and what the family fixes.
+    """Keys of config.json that describe a family's experts, and properties that the family fixes.
 
-    Every family may have dense layers, by the key `dense`, `mlp_only_layers` and `decoder_sparse_step`, or by the types
-    of its layers.
+    Any family may have dense layers, given by the keys `dense`, `mlp_only_layers` and `decoder_sparse_step`, or by its
+    layer types.
     """
 
-    count: tuple[str, ...]  # keys of the number of experts, of which a config has one; 0 for a dense model
+    count: tuple[str, ...]  # alternative keys of the number of experts, which is 0 for a dense model
     switch: str | None = None  # key that is true for models with experts; None if all have them
     size: str = "moe_intermediate_size"  # key of the hidden units of an expert
     top_k: str = "num_experts_per_tok"  # key of the number of experts of a row
     dense: str = "first_k_dense_replace"  # key of the number of dense layers before the sparse ones
-    types: str | None = None  # key of the layers' types, of which sparse layers have "moe"
+    types: str | None = None  # key of the layer types; sparse layers have "moe"
     shared_size: str | None = None  # key of the hidden units of the shared expert
     shared_count: str | None = None  # key of their number in units of `size`, instead of `shared_size`
     shared_gate: bool = False

@@ -33,7 +33,7 @@ def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     where: dict[str, Any] = {"local_dir": os.fspath(to)} if to is not None else {}
-    # Also the HTTP library's errors, such as those of proxies, and the RuntimeError of a missing home folder.
+    # This includes errors of the HTTP library, such as proxy errors, and the RuntimeError for a missing home folder.
     failures: tuple[type[BaseException], ...] = (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError)
     try:
         folder = Path(

@@ -29,9 +29,9 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
 
     `shape`, `made_of` and `unsupported_because` depend on whether its family is supported; `tensors` has one row per
     group of tensors that differ only in the layer `{i}`; `parameters` counts a tied head once, and no ignored buffers;
-    `matrices` counts those of a GGUF file by type, and says which of them compiled passes keep in blocks; `pass_bytes`
-    is what such a pass reads of the weights; `problems` is the number found by `match`; `unused_ids` are rows of the
-    embedding after the tokenizer's last id.
+    `matrices` counts a GGUF file's matrices by type, and tells which ones compiled passes keep in blocks; `pass_bytes`
+    is the number of weight bytes that such a pass reads; `problems` counts those found by `match`; `unused_ids` is the
+    number of embedding rows after the tokenizer's last id.
 
     Raises the errors of `Checkpoint.open`, and CheckpointConfigError for an unusable config.json.
     """
@@ -165,7 +165,7 @@ def _rows(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _matrices(checkpoint: Checkpoint, ignored: Set[str]) -> list[dict[str, Any]] | None:
-    """Return the number and the bytes in memory of a GGUF file's matrices by type; None for safetensors."""
+    """Return number and memory of a GGUF file's matrices by type; None for safetensors."""
     if not checkpoint.folder.is_file():
         return None
     rows: dict[str, dict[str, Any]] = {}
@@ -179,20 +179,17 @@ def _matrices(checkpoint: Checkpoint, ignored: Set[str]) -> list[dict[str, Any]]
 
 
 def _held_bytes(info: TensorInfo) -> int:
-    """Return the bytes in memory of a tensor: as stored, or in 16 bits if compiled passes do not know its blocks."""
+    """Return a tensor's bytes in memory: as stored, or in 16 bits if compiled passes cannot read its blocks."""
     return info.nbytes if info.dtype in FORMS or info.dtype in TORCH_DTYPES else 2 * info.size
 
 
 def _pass_bytes(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> int:
-    """Return the bytes that a pass reads of the weights: of the layers and the head, which may be the embedding.
-
-    It is a pass over one row, which reads `top_k` experts of a layer.
-    """
+    """Return the weight bytes that a pass over one row reads: layers, `top_k` experts each, and the head."""
     rules = rules.for_names(checkpoint.names())
     [embed] = [rule.name for rule in rules.tensors if rule.params == ("embed",)]
     unread = ignored_names(checkpoint.tensors, shape, rules)
     unread.add(rules.tied_copy if shape.tied and embed in checkpoint.tensors else embed)
-    unread.update(rule.name for rule in rules.tensors if rule.params == ("input_embed",))  # a row of each token
+    unread.update(rule.name for rule in rules.tensors if rule.params == ("input_embed",))  # read one row per token
     share = Fraction(shape.experts.top_k, shape.experts.count) if shape.experts else Fraction(1)
     tensors = ((name, _held_bytes(info)) for name, info in checkpoint.tensors.items() if name not in unread)
     return int(sum(size * share if ".experts." in name else size for name, size in tensors))

@@ -71,7 +71,7 @@ def translate_config(
 
 
 def _other_switches(shape: ModelShape, other: FamilyRules) -> list[Problem]:
-    """Return the sizes and switches of the model that the other family fixes to other values, as problems."""
+    """Return problems for sizes and switches that the other family fixes at other values."""
     fixed = {
         field.name: other.constants.get(field.name, field.default)
         for field in fields(ModelShape)

@@ -23,7 +23,7 @@ from treespec_weights.quantize import BITS, Quantized, dequantize, group_of, qua
 from treespec_weights.rules import FamilyRules, ModelShape, TensorRule, TensorShape
 
 CHUNK = 1 << 19  # values cast at a time
-UNQUANTISED = (".router", ".shared.scale")  # ends of the names of matrices that no scheme quantises
+UNQUANTISED = (".router", ".shared.scale")  # name suffixes of matrices that no scheme quantises
 _EMBEDDINGS = ("embed", "input_embed")
 _KV = tuple(f"layers.{{i}}.{name}" for name in ("k", "v", "k_norm"))
 DTYPES = tuple(TORCH_DTYPES[name] for name in LOADABLE)
@@ -34,13 +34,13 @@ class Placement(NamedTuple):
 
     name: str
     rule: TensorRule
-    params: dict[str, TensorShape]  # by expert, in the rule's order, if the tensor holds those of all experts
-    heads: int  # groups of a "per_head" tensor
-    experts: int | None = None  # number of experts whose parameters the tensor holds; None for no experts'
+    params: dict[str, TensorShape]  # if the tensor holds all experts: by expert, in the rule's order
+    heads: int  # number of groups in a "per_head" tensor
+    experts: int | None = None  # number of experts in the tensor; None for a tensor of one or no expert
 
     @property
     def matrix_shape(self) -> TensorShape:
-        """Shape of the parameters stacked, those of all experts too."""
+        """Shape of all parameters stacked, including all experts."""
         param_shape = next(iter(self.params.values()))
         return (sum(shape[0] for shape in self.params.values()), *param_shape[1:])
 
@@ -55,7 +55,7 @@ class Placement(NamedTuple):
     def unpack(self, tensor: Tensor) -> dict[str, Tensor]:
         """Split a checkpoint tensor, or a matrix of `matrix_shape`, into its parameters, by name.
 
-        They are contiguous, and views of `tensor` where its layout allows.
+        Parameters are contiguous, and views of `tensor` if its layout allows.
         """
         if self.experts is None:
             matrices = self._split(tensor, [*self.params.values()])
@@ -153,10 +153,7 @@ def load_weights(
 
 
 def quantizable(shape: ModelShape) -> dict[str, TensorShape]:
-    """Return the parameters that quantisation applies to: the layers' matrices, without embedding, head and norms.
-
-    Routers, too, stay as they are.
-    """
+    """Return the parameters that quantisation applies to: the layers' matrices, except routers."""
     return {
         name: size
         for name, size in shape.parameters().items()
@@ -189,7 +186,7 @@ def covered(scheme: QuantScheme, placement: Placement, rules: FamilyRules) -> bo
 def _matrix_in_blocks(
     checkpoint: Checkpoint, scheme: QuantScheme | None, placement: Placement, rules: FamilyRules
 ) -> Blocks | None:
-    """Return the matrix of a placement in blocks, or None if it is not stored so."""
+    """Return the matrix of a placement in blocks, or None if it is not stored in blocks."""
     if isinstance(scheme, Mxfp4Scheme) and covered(scheme, placement, rules):
         return Blocks("MXFP4", scheme.rows(placement.name, checkpoint.tensor), None)
     is_read_as_values = next(iter(placement.params)).endswith(UNQUANTISED)
@@ -226,7 +223,7 @@ def read_dequantized(checkpoint: Checkpoint, scheme: QuantScheme, placement: Pla
 def _stored_matrix(
     checkpoint: Checkpoint, scheme: QuantScheme, placement: Placement, dtype: torch.dtype | None
 ) -> Quantized | Tensor:
-    """Read a quantised matrix; `dtype` is that of an fp8 one."""
+    """Read a quantised matrix; `dtype` is the result's dtype for fp8."""
 
     def get(name: str) -> Tensor | None:
         if name not in checkpoint.tensors:
@@ -307,13 +304,13 @@ def checked_placements(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyR
 
 
 def value_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
-    """Return the problems that `match` cannot see: a head that is not the embedding, or biases that are not zero."""
+    """Return the problems of values, which `match` does not read: untied heads and non-zero biases."""
     rules = _rules_of(checkpoint, shape, rules)
     if shape.tied and rules.tied_copy in checkpoint.tensors:
         embed = _embedding(rules).name
         infos = [checkpoint.info(name) for name in (rules.tied_copy, embed)]
         alike = (infos[0].dtype, infos[0].shape) == (infos[1].dtype, infos[1].shape)
-        # As bytes, so that equal NaNs compare equal.
+        # Compare bytes, so that equal NaNs are equal.
         head, tied = (checkpoint.tensor(name).view(torch.uint8) for name in (rules.tied_copy, embed))
         if not alike or not torch.equal(head, tied):
             message = f"{rules.config_keys['tied']!r} is true, but it differs from {embed!r}; untie it or drop it"
@@ -324,7 +321,7 @@ def value_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules
 
 
 def _rules_of(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> FamilyRules:
-    """Return the rules with the names of a checkpoint: without a missing prefix; a tied embedding may be its head."""
+    """Adapt the rules to a checkpoint's names: a missing prefix, and a tied embedding stored as head."""
     rules = rules.for_names(checkpoint.names())
     embed = _embedding(rules)
     if not shape.tied or embed.name in checkpoint.tensors or rules.tied_copy not in checkpoint.tensors:
@@ -349,13 +346,13 @@ def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules
 
 
 def ignored_names(names: Iterable[str], shape: ModelShape, rules: FamilyRules) -> set[str]:
-    """Return those of a checkpoint's tensors that are not loaded.
+    """Return the names of a checkpoint's tensors that are not loaded.
 
-    They are derived buffers, K/V projections of layers that read other layers' K/V, and layers that predict further.
+    These are derived buffers, K/V projections of layers that read other layers' K/V, and MTP layers.
     """
     ignored = {pattern.replace("{i}", str(i)) for pattern in rules.ignored for i in range(shape.num_layers)}
     own_kv = [rule.name for rule in rules.tensors if rule.params[0] in _KV]
-    readers = [i for i in range(shape.num_layers) if shape.layer(i).kv_of != i]  # of another layer's K/V
+    readers = [i for i in range(shape.num_layers) if shape.layer(i).kv_of != i]  # layers that read another layer's K/V
     ignored |= {name.replace("{i}", str(i)) for name in own_kv for i in readers}
     modules = tuple(name for name in rules.ignored if name.endswith("."))
     return {
@@ -394,7 +391,7 @@ def _layer_of(name: str) -> int:
 
 
 def unexpected_reason(name: str, shape: ModelShape, rules: FamilyRules) -> str:
-    """Return why a tensor is none of a model's."""
+    """Return why a tensor does not belong to a model."""
     rule_names = {rule.name for rule in rules.tensors} | set(rules.ignored)
     components = re.sub(r"\.experts\.\d+\.", ".experts.{e}.", name).split(".")
     for i, component in enumerate(components):

@@ -1,6 +1,6 @@
 """The layer for multi-token prediction (MTP, arXiv 2412.19437) in a target's own checkpoint.
 
-A row of it combines a token's embedding with the state of the token before it: the target's output state after a
+Each row combines a token's embedding with the state of the token before it: the target's output state after a
 verified token, and the layer's own output after a drafted one. The target's vocabulary head reads its outputs.
 """
 
@@ -25,7 +25,7 @@ MTP = "mtp"  # name in `drafts` of the target's own layer
 class MtpForm:
     """The MTP layer of a target, with the interface of a draft head's form."""
 
-    folder: Path  # the target's
+    folder: Path  # folder of the target
     name = "MTP layer"
 
     def describe(self, layers: Sequence[int]) -> str:
@@ -66,13 +66,13 @@ def predictor_of(folder: Path, shape: ModelShape, rules: FamilyRules) -> tuple[M
 
 def load_predictor(
     folder: Path,
-    shape: ModelShape,  # this and the rules: results of `predictor_of`
+    shape: ModelShape,  # shape and rules are results of `predictor_of`
     rules: FamilyRules,
     dtype: torch.dtype | None,
     device: torch.device | str,
     blocks: bool = False,
 ) -> Weights:
-    """Load the layer; arguments, result and errors as those of `load_weights`."""
+    """Load the layer; arguments, result and errors as in `load_weights`."""
     assert rules.predictor is not None
     with open_predictor(folder, rules.predictor) as checkpoint:
         return load_weights(checkpoint, shape, rules, dtype, device, blocks=blocks)

@@ -1,4 +1,4 @@
-"""The text part of a checkpoint for text and images: its config, and its tensors by the names of a text model."""
+"""Config and tensor names of the text part of a checkpoint for text and images."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -7,15 +7,18 @@ from typing import Any
 from treespec_weights.families import FAMILIES
 from treespec_weights.layouts import with_defaults
 
-# Models whose text part reads text as the text model that `text_config` describes does.
+# Models whose text part equals the text model that `text_config` describes.
 COMPOSITES = ("gemma3", "gemma4", "gemma4_unified", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
 _OF_THE_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
-_PARTS = {"model.language_model.": "model.", "language_model.": ""}  # by prefix, also that of earlier releases
-_BESIDE = ("lm_head.", "mtp.")  # the head, and a layer for multi-token prediction
+_PARTS = {
+    "model.language_model.": "model.",
+    "language_model.": "",
+}  # prefix -> replacement, for current and earlier releases
+_BESIDE = ("lm_head.", "mtp.")  # head and MTP layer
 
 
 def text_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of the text part in place of a composite's, if it is of a supported family.
+    """Return a composite config's text part if its family is supported, else the config itself.
 
     Values that config.json lacks are transformers' defaults. Raises CheckpointConfigError if transformers rejects it.
     """
@@ -35,7 +38,7 @@ def is_composite(config: Mapping[str, Any]) -> bool:
 
 
 def text_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the names in the file of the tensors of the text part, by their names in a text model.
+    """Return the text part's tensor names in the file, by their names in a text model.
 
     A file with only the text part has these names already.
     """

@@ -19,7 +19,7 @@ from treespec_weights.tokenizer import read_vocabulary
 Kind = Literal["same", "padded", "reduced", "translated", "text", "none"]
 
 LEAST_SHARE = 0.5
-"""Minimum fraction of the draft's tokens in `SAMPLE` that the target must have for translation; below it the draft
+"""Minimum fraction of the draft's tokens in `SAMPLE` that the target must have for translation; below it, the draft
 generates text. A proposal of depth d survives the intersection with probability share ** d, so text is more reliable
 below one half."""
 PADDING = 1024  # bound on an embedding's padding: sizes are rounded up to multiples of up to 1,024
@@ -70,7 +70,7 @@ class Connection:
                 return f"not at all: {self.reason}"
 
 
-REDUCED = Connection("reduced")  # of a draft with `draft_vocab.safetensors`
+REDUCED = Connection("reduced")  # connection of a draft with `draft_vocab.safetensors`
 
 
 def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Connection:

@@ -41,14 +41,14 @@ GEMMA2 = replace(
     requires={"use_bidirectional_attention": (None, False)},
 )
 
-# Without post norms: Gemma 1, and VaultGemma, whose second norm is named as in Gemma 2.
+# Families without post norms: Gemma 1, and VaultGemma, whose second norm has its name in Gemma 2.
 GEMMA = replace(
     GEMMA2,
     model_type="gemma",
     tensors=LLAMA_TENSORS,
     constants={},
     assumed={"activation": "gelu_pytorch_tanh"},
-    activation="activation",  # a key that its configs lack; their hidden_act means the same
+    activation="activation",  # this key is missing in its configs; their hidden_act means the same
     windows=False,
     query_scalar=None,
     score_cap=None,
@@ -79,7 +79,7 @@ _SHARED = {f"layers.{{i}}.{name}": f"layers.{{i}}.shared.{name}" for name in ("g
 
 
 def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """Read the sizes of Gemma 4's layers, in the keys of its publishers or in those of transformers 5."""
+    """Read the sizes of Gemma 4's layers, given in the publisher's keys or those of transformers 5."""
 
     def natural(key: str, least: int, most: int, default: int) -> int:
         value = default if (value := config.get(key)) is None else value
@@ -169,7 +169,7 @@ GEMMA4 = replace(
         ),
         TensorRule("model.layers.{i}.experts.gate_up_proj", (_GATE, _UP)),
     ),
-    alternatives=one_to_one(  # as GGUF files may have them
+    alternatives=one_to_one(  # tensors of GGUF files
         {f"model.layers.{{i}}.experts.{name}_proj": f"layers.{{i}}.experts.{{e}}.{name}" for name in ("gate", "up")}
     ),
     config_keys=LLAMA_SIZES,
@@ -194,7 +194,7 @@ GEMMA4 = replace(
     requires={"use_bidirectional_attention": (None, "vision"), "attention_bias": (None, False)},
 )
 
-# Gemma 4's layers without inputs per layer and without experts.
+# Gemma 4's layers, without per-layer inputs and experts.
 GEMMA4_UNIFIED = replace(
     GEMMA4,
     model_type="gemma4_unified_text",

@@ -13,7 +13,7 @@ _ONE_BIAS_KEY = dict.fromkeys(("attention_bias", "o_bias", "mlp_bias"), "use_bia
 
 
 def _norms(stem: str, names: dict[str, str]) -> tuple[TensorRule, ...]:
-    """Return the rules of a layer's norms without biases, given as name after `stem` -> parameter."""
+    """Return the rules of a layer's norms without biases; `names` maps name suffixes to parameters."""
     pairs = {f"model.layers.{{i}}.{stem}{name}.weight": f"layers.{{i}}.{param}" for name, param in names.items()}
     return one_to_one(pairs)
 
@@ -120,7 +120,7 @@ HYPERCLOVAX = replace(
 
 _OUTPUT_NORMS = {"attention_layernorm": "attn_post_norm", "feedforward_layernorm": "mlp_post_norm"}
 
-# Norms after attention and MLP only, and over the whole of q and of k.
+# Norms only after attention and MLP; those of q and k span all heads.
 OLMO2 = replace(
     LLAMA,
     model_type="olmo2",
@@ -156,7 +156,7 @@ HUNYUAN = replace(
 
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_eps": "layer_norm_eps"}
 
-# LayerNorm without a bias, one for both attention and MLP.
+# One LayerNorm without a bias for both attention and MLP.
 COHERE = replace(
     LLAMA,
     **_LAYER_NORM,
@@ -166,7 +166,7 @@ COHERE = replace(
     defaults={"tied": True},
     constants={"shared_norm": True},
     assumed=_SILU | {"logit_scale": 0.0625, "rope_theta": 500000.0},
-    parallel="use_parallel_residual",  # a key that its configs lack
+    parallel="use_parallel_residual",  # this key is missing in its configs
     logit_scale="logit_scale",
     interleaved=True,
     requires={"use_qk_norm": (False, None)},

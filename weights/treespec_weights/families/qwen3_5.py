@@ -89,7 +89,7 @@ QWEN3_NEXT = replace(
     QWEN3_5,
     model_type="qwen3_next",
     tensors=tuple(rule for rule in QWEN3_5.tensors if rule not in _PROJECTIONS) + _PROJECTIONS_BY_HEAD + QWEN_EXPERTS,
-    alternatives=STACKED_EXPERTS + _PROJECTIONS[:2],  # as GGUF files have them
+    alternatives=STACKED_EXPERTS + _PROJECTIONS[:2],  # tensors of GGUF files
     assumed={**QWEN3_5.assumed, "norm_topk_prob": True},
     experts=SHARED_EXPERT,
 )

@@ -101,7 +101,7 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "context_length": "max_position_embeddings",
 }
-# What changes layers, and the fields of `FamilyRules` with the config keys that express it.
+# GGUF values that change layers, and the `FamilyRules` fields with the config keys that express them.
 _CHANGES_LAYERS: Mapping[str, tuple[str, ...]] = {
     "expert_count": ("experts",),
     "attention.scale": ("score_scale",),
@@ -110,13 +110,13 @@ _CHANGES_LAYERS: Mapping[str, tuple[str, ...]] = {
     "logit_scale": ("logit_scale", "logit_divisor"),
 }
 _BIASES = {"o_bias": "attn_output", "mlp_bias": "ffn_up", "attention_bias": "attn_q"}
-# Distances between layers of full attention in models with windows, unless the file states others.
+# Default distances between layers of full attention in models with windows.
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma4": 6, "olmo2": 4, "cohere2": 4, "exaone4": 4, "gpt-oss": 2}
 _DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
 _MAY_BE_DENSE = ("granitehybrid", "nemotron_h")
 _OF_IMAGES = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 _PARTLY_ROTATED = ("phi3", "chatglm", "glm4", *_DELTA_NETS, "stablelm", "glm4moe")
-_GATING = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"}  # llama.cpp's numbers of `Scoring`
+_GATING = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"}  # llama.cpp's numbers for `Scoring`
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROPE_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the second is older
 _ROPE_KEYS = (
@@ -167,7 +167,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         if isinstance(value, list) and rules.recurrent is not None:
             value = [entry for entry in value if entry]  # 0: layers without attention, or without an MLP
         if isinstance(value, list) and value and rules.layer_sizes is not None:
-            value = value[0]  # `_unequal` reads those of other layers
+            value = value[0]  # `_unequal` reads the other layers
         if isinstance(value, list) and value and all(entry == value[0] for entry in value):
             value = value[0]  # one entry per layer
         value = default if value is None else value
@@ -244,7 +244,7 @@ def _special_tokens(file: GgufFile) -> dict[str, Any]:
 
 
 def _positive(file: GgufFile, key: str, default: float | None, problems: list[Problem]) -> float:
-    """Return a positive number of the architecture; adds to `problems` and returns 1 if there is none."""
+    """Return a positive metadata value of the architecture; without one, add to `problems` and return 1."""
     value = file.value(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -291,7 +291,7 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     arch, window = file.architecture, file.value("attention.sliding_window")
     if rules_of(file) in (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE):
         return {"use_sliding_window": False}
-    if arch in ("phi3", "mistral3", "starcoder2"):  # of the last, llama.cpp leaves out the window
+    if arch in ("phi3", "mistral3", "starcoder2"):  # llama.cpp ignores starcoder2's window
         return {"sliding_window": window or None if arch == "phi3" else None}
     if arch not in _PATTERNS or (arch == "olmo2" and not window):
         return {}
@@ -299,7 +299,7 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         return {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
     if window is None:
         problems.append(Problem("config", repr(f"{arch}.attention.sliding_window"), "missing"))
-    # Either a flag per layer, or the distance between layers with full attention.
+    # either a flag per layer, or the distance between layers with full attention
     pattern = file.value("attention.sliding_window_pattern") or _PATTERNS[arch]
     if type(pattern) is int and pattern > 0:
         pattern = [(i + 1) % pattern != 0 for i in range(config["num_hidden_layers"])]
@@ -319,7 +319,7 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
 
 
 def _unequal(file: GgufFile, config: Mapping[str, Any], natural: Callable[..., int]) -> dict[str, Any]:
-    """Return the config keys of Gemma 4's layers of unequal sizes, and of their inputs."""
+    """Return the config keys of Gemma 4's unequal layers and of their per-layer inputs."""
     kinds, kv_heads, widths = (
         config["layer_types"],
         *map(file.value, ("attention.head_count_kv", "feed_forward_length")),
@@ -386,7 +386,7 @@ def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) 
         types = [mlp if own else kind for own, kind in zip(units, types, strict=False)]
         config[recurrent.key] = types[: count - num_predictors(file)]
     elif not recurrent.single:
-        rotates = file.value("rope.scaling.finetuned")  # llama.cpp's mark of rotation
+        rotates = file.value("rope.scaling.finetuned")  # llama.cpp's flag for rotation
         config |= {recurrent.key: types, "position_embedding_type": "rope" if rotates else None}
         config["mamba_expand"] = natural("ssm.inner_size") // natural("embedding_length")
         shared = natural("expert_shared_feed_forward_length", file.value("feed_forward_length"))
@@ -501,6 +501,6 @@ def _factors(file: GgufFile, name: str) -> list[float] | None:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return the dtype to compute in: that of the matrices if all have the same, otherwise bfloat16."""
+    """Return the compute dtype: the matrices' common dtype, otherwise bfloat16."""
     types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return "float32" if types == {"F32"} else "float16" if types == {"F16"} else "bfloat16"

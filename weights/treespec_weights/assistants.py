@@ -85,9 +85,7 @@ def load_assistant(
         raise CheckpointError.of(form.folder, "config", "backbone_hidden_size", message)
     tensors, hidden, size = DraftTensors(form.folder, dtype, device), shape.hidden_size, shape.vocab_size
     decoder = tensors.take_layers(shape, form.rules, ())
-    decoder["embed"] = tensors.take(
-        "embed_tokens.weight", size, hidden
-    )  # the head; input tokens use the target's embedding
+    decoder["embed"] = tensors.take("embed_tokens.weight", size, hidden)  # the head; inputs use the target's embedding
     pre_projection = tensors.take("pre_projection.weight", hidden, 2 * target_hidden)
     post_projection = tensors.take("post_projection.weight", target_hidden, hidden)
     centroids = groups = None

@@ -501,9 +501,7 @@ class FamilyRules:
     residual_scale: str | None = None
     logit_scale: str | None = None
     logit_divisor: str | None = None
-    factors: Callable[[Mapping[str, Any], list[Problem]], Factors] | None = (
-        None  # reads other factors; adds to the problems
-    )
+    factors: Callable[[Mapping[str, Any], list[Problem]], Factors] | None = None  # reads others; adds to the problems
     # score_cap, logit_cap: keys of the soft caps c of attention scores and logits, c tanh(x / c); null disables
     score_cap: str | None = None
     logit_cap: str | None = None

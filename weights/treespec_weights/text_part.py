@@ -10,10 +10,7 @@ from treespec_weights.layouts import with_defaults
 # Models whose text part equals the text model that `text_config` describes.
 COMPOSITES = ("gemma3", "gemma4", "gemma4_unified", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe")
 _OF_THE_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
-_PARTS = {
-    "model.language_model.": "model.",
-    "language_model.": "",
-}  # prefix -> replacement, for current and earlier releases
+_PARTS = {"model.language_model.": "model.", "language_model.": ""}  # prefixes of current and earlier releases
 _BESIDE = ("lm_head.", "mtp.")  # head and MTP layer
 
 

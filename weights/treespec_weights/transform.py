@@ -25,9 +25,7 @@ class Transform:
     Two conversions whose transforms have the same repr give the same files.
     """
 
-    dtype: torch.dtype | None = (
-        None  # None keeps each tensor's dtype; tensors of a rule with `single` always keep theirs
-    )
+    dtype: torch.dtype | None = None  # None keeps each tensor's dtype, as do tensors of a rule with `single`
     params: frozenset[str] = field(default=frozenset(), repr=False)  # the parameters to quantise
     bits: int = 8  # bits of quantised matrices; a `group` of None means one scale per output
     group: int | None = None

@@ -33,9 +33,8 @@ class RecurrentShape:
 
     All of them have a causal convolution over the last `kernel` tokens in each channel. "delta" is a Gated DeltaNet
     (arXiv 2412.06464): the convolution produces queries, keys and values, and each head has a state [key_dim,
-    value_dim]. "mamba2" (arXiv 2405.21060) has the same parts, which its paper calls C, B and x; its groups are key
-    heads, its state size is key_dim, and its head size value_dim. "conv" is LFM2's gated convolution, whose channels
-    are the hidden dimensions.
+    value_dim]. "mamba2" (arXiv 2405.21060) has the same parts: C, B and x, in groups, with a state size and a head
+    size. "conv" is LFM2's gated convolution, whose channels are the hidden dimensions.
     """
 
     kind: Literal["delta", "mamba2", "conv"]

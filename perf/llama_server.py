@@ -59,7 +59,7 @@ GENERAL = (
 )
 QUESTIONS = [question for pair in zip(CODING, GENERAL, strict=True) for question in pair]
 WARMUP = "Which day comes after Monday?"
-# Options of llama-server by mode; DRAFT stands for the draft's path.
+# Options of llama-server by mode; DRAFT is replaced by the draft's path.
 LLAMA = {
     "plain": "",
     "draft": "--spec-type draft-simple -md DRAFT --spec-draft-n-max 8 --spec-draft-p-min 0.6",
@@ -67,7 +67,7 @@ LLAMA = {
     "ngram-mod": "--spec-type ngram-mod --spec-ngram-mod-n-match 3 --spec-ngram-mod-n-min 0 --spec-ngram-mod-n-max 4",
 }
 COMMON = "-c 2048 -np 1 --no-ui --cache-ram 0 --offline"
-# Without -pps, which llama.cpp refuses for models whose rotary positions have sections
+# Without -pps, which llama.cpp rejects for models with sections of rotary positions
 BENCH = "-npp 32 -ntg 16 -npl 1,8,16 -c 1024 --output-format jsonl"
 SHAPES = {
     "qwen3.5-0.8b": Qwen3_5TextConfig(
@@ -150,7 +150,7 @@ class Server:
             try:
                 with urllib.request.urlopen(f"{self._url}/health"):
                     return
-            except OSError:  # refused, or 503 while loading
+            except OSError:  # connection refused, or 503 while loading
                 time.sleep(0.005)
         raise RuntimeError(f"llama-server did not start:  {shlex.join(self.process.args)}")  # type: ignore[arg-type]
 
@@ -232,7 +232,7 @@ def transformers_answers(shape: str) -> Callable[..., Answer]:
 
 
 def starts(llama: Mapping[str, list[str]], args: argparse.Namespace) -> dict[str, Any]:
-    """Measure starts in turn, after one start to warm the page cache."""
+    """Measure process starts, interleaved, after one start to warm the page cache."""
     base = [sys.executable, "-m", "treespec", "generate", WARMUP, "--model", str(args.model), "--max-tokens", "1"]
     drafts = {"plain": ["--no-spec"], "draft": ["--draft", str(args.draft)]}
     engines: dict[str, Any] = {

@@ -55,7 +55,7 @@ class AdapterDecoder(Decoder):
 
     def __init__(
         self,
-        config: AdapterConfig,  # from `trace`
+        config: AdapterConfig,  # result of `trace`
         model: nn.Module,  # must be in eval mode; only `pack` modifies it
         attention: Attention,  # used by causal layers without sinks; others attend row by row
         longest: int,  # positions of the longest request, scratch included
@@ -219,7 +219,7 @@ class AdapterDecoder(Decoder):
         return recording
 
     def _rotating(self, base: nn.Module, long: Tensor) -> nn.Module:
-        """Return a copy of the base model whose longrope factors are each row's; the model itself without longrope.
+        """Return a copy of the base model that applies longrope's factors per row; the model itself without longrope.
 
         transformers chooses the factors of all rows by the largest position.
         """
@@ -235,7 +235,7 @@ class AdapterDecoder(Decoder):
 
         for name in self._longropes:
             base, module = _copy(base, name)
-            # Its own frequencies, because choosing factors changes them.
+            # Copy the frequencies, because the choice of factors overwrites them.
             module._buffers = {key: None if value is None else value.clone() for key, value in module._buffers.items()}
             module.forward = partial(rotated, module.forward)
         return base
@@ -322,7 +322,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 
 
 def _copy(base: nn.Module, name: str) -> tuple[nn.Module, nn.Module]:
-    """Return a copy of a model of which a submodule can be changed, and this submodule."""
+    """Return a copy of a model with an independent copy of one submodule, and this submodule."""
     copied = parent = _shallow_copy(base)
     for child in name.split("."):
         parent._modules[child] = _shallow_copy(parent._modules[child])  # type: ignore[arg-type]

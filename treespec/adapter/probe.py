@@ -51,7 +51,7 @@ class Probe:
         self._dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
         vocab = config.shape.vocab_size
         num_embeddings = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), vocab)
-        # Within longrope's short factors, because transformers computes every path with those of its own length.
+        # Stay within longrope's short factors, because transformers chooses the factors by the length of each path.
         length, nodes = max(min(PROMPT, (source.short_context or source.max_positions) - 8), 1), len(PARENTS)
         rng = np.random.default_rng(0)
         # Two requests with different texts, so that attending to the other's keys is detected.

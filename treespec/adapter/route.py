@@ -256,7 +256,7 @@ def _activate(configs: list[Any], route: _Route) -> Iterator[_Route]:
                 if not patched.routes:
                     del _patched[id(config)]
                     for attribute, name in patched.names.items():
-                        if getattr(config, attribute) == NAME:  # the owner may have changed it meanwhile
+                        if getattr(config, attribute) == NAME:  # unless the owner has changed it
                             setattr(config, attribute, name)
 
 

@@ -36,7 +36,7 @@ class Source:
     short_context: int  # as in `ModelConfig`
     dtype: torch.dtype  # dtype of the stored weights
     eos_token_ids: tuple[int, ...]  # tokens that end a text
-    tokenizer: Any = None  # one given with a model in memory: an object, or a folder
+    tokenizer: Any = None  # tokenizer given with a model in memory: an object, or a folder
 
     @property
     def name(self) -> str:

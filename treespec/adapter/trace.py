@@ -33,7 +33,7 @@ class AdapterConfig:
     sinks: tuple[bool, ...]  # whether each layer has sinks
     base: str  # submodule that returns the hidden states for the head
     output: type  # its output class
-    folder: Path  # this and the rest: of the source
+    folder: Path  # this and the following fields describe the source
     max_positions: int
     short_context: int
     dtype: torch.dtype

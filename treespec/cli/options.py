@@ -170,7 +170,7 @@ def _flag(field: Field[Any], text: str) -> inspect.Parameter:
     text = f"{text[0].upper()}{text[1:]}".partition(". ")[0].rstrip(".") + "."
     annotation = field.type.__name__ if isinstance(field.type, type) else str(field.type)
     words, default = annotation.split(" | "), field.default
-    numbers = () if "str" in words else (int, float)  # such as "auto" or a number
+    numbers = () if "str" in words else (int, float)  # int | str, such as "auto" or 16, is read as text
     kind: Any = next((kind for word in words for kind in (bool, *numbers) if kind.__name__ == word), str)
     if "Sequence[" in words[0]:
         kind = list[str]

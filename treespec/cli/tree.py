@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from treespec.engine.round_record import RoundRecord
 
 NODES = "16"
-FIRST_ROUNDS = 8  # without --round, draw the one of the first rounds that accepted the most tokens
+FIRST_ROUNDS = 8  # the default of --round is the one of these first rounds that accepted the most tokens
 
 
 @flags(EngineOptions, "device", "dtype")

@@ -35,7 +35,7 @@ from treespec_kernels.tree.device_trees import MAX_CANDIDATES
 from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, MAX_DEPTH, SEEDS
 from treespec_kernels.tuning.tuned import KernelConfigs
 
-# Slots behind a request's context that drafts write to: the root's and those of all frontiers but the last
+# Slots after a request's context that drafts write to: the root's and those of all frontiers but the last
 SLOTS = num_tree_slots(MAX_DEPTH)
 NODES = (1, 8, 16, 32, 64)  # target pass rows per request, one graph each
 # A graph launches programs for all segments of its longest context, so shorter contexts have their own graphs.
@@ -80,7 +80,7 @@ def captured_rounds(
     configs: KernelConfigs,  # tuned for the device
     spec: SpecConfig,  # the engine's default options, which limit depth and nodes
     max_model_len: int,
-    scratch: int,  # slots behind a request's context for tree nodes
+    scratch: int,  # slots after a request's context, for tree nodes
     max_num_seqs: int,
     cuda_graphs: bool,  # whether to capture CUDA graphs; otherwise kernels are launched individually
 ) -> Rounds:

@@ -51,8 +51,8 @@ class RoundInput(NamedTuple):
     least_value: float  # minimum value of a node
     max_len: int  # maximum number of positions of the request
     adapter: int = NO_ADAPTER  # slot of the request's adapter
-    state_slot: int = 0  # of the request's state of recurrent layers, in models with any
-    replayed: int = 0  # committed tokens since this state
+    state_slot: int = 0  # slot of the request's recurrent state, if the model has one
+    replayed: int = 0  # number of committed tokens after this state
     transforms: RequestTransforms | None = None  # logit transforms of the target; None for temperature alone
 
 

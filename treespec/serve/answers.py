@@ -197,7 +197,7 @@ class ChatAnswer(Answer):
         part = self._read(index, output, completion)
         choice: dict[str, Any] = {"logprobs": self._logprobs(completion)}
         num_calls = self._readers[index].num_calls
-        if num_calls and completion.finish_reason == "stop" and self._parser.named is None:  # like OpenAI
+        if num_calls and completion.finish_reason == "stop" and self._parser.named is None:  # as in OpenAI's API
             choice["finish_reason"] = "tool_calls"
         fields: dict[str, Any] = {}
         if part.reasoning:

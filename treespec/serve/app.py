@@ -272,7 +272,7 @@ class Server:
         return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
 
     async def on_error(self, request: Request, error: Exception) -> Response:
-        """Answer a refused request, and count it unless the engine has counted it (invalid prompts)."""
+        """Return an error response; count the request unless the engine has (invalid prompts)."""
         generating = (self.completions, self.chat, self.responses)
         generates = request.scope.get("endpoint") in generating and request.method == "POST"
         if generates and not isinstance(error, RequestError | ServerError):

@@ -51,7 +51,7 @@ class Message(BaseModel):
         message = self.model_dump(exclude_unset=True)
         if message["role"] == "developer":  # OpenAI's newer name for the system role
             message["role"] = "system"
-        if self.role == "assistant" and self.content is None:  # with calls; templates would print None
+        if self.role == "assistant" and self.content is None:  # a message of calls; templates would print None
             message["content"] = ""
         return message
 

@@ -56,7 +56,7 @@ class ResponseFormat(Strict):
 class GenerationBody(BaseModel):
     """Fields common to all endpoints. Null or missing fields have the server's defaults."""
 
-    model_config = ConfigDict(extra="allow", strict=True)  # `check` refuses unknown names
+    model_config = ConfigDict(extra="allow", strict=True)  # `check` rejects unknown names
     endpoint: ClassVar[str]
     openai: ClassVar[type]  # the fields of OpenAI; those not defined below change no token
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]]  # no-op values, and the alternative

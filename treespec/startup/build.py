@@ -64,7 +64,7 @@ ADAPTER_ROWS = 32  # rows of every pass of an adapter if no weaker padding is ex
 
 @dataclass(frozen=True)
 class Built:
-    """An engine and the settings it was built with. It holds no references to models of its own."""
+    """An engine and the settings it was built with. It adds no references to models."""
 
     engine: Engine
     config: EngineConfig

@@ -501,7 +501,7 @@ def load_costs(
         if stored is not None and not is_outdated(runner, ssms, stored, clock):
             return stored
         with measuring_alone(seconds):
-            # Another process may have measured meanwhile.
+            # Another process may have stored them while this one waited.
             curve = load(key) or load(key_of_start, STARTS)
             if curve is not None and curve != stored:
                 return curve

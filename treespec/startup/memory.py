@@ -82,7 +82,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
             reserved += loader.adapters.nbytes(target, loader.dtype)
     max_num_seqs, cache_bytes = options.max_num_seqs, options.kv_cache_memory_bytes
     state = None if isinstance(target, AdapterConfig) else state_shape(target, scratch, loader.dtype)
-    num_kept = max_num_seqs * (2 if options.enable_prefix_caching else 1)  # for prompts of samples, and for prefixes
+    num_kept = max_num_seqs * (2 if options.enable_prefix_caching else 1)  # after prompts, and after prefixes
     reserved += 0 if state is None else (max_num_seqs + num_kept) * state.nbytes
     ssms = _natives(draft.config for draft in resolved.ssms)
     draft_states = {

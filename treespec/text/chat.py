@@ -221,7 +221,7 @@ def _as_object(arguments: str | Mapping[str, Any]) -> Any:
         parsed = json.loads(arguments or "{}")
     except ValueError as error:
         raise RequestError(f"arguments of a tool call: {arguments[:80]!r} is not JSON: {error}") from error
-    # A model may have written half of a surrogate pair, which the tokenizer would refuse.
+    # A model may have written half of a surrogate pair, which the tokenizer would reject.
     return json.loads(json.dumps(parsed, ensure_ascii=False).encode(errors="replace")) if "\\u" in arguments else parsed
 
 

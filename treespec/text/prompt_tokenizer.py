@@ -97,7 +97,7 @@ def _is_fast_only(folder: str) -> bool:
 
 
 class UserTokenizer:
-    """Common interface to user tokenizers, whatever options their methods accept.
+    """Common interface to user tokenizers with different options.
 
     The tokenizer has `encode(text)`, returning token ids or (like `tokenizers.Tokenizer`) an object with `ids`, and
     `decode(ids)`, returning text. `add_special_tokens` and `skip_special_tokens` are passed if supported;

@@ -32,7 +32,7 @@ def most_rows(target_bytes: int, hidden_size: int) -> int:
 def measure_level(
     model: Any,  # the target
     write: Callable[[int, int | None, Path], None],  # writes an untrained draft of these layers and width to a folder
-    options: dict[str, Any],  # of `LLM`
+    options: dict[str, Any],  # options of `LLM`
     layers: int,
     width: int | None,  # None for the target's
 ) -> tuple[float, float]:

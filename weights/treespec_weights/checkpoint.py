@@ -52,7 +52,7 @@ class Checkpoint:
     """
 
     folder: Path  # the real path
-    tensors: dict[str, TensorInfo]  # in the order of the files and within them
+    tensors: dict[str, TensorInfo]  # in file order
     files: dict[str, int]  # file name to size in bytes
     _handles: dict[str, Any]
     absent: dict[str, str]  # name to file of the index's entries for tensors that no file holds

@@ -98,7 +98,7 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
 def write_documents(path: Path, folder: Path) -> None:
     """Write all documents of a GGUF file except config.json, which depends on the format of the weights."""
     for name in _MAKERS:
-        if name == TOKENIZER and has_document(path, name):  # as text, since parsing 150,000 tokens takes half a second
+        if name == TOKENIZER and has_document(path, name):  # not parsed: 150,000 tokens would take half a second
             write_text(folder, name, tokenizer_text(read_gguf(path)))
         elif name != CONFIG and has_document(path, name) and (document := read_document(path, name)):
             write_json(folder, name, document)

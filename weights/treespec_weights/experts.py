@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: their description in `ModelShape`, and how a family's config.json gives it."""
+"""Mixture-of-experts layers: their sizes in `ModelShape`, and the config.json keys of a family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -361,7 +361,7 @@ class RecurrentRules:
     single: bool = False  # each layer is one block with one norm; its type may also be in `MLP_ONLY`
     # alternatives if `key` is missing:
     interval: str | None = None  # key of n, if every n-th layer has attention
-    attention: str | None = None  # or key of the indices of the layers with attention
+    attention: str | None = None  # key of the indices of the layers with attention
     config_keys: Mapping[str, str]  # RecurrentShape field -> key of config.json
     defaults: Mapping[str, int] = field(default_factory=dict)  # RecurrentShape field or interval -> value
     eps: float | None = None  # `RecurrentShape.eps`

@@ -77,7 +77,7 @@ def staged(place: Path) -> Iterator[Path]:
 
 
 def publish(partial: Path, place: Path) -> None:
-    """Rename a finished folder to its destination. Raises WriteError if the destination has been created meanwhile."""
+    """Rename a finished folder to its destination. Raises WriteError if the destination exists by now."""
     try:
         os.replace(partial, place)  # replaces an empty folder, never a non-empty one
     except OSError as error:

@@ -398,7 +398,7 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     """Return the config keys of the rotary embedding."""
     arch, head_dim = file.architecture, config["head_dim"]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", 10000.0, problems)}
-    if arch == "gemma4":  # in layers without a window, huge divisors of frequencies mark dimensions without rotation
+    if arch == "gemma4":  # huge divisors of frequencies mark dimensions without rotation
         divisors, theta = _factors(file, FACTORS[0]) or [], _positive(file, "rope.freq_base_swa", 10000.0, problems)
         rotated = sum(2 for divisor in divisors if divisor < _NOT_ROTATED) or config["global_head_dim"]
         rope |= {"rope_type": "proportional", "partial_rotary_factor": rotated / config["global_head_dim"]}

@@ -31,7 +31,7 @@ class GgufTensor(NamedTuple):
     """Header entry of a tensor."""
 
     file: str  # name of the file that holds it
-    type: str  # as ggml spells it: "F16", "Q4_K" ...
+    type: str  # ggml's name: "F16", "Q4_K" ...
     shape: tuple[int, ...]  # numbers of values, in torch's order
     offset: int  # position of its first byte in the file
     nbytes: int

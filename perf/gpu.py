@@ -90,7 +90,6 @@ def copy_bandwidth(bench: Bench) -> Figures:
 
 
 def cases(bench: Bench, op: str, model: ModelConfig, form: WeightForm | None = None, **loads: int) -> list[Case]:
-    """Return the timed cases of an op for a model."""
     s = model.shape
     sizes = s.head_dim, s.num_heads, s.num_kv_heads, s.hidden_size, s.intermediate_size, s.vocab_size
     loads = {"requests": 1, "nodes": bench.nodes, "context": bench.context, "layers": s.num_layers} | loads

@@ -131,8 +131,6 @@ class Noise:
 
 
 class Server:
-    """A running llama-server."""
-
     def __init__(self, command: Sequence[str]):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
@@ -183,7 +181,6 @@ class Server:
 
 @contextmanager
 def served(command: Sequence[str]) -> Iterator[Server]:
-    """Run a server while the context is open."""
     server = Server(command)
     try:
         yield server
@@ -205,7 +202,6 @@ def generated(command: Sequence[str], threads: int) -> dict[str, float]:
 
 
 def answer(llm: LLM, spec: Any, tokens: list[int], max_tokens: int, temperature: float, seed: int) -> Answer:
-    """Answer with treespec."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     decoded = measuring.decode(llm, [(tokens, params)], spec)
     seconds, drafted = (

@@ -82,7 +82,6 @@ class Decoded(NamedTuple):
 
     @property
     def passes(self) -> int:
-        """Number of target passes."""
         return self.total("target_passes")
 
     @property
@@ -91,12 +90,10 @@ class Decoded(NamedTuple):
         return (sum(map(len, self.tokens)) - len(self.outputs)) / (self.total("seconds") - self.total("ttft"))
 
     def total(self, metric: str) -> Any:
-        """Return the sum of a metric of the requests."""
         return sum(getattr(output.metrics, metric) for output in self.outputs)
 
 
 def decode(llm: LLM, jobs: Sequence[Job], spec: Any) -> Decoded:
-    """Decode prompts one after another, each with its parameters."""
     began = time.perf_counter()
     outputs = [llm.generate([prompt], params, spec)[0] for prompt, params in jobs]
     return Decoded(outputs, time.perf_counter() - began)
@@ -121,7 +118,6 @@ def count_differing(plain: Sequence[Decoded], variant: Sequence[Decoded]) -> np.
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, minimum and maximum."""
     return {"median": statistics.median(values), "least": min(values), "largest": max(values)}
 
 

@@ -76,7 +76,6 @@ def rows_of(file: Path) -> dict[str, Figures]:
 
 
 def store(file: Path, name: str, figures: Figures) -> None:
-    """Append a row."""
     with file.open("a") as lines:
         lines.write(json.dumps({"name": name} | figures) + "\n")
 

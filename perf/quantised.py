@@ -83,7 +83,6 @@ def agreement(reference: Logits, logits: Logits, texts: Sequence[list[int]]) -> 
 
 
 def engines_agreement(reference: LLM, engine: LLM, texts: Sequence[list[int]]) -> dict[str, Any]:
-    """Compare two engines of treespec."""
     frozen, base = engine.stats()["frozen"], reference.stats()["frozen"]["dtype"]
     row = {"weights": frozen["quantization"], "dtype": frozen["dtype"]}
     row |= agreement(partial(logits_of, reference), partial(logits_of, engine), texts)

@@ -108,7 +108,6 @@ Answers = dict[int, tuple[Any, ...]]  # (token ids, text, finish reason) by inde
 
 
 def plainly(llm: LLM, case: Case) -> Answers:
-    """Return the answers of plain decoding to a single request."""
     params = SamplingParams(**case.params)
     if case.is_chat:
         tools = None if case.body.get("tool_choice") == "none" else case.body.get("tools")

@@ -55,7 +55,6 @@ class Settings:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens of the vocabulary."""
         return 384 if self.tiny else 4096
 
     @property
@@ -85,7 +84,6 @@ class Build:
         self.progress: dict[str, train.TrainingProgress] = {}
 
     def run(self) -> None:
-        """Run all stages in order."""
         with self.pause.listening():
             self.text()
             if self.args.target is None:
@@ -243,7 +241,6 @@ def training_of(drafts: Path) -> dict[str, object]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
     folder = Path(__file__).resolve().parent
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser = argparse.ArgumentParser(

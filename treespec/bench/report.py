@@ -69,7 +69,6 @@ def summarise(
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Return the median, minimum and maximum of the repeats."""
     return {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
 
 

@@ -74,7 +74,6 @@ async def _run(options: Options, prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 async def _ask(client: openai.AsyncOpenAI, options: Options, model: str, prompt: Prompt, index: int) -> Answer:
-    """Stream one answer."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": options.max_tokens,

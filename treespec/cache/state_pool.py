@@ -41,7 +41,6 @@ class StatePool:
         return self._held.get(request_id) or self.reserve(request_id)
 
     def release(self, request_id: str) -> None:
-        """Free the state of a request, if it has one."""
         if (state := self._held.pop(request_id, None)) is not None:
             self._free.append(state)
 

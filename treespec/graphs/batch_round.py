@@ -44,8 +44,6 @@ _LASTING = "temperature", "draft_temperature", "rng_seed", "sample", "max_len", 
 
 
 class _Round(NamedTuple):
-    """A round in flight."""
-
     requests: Sequence[RoundInput]  # requests of the previous round, if launched as `following`
     levels: int
     nodes: int
@@ -272,7 +270,6 @@ class _HostEvent:
         """Return immediately, because launches on the host are synchronous."""
 
     def elapsed_time(self, end: "_HostEvent") -> float:
-        """Return the milliseconds from this event to `end`."""
         return 1000 * (end._at - self._at)
 
 

@@ -121,8 +121,6 @@ class TargetPass:
 
 
 class _Graph:
-    """A captured pass of one shape."""
-
     def __init__(
         self,
         shape: _PassShape,

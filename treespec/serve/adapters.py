@@ -33,7 +33,6 @@ class Adapters:
         return iter(self._by_name)
 
     def get(self, name: str | None) -> LoRARequest | None:
-        """Return the adapter of this name."""
         return self._by_name.get(name or "")
 
     def has(self, lora: LoRARequest) -> bool:

@@ -131,7 +131,6 @@ class Server:
         return Response(answer.response(outputs), media_type="application/json")
 
     async def _events(self, answer: Answer, reading: Reading, feed: RoundFeed | None) -> AsyncIterator[dict[str, str]]:
-        """Yield the events of a stream."""
         try:
             for event in answer.opening():
                 yield event

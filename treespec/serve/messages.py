@@ -20,16 +20,12 @@ class Strict(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """The function of a call in a message."""
-
     model_config = ConfigDict(extra="allow", strict=True)
     name: str
     arguments: str | dict[str, Any]
 
 
 class CallInMessage(BaseModel):
-    """A call in an assistant's message."""
-
     model_config = ConfigDict(extra="allow", strict=True)
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -151,8 +147,6 @@ class TemplateFields(BaseModel):
 
 
 class ChosenFunction(Strict):
-    """The function named in `tool_choice`."""
-
     name: str
 
 

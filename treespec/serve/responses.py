@@ -304,7 +304,6 @@ class ResponsesAnswer(ChatAnswer):
             yield {"type": f"response.{kind.part_event}.added", **self._place, "part": self._holder}
 
     def _grow(self, text: str) -> Iterator[_Document]:
-        """Append to the text of the last item."""
         if text:
             assert self._growing is not None, "begun"
             self._holder[self._growing.field] += text

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from ctypes import CDLL
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from treespec.cache.prefix_cache import PrefixCache
 from treespec.cache.state_pool import StatePool
 from treespec.config.configs import EngineConfig
 from treespec.config.engine_options import EngineOptions
+from treespec.drafters.base import DraftSource
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter
 from treespec.drafters.custom_source import CustomSource
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
@@ -41,6 +43,7 @@ from treespec.models.decoder import Decoder
 from treespec.models.group_model import GroupModel
 from treespec.models.low_rank import Updates
 from treespec.models.model_config import ModelConfig
+from treespec.planning.planner import Planner
 from treespec.startup.cost_measurement import load_planner
 from treespec.startup.load import libraries_folder
 from treespec.startup.memory import MemoryPlan, plan_memory
@@ -76,7 +79,6 @@ class Built:
     loras: LoraCache | None  # None without `enable_lora`
 
     def stats(self) -> dict[str, Any]:
-        """Return the value of `LLM.stats`."""
         config, sources, kernels = self.config, self.engine.sources, self.kernels
         drafts, curve = sources.ssms.names if sources.ssms else (), self.engine.host.planner.costs.curve
         return self.engine.stats.as_dict() | {
@@ -248,25 +250,9 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
             logger.warning("%s", issue)
     sizes_of_steps = options.max_num_seqs, chunk, plan.scratch
     scheduler = Scheduler(cache, *sizes_of_steps, resolved.target.short_context, options.max_loras)
-
-    def load_cross_tokenizer(draft: Draft, positions: int) -> tuple[Decoder, KVCache]:
-        model, pages = loader.load_draft(draft, positions), options.max_num_seqs * pages_for(positions)
-        return model, KVCache([draft.config.shape], pages, plan.cache_dtype, model.device)
-
-    sizes, has_custom_drafters = (length, plan.scratch), bool(resolved.drafters)
-    cross_tokenizer = cross_tokenizer_drafters(
-        resolved.cross_tokenizer, load_cross_tokenizer, resolved.target, *sizes, planner, ssms, has_custom_drafters
-    )
+    cross_tokenizer = _load_cross_tokenizer(resolved, plan, planner, ssms)
     custom = [CustomSource(drafter, decoder.vocab_size) for drafter in resolved.drafters]
-    sources = DraftSources(ssms, [*custom, *cross_tokenizer])
-    if options.suffix_tokens or resolved.spec.allows("lookup", "lookup"):
-        sources.others.append(LookupDrafter(_search_library(options.compile, lookup_library), options.suffix_tokens))
-    if resolved.table is not None:
-        stored = StoredTable.empty()
-        if isinstance(resolved.table, Path):
-            stored = StoredTable.load(resolved.table, resolved.target.shape.vocab_size)
-        library = _search_library(options.compile, table_library)
-        sources.others.append(TableDrafter(stored, library, options.suffix_tokens))
+    sources = DraftSources(ssms, [*custom, *cross_tokenizer, *_model_free_sources(resolved)])
     host = HostExecutor(runner, planner, sources, length)
     captured = None
     if rounds := _capture_rounds(resolved, plan, host, scheduler):
@@ -344,6 +330,33 @@ def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Decoder, cache: KVC
     count = resolved.options.max_num_seqs
     states = {ssm: StatePool(shape, count, count, loader.device) for ssm, shape in plan.draft_states.items()}
     return SsmDrafter(models, names, cache, states) if models else None
+
+
+def _load_cross_tokenizer(
+    resolved: Resolved, plan: MemoryPlan, planner: Planner, ssms: SsmDrafter | None
+) -> list[CrossTokenizerDrafter]:
+    """Load the drafts with another tokenizer than the target's, each with a KV cache of its own."""
+
+    def load(draft: Draft, positions: int) -> tuple[Decoder, KVCache]:
+        model = resolved.loader.load_draft(draft, positions)
+        pages = resolved.options.max_num_seqs * pages_for(positions)
+        return model, KVCache([draft.config.shape], pages, plan.cache_dtype, model.device)
+
+    sizes, has_custom_drafters = (plan.max_model_len, plan.scratch), bool(resolved.drafters)
+    drafts = resolved.cross_tokenizer
+    return cross_tokenizer_drafters(drafts, load, resolved.target, *sizes, planner, ssms, has_custom_drafters)
+
+
+def _model_free_sources(resolved: Resolved) -> Iterator[DraftSource]:
+    """Yield lookup and the n-gram table, if the options enable them."""
+    options = resolved.options
+    if options.suffix_tokens or resolved.spec.allows("lookup", "lookup"):
+        yield LookupDrafter(_search_library(options.compile, lookup_library), options.suffix_tokens)
+    if resolved.table is not None:
+        stored = StoredTable.empty()
+        if isinstance(resolved.table, Path):
+            stored = StoredTable.load(resolved.table, resolved.target.shape.vocab_size)
+        yield TableDrafter(stored, _search_library(options.compile, table_library), options.suffix_tokens)
 
 
 def _search_library(compile: bool | str, library: Callable[[tuple[str, ...], Path], CDLL]) -> CDLL | None:

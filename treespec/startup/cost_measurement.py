@@ -253,7 +253,6 @@ def _occupy(runner: Runner, request: Request, slots: int, has_state: bool = True
 
 
 def _release(runner: Runner, ssms: SsmDrafter | None, requests: Sequence[Request]) -> None:
-    """Release the requests' slots."""
     for request in requests:
         if len(request.pages):
             runner.cache.release(request.request_id, scrub=True)
@@ -424,7 +423,6 @@ def _is_entry(entry: Any) -> bool:
 
 
 def curve_of(entry: dict[str, Any]) -> CostCurve:
-    """Return the curve of a stored entry."""
     rows, times = tuple(entry["rows"]), tuple(entry["verify_seconds"])
     return CostCurve(rows, times, **{name: entry[name] for name in _NUMBERS})
 

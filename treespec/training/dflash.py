@@ -23,8 +23,6 @@ EVALUATED_ROOTS = 48
 
 
 class Roots(NamedTuple):
-    """Roots in the lessons of a batch."""
-
     positions: Tensor  # int64 [rows, roots], positions in the lesson; lessons with fewer roots repeat some
     first: Tensor  # int64 [rows], index of each row's first target in the batch
     counts: Tensor  # int64 [rows], number of each row's targets
@@ -80,8 +78,6 @@ class _BlockAttention(nn.Module):
 
 
 class _BlockLayer(nn.Module):
-    """A decoder layer over the rows of blocks."""
-
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = (

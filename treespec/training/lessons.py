@@ -96,8 +96,6 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 class _Continuation(NamedTuple):
-    """A prompt with the target's output."""
-
     prompt: list[int]
     tokens: list[int]
     logprobs: np.ndarray  # `LogprobRows.packed` by token
@@ -180,7 +178,6 @@ class LessonWriter:
             self._ended[i] = _Continuation.of(request)
 
     def close(self) -> None:
-        """Abort all running requests."""
         with self.llm.rounds.turn():
             self.llm.rounds.end([*self._running.values(), *self._asking.values()])
 

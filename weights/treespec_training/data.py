@@ -175,7 +175,6 @@ def select(
 
 
 def write_documents(documents: Sequence[Document], path: Path) -> None:
-    """Write documents as JSON lines."""
     atomic_write_text(path, "".join(json.dumps(asdict(document)) + "\n" for document in documents))
 
 
@@ -221,8 +220,6 @@ def _write_tokens(batch: list[str], tokenizer: Tokenizer, file) -> int:
 
 
 class Stream:
-    """A memory-mapped token stream."""
-
     def __init__(self, path: Path) -> None:
         self.tokens = np.memmap(path, np.uint16, "r") if path.stat().st_size else np.zeros(0, np.uint16)
 

@@ -65,8 +65,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class ConversionStep(NamedTuple):
-    """Conversion of the sources of one result tensor."""
-
     target: Placement  # result tensor
     sources: tuple[Placement, ...]  # checkpoint tensors that hold the target's parameters
     schemes: tuple[QuantScheme | None, ...]  # one per source; None if it is not quantised

@@ -176,7 +176,6 @@ def _grown(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> Tensor:
-    """Return a parameter of the new shape."""
     kind = name.rpartition(".")[2]
     if kind in _TO_RESIDUAL:
         tensor = torch.zeros(size, dtype=dtype, device="cpu")

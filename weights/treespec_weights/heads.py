@@ -265,7 +265,6 @@ def _load_eagle(form: HeadForm, shape: ModelShape, target_hidden: int, tensors: 
 
 
 def _qkv(tensors: DraftTensors, shape: ModelShape, width: int) -> tuple[Tensor, Tensor | None]:
-    """Return the first layer's projections of inputs of this width."""
     sizes = [heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
     weights = [
         tensors.take(f"{FIRST_LAYER}{name}.weight", size, width)

@@ -123,7 +123,6 @@ def _read_config(root: Path) -> dict[str, Any]:
 
 
 def _value(config: Mapping[str, Any], key: str, module: str) -> Any:
-    """Return the value for a module of a key in `_PATTERNS`."""
     pattern = config.get(_PATTERNS[key]) or {}
     values = (value for end, value in pattern.items() if re.fullmatch(rf"(.*\.)?({end})", module))
     return next(values, config[key])

@@ -62,7 +62,6 @@ class RecurrentShape:
         return self.channels(hidden_size) + self.rates * self.heads
 
     def channels(self, hidden_size: int) -> int:
-        """Return the number of channels of the convolution."""
         return hidden_size if self.kind == "conv" else 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
     def parameters(self, hidden: int) -> dict[str, TensorShape]:
@@ -87,8 +86,6 @@ class RecurrentShape:
 
 
 class LayerSizes(NamedTuple):
-    """Sizes of a layer."""
-
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
@@ -146,7 +143,6 @@ class ModelShape:
         return not (is_mixer_only or layer in self.mlp_only)
 
     def layer(self, i: int) -> LayerSizes:
-        """Return the sizes of a layer."""
         return self.sizes[i] if self.sizes else LayerSizes(self.num_kv_heads, self.head_dim, self.intermediate_size, i)
 
     def num_planes(self, layer: int) -> int:
@@ -240,7 +236,6 @@ class ModelShape:
         return result | ({"o_bias": (hidden,)} if self.o_bias else {})
 
     def _mlp(self, inter: int) -> dict[str, TensorShape]:
-        """Return the parameters of a dense MLP."""
         hidden = self.hidden_size
         mlp: dict[str, TensorShape] = {"gate": (inter, hidden)} if self.gated else {}
         mlp |= {"up": (inter, hidden), "down": (hidden, inter)}

@@ -61,7 +61,6 @@ class Transform:
             raise OverflowError(str(error)) from error
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the result's config.json."""
         if self.dtype is not None:
             older = {key: value for key, value in config.items() if key != "torch_dtype"}
             config = older | {"dtype": str(self.dtype).removeprefix("torch.")}

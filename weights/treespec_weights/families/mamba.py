@@ -21,7 +21,6 @@ _NO_LIMIT = (None, [0.0, math.inf])  # unlimited time steps; transformers applie
 
 
 def _mixer(stem: str) -> tuple[TensorRule, ...]:
-    """Return the rules of a layer of Mamba 2."""
     vectors = {"dt_bias": "dt_bias", "A_log": "decay_log", "D": "skip"}
     return (
         TensorRule(f"{stem}.in_proj.weight", _IN),

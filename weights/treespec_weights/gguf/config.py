@@ -226,7 +226,6 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _has(file: GgufFile, name: str) -> bool:
-    """Return whether a layer has a tensor of this name."""
     return any(tensor.endswith(f".{name}") for tensor in file.tensors)
 
 
@@ -402,8 +401,7 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         divisors, theta = _factors(file, FACTORS[0]) or [], _positive(file, "rope.freq_base_swa", 10000.0, problems)
         rotated = sum(2 for divisor in divisors if divisor < _NOT_ROTATED) or config["global_head_dim"]
         rope |= {"rope_type": "proportional", "partial_rotary_factor": rotated / config["global_head_dim"]}
-        of_windows = {"rope_type": "default", "rope_theta": theta}
-        return {"rope_parameters": {"full_attention": rope, "sliding_attention": of_windows}}
+        return _by_kind(rope, theta)
     keys: dict[str, Any] = {}
     rotated = file.value("rope.dimension_count") or head_dim
     if arch in _PARTLY_ROTATED and type(rotated) is int and 0 < rotated <= head_dim:
@@ -411,10 +409,42 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     elif rotated != head_dim:
         message = f"{rotated!r} of {head_dim} dimensions of a head are rotated, which is not supported for {arch}"
         problems.append(Problem("config", repr(f"{arch}.rope.dimension_count"), message))
-    half = rotated // 2 if type(rotated) is int else 0
     if arch.startswith("glm4") and any(file.value("rope.dimension_sections") or ()):
         message = "a model for texts and images, whose q and k have another order: not supported"
         problems.append(Problem("config", repr(f"{arch}.rope.dimension_sections"), message))
+    magnitude = _positive(file, "rope.scaling.attn_factor", 1.0, problems)
+    rope |= _rope_scaling(file, config["max_position_embeddings"], rotated, magnitude, problems)
+    if arch == "phi3" and rope["rope_type"] == "longrope":
+        keys["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    beta = file.value("attention.temperature_scale")
+    if beta and arch == "mistral3":
+        rope |= {"llama_4_scaling_beta": beta}
+        if file.value("rope.scaling.original_context_length") is None:
+            problems.append(Problem("config", repr(f"{arch}.rope.scaling.original_context_length"), "missing"))
+    elif beta:
+        problems.append(Problem("config", repr(f"{arch}.attention.temperature_scale"), f"{beta!r} is not supported"))
+    by_kind = arch == "gemma3" or (arch == "olmo2" and file.value("attention.sliding_window"))
+    if by_kind:
+        if magnitude != 1 and arch == "gemma3":
+            message = f"{magnitude!r} is not supported for {arch}"
+            problems.append(Problem("config", repr(f"{arch}.rope.scaling.attn_factor"), message))
+        theta = _positive(file, "rope.freq_base_swa", 10000.0 if arch == "gemma3" else rope["rope_theta"], problems)
+        keys |= _by_kind(rope, theta)
+    # Sections of positions in images are equal in texts.
+    sectioned = ("rope.dimension_sections",) if arch in (*_DELTA_NETS, *_OF_IMAGES) else ()
+    arch_keys = ("rope.freq_base_swa",) if by_kind else sectioned
+    read_keys = {*_ROPE_KEYS, *_ROPE_FACTORS, *arch_keys}
+    metadata = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()}
+    if unknown := [f"{key}={metadata[key]!r}" for key in metadata if key.startswith("rope.") and key not in read_keys]:
+        _warn_ignored(file.path, ", ".join(unknown))
+    return {"rope_parameters": rope} | keys
+
+
+def _rope_scaling(
+    file: GgufFile, longest: int, rotated: Any, magnitude: float, problems: list[Problem]
+) -> dict[str, Any]:
+    """Return the entries of `rope_parameters` that scale the rotary embedding, for up to `longest` positions."""
+    arch, rope, half = file.architecture, dict[str, Any](), rotated // 2 if type(rotated) is int else 0
     key = next((key for key in _ROPE_FACTORS if file.value(key)), _ROPE_FACTORS[0])
     kind = file.value("rope.scaling.type") or ("linear" if file.value(key) else "none")
     if kind not in ("none", "linear", "yarn", "longrope"):
@@ -422,7 +452,6 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         problems.append(Problem("config", repr(f"{arch}.rope.scaling.type"), message))
     # As in llama.cpp, the factor also applies to longrope, and the magnitude to every type, on top of yarn's own.
     factor = 1.0 if kind == "none" else _positive(file, key, None if kind in ("linear", "yarn") else 1.0, problems)
-    magnitude = _positive(file, "rope.scaling.attn_factor", 1.0, problems)
     frequencies, short, long = factors = [_factors(file, name) for name in FACTORS]
     lengths = {len(values) for values in factors if values is not None} - {half}
     original = file.value("rope.scaling.original_context_length")
@@ -445,7 +474,6 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     elif frequencies or short or magnitude != 1:
         # Llama 3's scaling is stored as the resulting factors. Written as longrope, which can express any factors.
         ones = [1.0] * half
-        longest = config["max_position_embeddings"]
         original = original if type(original) is int and original > 0 else longest
         rope |= {
             "rope_type": "longrope",
@@ -455,32 +483,15 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
             "original_max_position_embeddings": original,
             "factor": longest / original,
         }
-        if arch == "phi3":
-            keys["original_max_position_embeddings"] = original
     elif kind == "linear":
         rope |= {"rope_type": kind, "factor": factor}
-    beta = file.value("attention.temperature_scale")
-    if beta and arch == "mistral3":
-        rope |= {"llama_4_scaling_beta": beta}
-        if original is None:
-            problems.append(Problem("config", repr(f"{arch}.rope.scaling.original_context_length"), "missing"))
-    elif beta:
-        problems.append(Problem("config", repr(f"{arch}.attention.temperature_scale"), f"{beta!r} is not supported"))
-    by_kind = arch == "gemma3" or (arch == "olmo2" and file.value("attention.sliding_window"))
-    if by_kind:
-        if magnitude != 1 and arch == "gemma3":
-            message = f"{magnitude!r} is not supported for {arch}"
-            problems.append(Problem("config", repr(f"{arch}.rope.scaling.attn_factor"), message))
-        theta = _positive(file, "rope.freq_base_swa", 10000.0 if arch == "gemma3" else rope["rope_theta"], problems)
-        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
-    # Sections of positions in images are equal in texts.
-    sectioned = ("rope.dimension_sections",) if arch in (*_DELTA_NETS, *_OF_IMAGES) else ()
-    arch_keys = ("rope.freq_base_swa",) if by_kind else sectioned
-    read_keys = {*_ROPE_KEYS, *_ROPE_FACTORS, *arch_keys}
-    metadata = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()}
-    if unknown := [f"{key}={metadata[key]!r}" for key in metadata if key.startswith("rope.") and key not in read_keys]:
-        _warn_ignored(file.path, ", ".join(unknown))
-    return keys | {"rope_parameters": rope}
+    return rope
+
+
+def _by_kind(rope: dict[str, Any], sliding_theta: float) -> dict[str, Any]:
+    """Return `rope_parameters` with `rope` for full attention and a default embedding for sliding windows."""
+    sliding = {"rope_type": "default", "rope_theta": sliding_theta}
+    return {"rope_parameters": {"full_attention": rope, "sliding_attention": sliding}}
 
 
 @functools.cache

@@ -48,8 +48,7 @@ def generate(
         int, typer.Option("-n", "--samples", metavar="N", help="Number of outputs; more than 1 needs a temperature.")
     ] = 1,
     lora: Annotated[
-        str | None,
-        typer.Option("--lora", metavar="FOLDER", help="A LoRA adapter of the model, in PEFT's format."),
+        str | None, typer.Option("--lora", metavar="FOLDER", help="A LoRA adapter of the model, in PEFT's format.")
     ] = None,
     as_json: Json = False,
     *,

@@ -60,8 +60,7 @@ def _bounded(messages: list[Message]) -> list[Message]:
 
 
 Messages = TypeAliasType(
-    "Messages",
-    Annotated[list[Message], FailFast(), Field(max_length=MOST_MESSAGES), AfterValidator(_bounded)],
+    "Messages", Annotated[list[Message], FailFast(), Field(max_length=MOST_MESSAGES), AfterValidator(_bounded)]
 )
 
 

@@ -49,14 +49,7 @@ class Curriculum:
     batch.
     """
 
-    def __init__(
-        self,
-        lessons: Lessons,
-        target_ids: np.ndarray,
-        target_size: int,
-        seed: int,
-        device: torch.device,
-    ):
+    def __init__(self, lessons: Lessons, target_ids: np.ndarray, target_size: int, seed: int, device: torch.device):
         self.lessons, self.seed, self.device = lessons, seed, device
         self._rows = rows_of_tokens(target_ids, target_size)
         self._ids = self._rows[lessons.top_ids]

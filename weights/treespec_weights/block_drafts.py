@@ -195,11 +195,7 @@ def _markov(form: BlockForm, tensors: DraftTensors, shape: ModelShape, rows: int
 
 
 def _load_pard(
-    form: BlockForm,
-    shape: ModelShape,
-    dtype: torch.dtype | None,
-    device: torch.device | str,
-    kept: np.ndarray | None,
+    form: BlockForm, shape: ModelShape, dtype: torch.dtype | None, device: torch.device | str, kept: np.ndarray | None
 ) -> BlockWeights:
     """Load a PARD draft, whose vocabulary starts with the target's. `shape.vocab_size` is the target's."""
     draft_shape = ModelShape.from_hf(form.config, form.rules, form.folder)

@@ -411,10 +411,7 @@ class PredictorRules:
 
         tensors = {named(name): param for name, param in self.tensors.items()}
         return PredictorRules(
-            module=named(self.module),
-            layer=named(self.layer),
-            tensors=tensors,
-            copies=tuple(map(named, self.copies)),
+            module=named(self.module), layer=named(self.layer), tensors=tensors, copies=tuple(map(named, self.copies))
         )
 
     def layer_at(self, number: int) -> str:

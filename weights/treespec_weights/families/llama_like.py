@@ -32,12 +32,7 @@ SEED_OSS = replace(
 )
 
 CWM = replace(
-    LLAMA,
-    model_type="cwm",
-    config_keys=LLAMA_SIZES,
-    defaults={"head_dim": 128},
-    assumed=_EPS_1E5,
-    windows=True,
+    LLAMA, model_type="cwm", config_keys=LLAMA_SIZES, defaults={"head_dim": 128}, assumed=_EPS_1E5, windows=True
 )
 
 MINISTRAL = replace(CWM, model_type="ministral", defaults={}, assumed=_SILU)
@@ -82,13 +77,7 @@ GLM4 = replace(
     constants={"post_norms": True},
 )
 
-SMOLLM3 = replace(
-    LLAMA,
-    model_type="smollm3",
-    defaults={"tied": True},
-    windows=True,
-    unrotated="no_rope_layers",
-)
+SMOLLM3 = replace(LLAMA, model_type="smollm3", defaults={"tied": True}, windows=True, unrotated="no_rope_layers")
 
 MINISTRAL3 = replace(CWM, model_type="ministral3", scaled_queries=True, requires={"layer_types": (None,)})
 
@@ -202,10 +191,7 @@ STABLELM = replace(
 # --- MLPs without a gate
 
 ARCEE = replace(
-    LLAMA,
-    model_type="arcee",
-    constants={"gated": False},
-    assumed={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    LLAMA, model_type="arcee", constants={"gated": False}, assumed={"hidden_act": "relu2", "rms_norm_eps": 1e-5}
 )
 
 JAIS2 = replace(

@@ -292,11 +292,7 @@ NEMOTRON_H = FamilyRules(
         gated=False,
         latent_size="moe_latent_size",
     ),
-    requires={
-        "mamba_hidden_act": ("silu",),
-        "time_step_limit": _NO_LIMIT,
-        "attention_bias": (None, False),
-    },
+    requires={"mamba_hidden_act": ("silu",), "time_step_limit": _NO_LIMIT, "attention_bias": (None, False)},
 )
 
 # No layer has attention, so the cache's pages are empty, and head sizes are placeholders.

@@ -241,8 +241,8 @@ def open_llm(bench: Bench, exact: bool) -> LLM:
     options: dict[str, Any] = {"compile": False, "max_model_len": 512} if bench.dry else {}
     options |= {"device": bench.device, "dtype": bench.dtype, "exact": exact, "max_num_seqs": 1}
     llm = LLM(source if bench.dry else folder, ["ssm-1", "ssm-2", "ssm-3"], SpecConfig(nodes=64), **options)
-    if (where := llm.stats()["frozen"]["rounds"]) != "on the device" and not bench.dry:
-        raise RuntimeError(f"rounds run {where}; see the log for the reason")
+    if (mode := llm.stats()["frozen"]["rounds"]) != "on the device" and not bench.dry:
+        raise RuntimeError(f"rounds run {mode}; see the log for the reason")
     return llm
 
 

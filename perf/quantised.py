@@ -119,9 +119,9 @@ def file_agreement(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]
     file = read_gguf(path)
     types = sorted({tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2})
     rows = []
-    for name, opened in (("treespec, bfloat16", compiled_logits), ("llama.cpp", llama_cpp_logits)):
+    for name, open_logits in (("treespec, bfloat16", compiled_logits), ("llama.cpp", llama_cpp_logits)):
         row = {"model": file.metadata.get("general.name"), "types": types, "engine": name}
-        row |= agreement(lambda tokens: stored[tuple(tokens)], opened(path, options), texts)
+        row |= agreement(lambda tokens: stored[tuple(tokens)], open_logits(path, options), texts)
         rows.append(row)
         _print_agreement(f"{' '.join(types)}, {name}", "float32", row)
     return rows

@@ -51,22 +51,22 @@ class Case(NamedTuple):
         return {name: value for name, value in fields.items() if value is not None} | more
 
 
-def cases(count: int, seed: int, tokenizer: Any, most: int) -> list[Case]:
-    """Return requests of up to `most` tokens."""
+def cases(count: int, seed: int, tokenizer: Any, max_tokens: int) -> list[Case]:
+    """Return requests of up to `max_tokens` tokens."""
     rng = random.Random(seed)
     texts = [str(prompt.content) for prompt in read_prompts(measuring.HELDOUT)]
     prefixes = [text[:500] + "\n" for text in texts[:4]]
-    return [_case(rng, texts, prefixes, tokenizer, most) for _ in range(count)]
+    return [_case(rng, texts, prefixes, tokenizer, max_tokens) for _ in range(count)]
 
 
-def _case(rng: random.Random, texts: Sequence[str], prefixes: Sequence[str], tokenizer: Any, most: int) -> Case:
+def _case(rng: random.Random, texts: Sequence[str], prefixes: Sequence[str], tokenizer: Any, max_tokens: int) -> Case:
     def sometimes(share: float, value: Any) -> Any:
         return value if rng.random() < share else None
 
     text = (sometimes(0.4, rng.choice(prefixes)) or "") + rng.choice(texts)[: rng.randint(8, 400)]
     is_sampled, body = rng.random() < 0.6, dict[str, Any]()
     params = {
-        "max_tokens": rng.randint(1, most),
+        "max_tokens": rng.randint(1, max_tokens),
         "temperature": rng.uniform(0.2, 1.3) if is_sampled else 0,
         "seed": rng.randrange(2**31) if is_sampled else None,
         "n": sometimes(0.3, rng.randint(2, 3)) if is_sampled else None,

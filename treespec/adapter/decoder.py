@@ -379,8 +379,8 @@ def open_adapter(
     model = source.load(dtype, device)
     config = trace(source, model)
     probe = Probe(source, config, model)
-    wide = make_attention(attention, config.shape, torch.float32, device)
-    probe.compare_structure(model, lambda mode: UpcastDecoder(config, model, wide, probe.longest, mode))
+    float32_attention = make_attention(attention, config.shape, torch.float32, device)
+    probe.compare_structure(model, lambda mode: UpcastDecoder(config, model, float32_attention, probe.longest, mode))
     packed = packed and source.model_ref is None and device.type == "cpu" and onednn_available(dtype)
     if packed:
         pack(model)

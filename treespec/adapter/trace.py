@@ -114,7 +114,7 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, Any]]]:
             handle.remove()
 
 
-def record_calls(who: str, model: nn.Module, forward: Callable[[], Any]) -> tuple[list[AttentionCall], Any]:
+def record_calls(label: str, model: nn.Module, forward: Callable[[], Any]) -> tuple[list[AttentionCall], Any]:
     """Run code of a model with the reference attention. Returns the attention calls, and what `forward` returns."""
     calls: list[AttentionCall] = []
 
@@ -126,9 +126,9 @@ def record_calls(who: str, model: nn.Module, forward: Callable[[], Any]) -> tupl
         with torch.inference_mode(), routed(configs_of(model), record):
             return calls, forward()
     except ModelError as error:
-        raise ModelError(f"{who}: {error}") from error
+        raise ModelError(f"{label}: {error}") from error
     except Exception as error:  # model code may raise anything
-        raise ModelError(f"{who} fails on flattened rows: {describe_error(error)}") from error
+        raise ModelError(f"{label} fails on flattened rows: {describe_error(error)}") from error
 
 
 def trace(source: Source, model: nn.Module) -> AdapterConfig:

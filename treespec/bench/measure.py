@@ -90,10 +90,10 @@ def profiled(engine: Engine) -> Iterator[Sample]:
     finally:
         for kind, choose in implementations.items():
             kind.choose = choose  # type: ignore[method-assign]
-        spent = {stage: seconds - before[stage] for stage, seconds in clock.seconds.items()}
-        spent["draft"] += spent.pop("cross_tokenizer") + spent.pop("search")
-        sample.prefill_seconds = spent["prefill"]
-        sample.stages = {stage: spent[stage] for stage in MEANING}
+        stage_seconds = {stage: seconds - before[stage] for stage, seconds in clock.seconds.items()}
+        stage_seconds["draft"] += stage_seconds.pop("cross_tokenizer") + stage_seconds.pop("search")
+        sample.prefill_seconds = stage_seconds["prefill"]
+        sample.stages = {stage: stage_seconds[stage] for stage in MEANING}
         sample.accepted, sample.rounds = stats.accepted_lengths - accepted, stats.rounds - rounds
 
 

@@ -41,7 +41,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Summarise a mode's samples, one per repeat, against plain decoding's. If `sampled`, seeds differ per repeat."""
     shares = [statistics.mean(distinct_share(base.tokens[i]) for base in plain) for i in range(len(prompts))]
-    lively = [i for i, share in enumerate(shares) if share > LOOPING]
+    non_looping = [i for i, share in enumerate(shares) if share > LOOPING]
     kinds = sorted({prompt.kind for prompt in prompts if prompt.kind is not None})
     by_kind = {kind: _tau(samples, [i for i, p in enumerate(prompts) if p.kind == kind]) for kind in kinds}
     speedups = _ratios(plain, samples, lambda sample: sample.seconds_per_token)
@@ -59,7 +59,7 @@ def summarise(
         "e2e_speedup": statistics.median(_ratios(plain, samples, lambda sample: sample.total_seconds)),
         "acceptance_length": _tau(samples, range(len(prompts))),
         "acceptance_length_interval": interval(resampled_lengths(samples))[1:],
-        "acceptance_length_not_looping": _tau(samples, lively),
+        "acceptance_length_not_looping": _tau(samples, non_looping),
         "acceptance_length_by_kind": by_kind,
         "mismatches": _mismatches(mode, samples, plain, sampled),
         "distinct_4grams": statistics.mean(distinct_share(tokens) for tokens in samples[0].tokens),

@@ -162,10 +162,10 @@ def _decode(
     from treespec.lora import LoRARequest
 
     hidden = on_chunk is not None or not sys.stderr.isatty()
-    doing = "decoding plainly" if spec == "off" else "generating"
+    activity = "decoding plainly" if spec == "off" else "generating"
     adapter = None if lora is None else LoRARequest(lora, 1, lora)
     output = None
-    with tqdm(total=params.max_tokens * params.n, desc=doing, unit="token", leave=False, disable=hidden) as bar:
+    with tqdm(total=params.max_tokens * params.n, desc=activity, unit="token", leave=False, disable=hidden) as bar:
         for chunk in llm.stream(prompt, params, spec, chat_template=template, lora_request=adapter):
             bar.update(len(chunk.token_ids))
             if on_chunk is not None:
@@ -239,8 +239,8 @@ def _describe(difference: dict[str, Any], llm: "LLM") -> str:
         return f"token {token}" + (f" ({tokenizer.decode([token])!r})" if tokenizer is not None else "")
 
     ours, plain = name(difference["token"]), name(difference["plain_token"])
-    where = f"output {difference['output'] + 1}, position" if "output" in difference else "output position"
-    return f"{where} {difference['index']} (counted from 0) has {ours}, plain decoding {plain}"
+    position = f"output {difference['output'] + 1}, position" if "output" in difference else "output position"
+    return f"{position} {difference['index']} (counted from 0) has {ours}, plain decoding {plain}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -169,10 +169,10 @@ def _flag(field: Field[Any], text: str) -> inspect.Parameter:
     """Return the command parameter for a field; None means not given. The help is the text's first sentence."""
     text = f"{text[0].upper()}{text[1:]}".partition(". ")[0].rstrip(".") + "."
     annotation = field.type.__name__ if isinstance(field.type, type) else str(field.type)
-    words, default = annotation.split(" | "), field.default
-    numbers = () if "str" in words else (int, float)  # int | str, such as "auto" or 16, is read as text
-    kind: Any = next((kind for word in words for kind in (bool, *numbers) if kind.__name__ == word), str)
-    if "Sequence[" in words[0]:
+    types, default = annotation.split(" | "), field.default
+    numbers = () if "str" in types else (int, float)  # int | str, such as "auto" or 16, is read as text
+    kind: Any = next((kind for word in types for kind in (bool, *numbers) if kind.__name__ == word), str)
+    if "Sequence[" in types[0]:
         kind = list[str]
     required = default is MISSING and kind is str
     name, choices = field.name.replace("_", "-"), field.metadata.get(LIMITS, {}).get("choices") if kind is str else None

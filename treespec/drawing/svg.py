@@ -48,9 +48,9 @@ def layout(picture: RoundPicture) -> list[Box]:
     Subtrees are packed in node order until their outlines touch, so that no edges cross.
     """
     children, count = picture.children(), len(picture.tokens)
-    ahead = dict(pairwise(picture.path))
+    next_on_path = dict(pairwise(picture.path))
     if picture.bonus is not None:
-        ahead[picture.path[-1]] = count
+        next_on_path[picture.path[-1]] = count
         siblings = children[picture.path[-1]]
         siblings.insert(len(siblings) // 2, siblings.pop())  # in the middle
     depths = [0] * len(children)
@@ -70,7 +70,7 @@ def layout(picture: RoundPicture) -> list[Box]:
             outline = overlap + outline[len(moved) :] + moved[len(outline) :]
         if offsets:
             ends = offsets[children[node][0]] + offsets[children[node][-1]]
-            centre = offsets[ahead[node]] if node in ahead else ends / 2
+            centre = offsets[next_on_path[node]] if node in next_on_path else ends / 2
             shift = [offsets[i] - centre if i in offsets else row for i, row in enumerate(shift)]
             outline = [(first - centre, last - centre) for first, last in outline]
         outlines[node] = [(0.0, 0.0), *outline]

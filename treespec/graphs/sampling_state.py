@@ -59,8 +59,8 @@ class SamplingState:
     def rows_of(self, requests: Sequence[Request]) -> list[RequestTransforms | None]:
         """Return each request's transforms in a round, or None. Free the slots of all other requests."""
         if self._slots:
-            for gone in self._slots.keys() - set(requests):
-                del self._slots[gone], self._known[gone]
+            for finished in self._slots.keys() - set(requests):
+                del self._slots[finished], self._known[finished]
         return [self._row_of(request) for request in requests]
 
     def _row_of(self, request: Request) -> RequestTransforms | None:

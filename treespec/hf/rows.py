@@ -104,11 +104,11 @@ class Row(Request):
             self.failure.__cause__ = error
             return False
 
-    def recorded(self, more: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """Return (logits, scores), [vocab] each, for the output tokens and `more` upcoming ones."""
+    def recorded(self, num_more: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Return (logits, scores), [vocab] each, for the output tokens and `num_more` upcoming ones."""
         assert self.sampler is not None
         records = self.sampler.transforms.records  # type: ignore[attr-defined]
-        return [records[position] for position in range(self.num_prompt, len(self.tokens) + more)]
+        return [records[position] for position in range(self.num_prompt, len(self.tokens) + num_more)]
 
 
 def temperature_of(config: Any) -> float:

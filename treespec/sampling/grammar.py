@@ -155,11 +155,11 @@ def run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatch
             result.set_exception(error)
 
     with _stack_size:
-        usual = threading.stack_size(_STACK)
+        previous = threading.stack_size(_STACK)
         try:
             threading.Thread(target=run, name="treespec-grammar", daemon=True).start()
         finally:
-            threading.stack_size(usual)
+            threading.stack_size(previous)
     try:
         return result.result(timeout=SECONDS)
     except TimeoutError:

@@ -202,11 +202,11 @@ def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
     Drafts are truncated approximately: ties at the threshold stay, and a nucleus of over `_NUCLEUS` tokens is not
     truncated.
     """
-    wide = logits.shape[1]
+    vocab_size = logits.shape[1]
     if params.min_p > 0:
         least = logits.amax(1, keepdim=True) + float(np.log(params.min_p))
         logits.masked_fill_(logits < least, -torch.inf)
-    if 0 < params.top_k < min(wide, _NUCLEUS):
+    if 0 < params.top_k < min(vocab_size, _NUCLEUS):
         least = topk_rows(logits, params.top_k)[0][:, -1:]
         logits.masked_fill_(logits < least, -torch.inf)
     if params.top_p < 1:

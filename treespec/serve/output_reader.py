@@ -87,8 +87,8 @@ class OutputReader:
             if self._text.lstrip().startswith(tuple(form.bare)):
                 is_open = yield from self._read_calls(form, is_bare=True)
         tags = (*form.tags, *([_XML_FUNCTION] if form.is_xml else ()))
-        while (found := (yield from self._until(tags, self._add_content))) is not None:
-            space, tag = found
+        while (match := (yield from self._until(tags, self._add_content))) is not None:
+            space, tag = match
             is_bare = tag == _XML_FUNCTION  # models omit the tag before it
             self._text = tag + self._text if is_bare else self._text
             if is_open and tag == form.closing:
@@ -130,17 +130,17 @@ class OutputReader:
 
     def _read_calls(self, form: CallFormat, is_bare: bool = False) -> _Decision:
         """Read calls at the beginning of the text. Return False, and leave the text unchanged, if there are none."""
-        num_calls, opened = self.num_calls, ""
+        num_calls, prefix = self.num_calls, ""
         while True:
             if self.num_calls == num_calls:
-                skipped = opened = yield from self._skip(r"\s*\[?\s*" if form.is_list else _SPACE)
+                skipped = prefix = yield from self._skip(r"\s*\[?\s*" if form.is_list else _SPACE)
             else:
                 skipped = yield from self._skip(rf"\s*[{form.separators}]?\s*" if form.separators else _SPACE)
             if not self._text or not (yield from self._read_call(form, is_bare, is_first=self.num_calls == num_calls)):
                 self._text = skipped + self._text
                 break
         if self.num_calls > num_calls:
-            yield from self._skip(r"\s*\]?\s*" if "[" in opened else _SPACE)
+            yield from self._skip(r"\s*\]?\s*" if "[" in prefix else _SPACE)
         return self.num_calls > num_calls
 
     def _skip(self, pattern: str) -> Generator[None, None, str]:
@@ -189,12 +189,12 @@ class OutputReader:
 
     def _read_rest(self, tags: tuple[str, ...]) -> _Steps:
         """Skip the rest of a call's object after the arguments, unless the brace is missing."""
-        while (rest := _REST.match(self._text)) is None and not self._ended and re.fullmatch(r"\s*,?\s*", self._text):
+        while (match := _REST.match(self._text)) is None and not self._ended and re.fullmatch(r"\s*,?\s*", self._text):
             yield
-        if rest is None:
+        if match is None:
             return
-        if rest[0].endswith("}"):
-            self._take(rest.end())
+        if match[0].endswith("}"):
+            self._take(match.end())
             return
         pieces: list[str] = []
         is_whole = yield from self._read_object(tags, pieces.append, opened='{"": 0')
@@ -297,9 +297,9 @@ class OutputReader:
                     break
             if end is not None or self._ended:
                 break
-            begun = _XML_BEGUN.search(self._text, scanned)
-            assert begun is not None, "the pattern matches an empty text"
-            scanned = begun.start()
+            partial_tag = _XML_BEGUN.search(self._text, scanned)
+            assert partial_tag is not None, "the pattern matches an empty text"
+            scanned = partial_tag.start()
             certain = scanned if closing is None else closing - self._text[:closing].endswith("\n")
             piece = self._take(certain)
             self._go_on(_escaped(piece) if is_string else "")

@@ -57,8 +57,8 @@ class Reading:
         reading = {asyncio.ensure_future(self._next(index)): index for index in range(len(self._streams))}
         try:
             while reading:
-                done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
+                completed, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+                for task in completed:
                     index, output = reading.pop(task), task.result()
                     if not output.finished:
                         reading[asyncio.ensure_future(self._next(index))] = index

@@ -313,9 +313,9 @@ class ResponsesAnswer(ChatAnswer):
         """Move pending log-probabilities into the message, and return the field of its event."""
         if "logprobs" not in self._holder:
             return {}
-        new, self._logprobs_due = self._logprobs_due, []
-        self._holder["logprobs"] += new
-        return {"logprobs": new}
+        logprobs, self._logprobs_due = self._logprobs_due, []
+        self._holder["logprobs"] += logprobs
+        return {"logprobs": logprobs}
 
     def _end(self, status: str) -> Iterator[_Document]:
         """End the last item, unless it has ended."""

@@ -113,12 +113,12 @@ class HeadConfig:
         layers = form.read_layers(target.shape.num_layers)
         if isinstance(form, StateForm):
             shape = replace(target.shape, num_layers=0)
-            stub = (
+            layerless = (
                 replace(target, shape=shape, layers=())
                 if isinstance(target, ModelConfig)
                 else replace(target, shape=shape, masks=(), sinks=())
             )
-            return cls(form, stub, layers, shape.hidden_size)
+            return cls(form, layerless, layers, shape.hidden_size)
         if isinstance(form, MtpForm):
             assert isinstance(target, ModelConfig), "`Loader.open_mtp` opens the layers that transformers' code runs"
             shape, rules = predictor_of(form.folder, target.shape, target.rules)

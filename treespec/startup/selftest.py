@@ -86,8 +86,8 @@ def differing_rows(
         differences += _compare_after_prompt(model, pool, prompt, _WIDE, place, None, head_rows)
     if model.min_rows <= 2 and model.compiled is None:  # compiled products have the same tiles for more than `_WIDE`
         prompt = rng.integers(model.vocab_size, size=min(largest_pass, room))
-        few = [_FEW] * (len(prompt) // _FEW)
-        if not torch.equal(_prefill(model, pool, prompt, few, place), _prefill(model, pool, prompt, (), place)):
+        chunks = [_FEW] * (len(prompt) // _FEW)
+        if not torch.equal(_prefill(model, pool, prompt, chunks, place), _prefill(model, pool, prompt, (), place)):
             differences.append(f"a pass of {len(prompt)} rows")
     touched = place.pages if twin is None else np.union1d(place.pages, twin.pages)
     pool[:, :, torch.from_numpy(touched).to(pool.device)] = 0
@@ -253,8 +253,8 @@ def proven_rounds(
     else:
         if not differences or not exact:
             return rounds
-        words = "captured rounds give other tokens than plain decoding here; going step by step, which is slower: %s"
-        logger.warning(words, "; ".join(differences))
+        message = "captured rounds give other tokens than plain decoding here; going step by step, which is slower: %s"
+        logger.warning(message, "; ".join(differences))
     # Failed rounds may have left NaN in the cache, which must not reach the pages' next holder.
     host.runner.cache.scrub(np.arange(host.runner.cache.num_pages + 1))
     return None

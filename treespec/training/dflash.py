@@ -42,7 +42,7 @@ def draw_roots(batch: LessonBatch, count: int, seed: Sequence[int]) -> Roots:
     first = np.concatenate(([0], np.cumsum(counts)[:-1]))
     begins = batch.positions[:, 1].cpu().numpy()[first]
     positions = [begin + np.sort(generator.permutation(n)[:count]) for begin, n in zip(begins, counts, strict=True)]
-    padded = np.stack([np.resize(drawn, count) for drawn in positions])
+    padded = np.stack([np.resize(row, count) for row in positions])
     return Roots(*(torch.from_numpy(array).to(batch.tokens.device) for array in (padded, first, counts, begins)))
 
 

@@ -68,8 +68,8 @@ class Curriculum:
 
     def batches(self, step: int) -> list[LessonBatch]:
         """Return a step's lessons in batches of similar length, to save padding."""
-        drawn = np.random.default_rng((self.seed, 2, step)).choice(len(self.lessons), self.count, p=self.odds)
-        ordered = drawn[np.argsort(np.diff(self.lessons.starts)[drawn], kind="stable")]
+        indices = np.random.default_rng((self.seed, 2, step)).choice(len(self.lessons), self.count, p=self.odds)
+        ordered = indices[np.argsort(np.diff(self.lessons.starts)[indices], kind="stable")]
         return [self.of(group) for group in np.array_split(ordered, -(-len(ordered) // BATCH_ROWS))]
 
     def of(self, indices: Sequence[int] | np.ndarray) -> LessonBatch:
@@ -122,8 +122,8 @@ def distillation_losses(logits: Tensor, batch: LessonBatch) -> Tensor:
     top_ids = batch.ids.clamp(max=logits.shape[1] - 1)
     logprobs = logits.gather(1, top_ids) - logits.logsumexp(1, keepdim=True)
     soft = -(batch.probs * logprobs).sum(1)
-    hard = -logprobs[:, 0] * (batch.ids[:, 0] < logits.shape[1])
-    return (1 - ARGMAX_SHARE) * soft + ARGMAX_SHARE * hard
+    argmax_loss = -logprobs[:, 0] * (batch.ids[:, 0] < logits.shape[1])
+    return (1 - ARGMAX_SHARE) * soft + ARGMAX_SHARE * argmax_loss
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,8 @@ class Budget:
 
     def progress(self, step: int, elapsed: float) -> float:
         """Return the completed fraction of the schedule, in [start, end]."""
-        spent = step / self.max_steps if self.max_steps is not None else elapsed / (60 * self.minutes)
-        return min(self.end, self.start + spent)
+        fraction = step / self.max_steps if self.max_steps is not None else elapsed / (60 * self.minutes)
+        return min(self.end, self.start + fraction)
 
 
 @dataclass

@@ -95,10 +95,10 @@ def measure_drafts(
 
         if not count:
             params.max_tokens = LEAST_TOKENS
-            _, spent, tokens = decode("off")
+            _, plain_seconds, tokens = decode("off")
             decodes = (3 + 2 * repeats) * (1 + len(drafts))
-            affordable = int(seconds / decodes / spent * sum(map(len, tokens)) / len(prompts))
-            params.max_tokens = min(max(affordable, LEAST_TOKENS), max_tokens)
+            num_tokens = int(seconds / decodes / plain_seconds * sum(map(len, tokens)) / len(prompts))
+            params.max_tokens = min(max(num_tokens, LEAST_TOKENS), max_tokens)
         tau = []
         for sources in (llm.draft_names or ("lookup",), (*llm.draft_names, "lookup")):
             outputs, _, tokens = decode(SpecConfig(nodes=NODES, sources=sources))

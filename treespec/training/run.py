@@ -100,10 +100,10 @@ class TrainingRun:
 
     def first_layers(self, count: int) -> Any:
         """Return the target's embedding, head and at least the first `count` layers as a transformers model."""
-        opened, count = self.__dict__.get("_opened"), min(count, self.num_layers)
-        if opened is None or opened.config.num_hidden_layers < count:
-            self._opened = opened = open_model(self.target, layers=count)
-        return opened
+        model, count = self.__dict__.get("_opened"), min(count, self.num_layers)
+        if model is None or model.config.num_hidden_layers < count:
+            self._opened = model = open_model(self.target, layers=count)
+        return model
 
     def free(self, *names: str) -> None:
         """Drop references to the engine ("llm") or to opened layers ("_opened")."""
@@ -237,8 +237,8 @@ class TrainingRun:
                 logger.info("drafts of %d layers, width %d, %d of %d tokens", layers, width, rows, self.target_size)
             else:
                 logger.info("%s head of %d of %d tokens", settings.head, rows, self.target_size)
-            with replacing(file) as temporary, temporary.open("wb") as opened:
-                np.savez(opened, target_ids=target_ids, layers=layers, hidden=hidden or 0)
+            with replacing(file) as temporary, temporary.open("wb") as stream:
+                np.savez(stream, target_ids=target_ids, layers=layers, hidden=hidden or 0)
         with np.load(file) as arrays:
             return arrays["target_ids"], int(arrays["layers"]), int(arrays["hidden"]) or None
 
@@ -415,8 +415,8 @@ class TrainingRun:
         """Return an array of `work`, computed and stored on first use."""
         file = self.work / f"{name}.npy"
         if not file.exists():
-            with replacing(file) as temporary, temporary.open("wb") as opened:
-                np.save(opened, compute())
+            with replacing(file) as temporary, temporary.open("wb") as stream:
+                np.save(stream, compute())
         stored: np.ndarray = np.load(file)
         return stored
 

@@ -49,15 +49,15 @@ def _k_means(vectors: np.ndarray, count: int, rng: np.random.Generator) -> tuple
 def balanced_owners(costs: np.ndarray) -> np.ndarray:
     """Assign lessons to cheap specialists by costs [lessons, specialists]; each gets at least half a fair share."""
     number, count = costs.shape
-    owners = costs.argmin(1)
-    for poor in np.argsort(np.bincount(owners, minlength=count)):
-        lack = number // (2 * count) - int((owners == poor).sum())
+    clusters = costs.argmin(1)
+    for i in np.argsort(np.bincount(clusters, minlength=count)):
+        lack = number // (2 * count) - int((clusters == i).sum())
         if lack > 0:
-            sizes = np.bincount(owners, minlength=count)
-            rich = sizes[owners] > number // (2 * count) + lack
-            regret = np.where(rich & (owners != poor), costs[:, poor] - costs[np.arange(number), owners], np.inf)
-            owners[np.argsort(regret, kind="stable")[:lack]] = poor
-    return owners
+            sizes = np.bincount(clusters, minlength=count)
+            movable = sizes[clusters] > number // (2 * count) + lack
+            regret = np.where(movable & (clusters != i), costs[:, i] - costs[np.arange(number), clusters], np.inf)
+            clusters[np.argsort(regret, kind="stable")[:lack]] = i
+    return clusters
 
 
 def odds_of(cluster_of: np.ndarray, specialist: int) -> np.ndarray:

@@ -203,14 +203,14 @@ def instructions(documents: Iterable[Document], held_out: bool, per_kind: int, s
         for document in documents:
             packages.setdefault(document.package.split(".")[0], []).append(texts(document))
         queues = [(package, itertools.chain.from_iterable(iterators)) for package, iterators in packages.items()]
-        num_written, used = 0, set[str]()
+        num_written, seen_texts = 0, set[str]()
         while queues and num_written < per_kind:
             package, queue = queues.pop(0)
             if (text := next(queue, None)) is None:
                 continue
             queues.append((package, queue))
-            if text not in used:
-                used.add(text)
+            if text not in seen_texts:
+                seen_texts.add(text)
                 phrasing = rng.choice(unseen if held_out else seen)
                 result.append(Instruction(kind, package, phrasing.replace("{}", text)))
                 num_written += 1

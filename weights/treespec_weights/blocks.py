@@ -152,8 +152,8 @@ def read_blocks(kind: str, rows: Tensor) -> Quantized:
     A value is d * q, or d * q + m, where d and m may be products of a super-block's scales and integers. The zero point
     of m is -m / d, in float32.
     """
-    form, num_bytes, read = _TYPES[kind]
-    values, scale, minimum = read(rows.unflatten(1, (-1, num_bytes)))
+    form, num_bytes, read_parts = _TYPES[kind]
+    values, scale, minimum = read_parts(rows.unflatten(1, (-1, num_bytes)))
     values, scale = values.flatten(1), scale.flatten(1)
     if form.bits == 4 and values.dtype == torch.int8:
         values = packed(values)
@@ -245,9 +245,9 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return d and m of the groups of Q4_K and Q5_K: 6-bit integers times the super-block's scales."""
     # Twelve bytes hold 6 bits of the scales and minima of groups 0 .. 3 in their low bits; those of groups 4 .. 7 have
     # 4 bits in the last four bytes and 2 in the high bits of the others.
-    scales, minima, rest = blocks[..., 4:16].split(4, 2)
-    scales = torch.cat((scales & 63, rest & 15 | scales >> 6 << 4), 2)
-    minima = torch.cat((minima & 63, rest >> 4 | minima >> 6 << 4), 2)
+    scales, minima, high_bits = blocks[..., 4:16].split(4, 2)
+    scales = torch.cat((scales & 63, high_bits & 15 | scales >> 6 << 4), 2)
+    minima = torch.cat((minima & 63, high_bits >> 4 | minima >> 6 << 4), 2)
     return _products(blocks[..., :2], scales), -_products(blocks[..., 2:4], minima)
 
 

@@ -211,10 +211,10 @@ def _info(handle: Any, file: str, name: str) -> TensorInfo:
 
 def _placement(root: Path, single: str) -> tuple[dict[str, str], list[str], list[Problem]]:
     """Read the index: tensor name to shard (empty for a single file), the files to open, and the problems."""
-    present = {entry.name for entry in root.iterdir()}
-    if single != SINGLE or INDEX not in present:
-        if single not in present:
-            raise CheckpointError.of(root, "file", single, _missing_message(present, single))
+    file_names = {entry.name for entry in root.iterdir()}
+    if single != SINGLE or INDEX not in file_names:
+        if single not in file_names:
+            raise CheckpointError.of(root, "file", single, _missing_message(file_names, single))
         return {}, [single], []
     index = read_json(root, INDEX)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -222,7 +222,7 @@ def _placement(root: Path, single: str) -> tuple[dict[str, str], list[str], list
         raise CheckpointError.of(root, "index", INDEX, "has no 'weight_map' object of tensor names to file names")
     shards = {repr(shard): shard for shard in weight_map.values()}.values()
     problems = [Problem("index", repr(INDEX), message) for shard in shards if (message := _shard_problem(shard))]
-    if SINGLE in present and SINGLE not in shards:
+    if SINGLE in file_names and SINGLE not in shards:
         problems.append(
             Problem("index", repr(INDEX), f"the folder also has an unrelated {SINGLE!r}: keep one of the two")
         )
@@ -255,10 +255,10 @@ def _shard_problem(shard: object) -> str | None:
     return None
 
 
-def _missing_message(present: set[str], single: str) -> str:
+def _missing_message(file_names: set[str], single: str) -> str:
     message = f"neither this nor {INDEX!r} is in the folder" if single == SINGLE else "is not in the folder"
-    pickles = sorted(name for name in present if Path(name).suffix in PICKLES)
-    shards = sorted(name for name in present if name.endswith(".safetensors"))
+    pickles = sorted(name for name in file_names if Path(name).suffix in PICKLES)
+    shards = sorted(name for name in file_names if name.endswith(".safetensors"))
     if shards:
         message += f"; a single file must have this name, shards need an index (found: {', '.join(map(repr, shards))})"
     elif pickles:

@@ -73,8 +73,8 @@ class Codec:
         byte_ids: dict[int, int] = {}
         for id, data in enumerate(tokens):
             if data is not None and len(data) == 1:
-                ordinary = table is not None or not _BYTE_TOKEN.fullmatch(by_id[id])
-                if ordinary or data[0] not in byte_ids:
+                is_regular = table is not None or not _BYTE_TOKEN.fullmatch(by_id[id])
+                if is_regular or data[0] not in byte_ids:
                     byte_ids[data[0]] = id
         start: list[int] = []
         for id, is_control in zip(first.ids, first.special_tokens_mask, strict=True):

@@ -151,8 +151,8 @@ def convert_checkpoint(
     with Checkpoint.open(root) as checkpoint:
         steps = plan_steps(checkpoint, shape, rules, written_as, transform)
         if layers is not None and layers < shape.num_layers:
-            kept = replace(shape, num_layers=layers).parameters()
-            steps = [step for step in steps if all(param in kept for param in step.target.params)]
+            kept_params = replace(shape, num_layers=layers).parameters()
+            steps = [step for step in steps if all(param in kept_params for param in step.target.params)]
             lists = {key: config[key][:layers] for key in PER_LAYER_LISTS if isinstance(config.get(key), list)}
             config = {**config, **lists, rules.config_keys["num_layers"]: layers}
         shards = plan_shards([step.outputs for step in steps], shard_bytes)
@@ -224,8 +224,8 @@ def plan_steps(
     named = rules.for_names(checkpoint.names())
     order = {param: index for index, param in enumerate(shape.parameters())}
     holder = {param: placement for placement in placements for param in placement.params}
-    kept = written_as is rules and not (checkpoint.folder.is_file() and rules.alternatives)
-    targets = placements if kept else expected_tensors(shape, written_as)
+    keeps_tensors = written_as is rules and not (checkpoint.folder.is_file() and rules.alternatives)
+    targets = placements if keeps_tensors else expected_tensors(shape, written_as)
     steps = []
     for target in sorted(targets, key=lambda placement: min(order[param] for param in placement.params)):
         sources = tuple({holder[param].name: holder[param] for param in target.params}.values())

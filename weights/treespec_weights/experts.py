@@ -91,7 +91,7 @@ class ExpertRules:
 
     def read(self, config: Mapping[str, Any], num_layers: int, problems: list[Problem]) -> Experts | None:
         """Read a parsed config.json; adds to `problems` and returns None if a value is missing or wrong."""
-        known = len(problems)
+        num_known = len(problems)
 
         def natural(key: str, most: int, least: int = 1, default: int | None = None) -> int:
             value = config.get(key, default)
@@ -119,20 +119,20 @@ class ExpertRules:
         latent = 0
         if self.latent_size is not None and config.get(self.latent_size) is not None:
             latent = natural(self.latent_size, 2**31 - 1)
-        groups, chosen = 1, 1
+        groups, chosen_groups = 1, 1
         if self.grouped:
             groups = natural("n_group", count, default=1)
-            chosen = natural("topk_group", groups, default=1)
+            chosen_groups = natural("topk_group", groups, default=1)
             if count % groups or (groups > 1 and count // groups < 2):
                 message = f"{groups!r} groups of {count} experts; valid: groups of equal size, at least 2"
                 problems.append(Problem("config", "'n_group'", message))
-        top_k = natural(self.top_k, max(chosen * count // groups, 1))
+        top_k = natural(self.top_k, max(chosen_groups * count // groups, 1))
         scale = 1.0 if self.scale is None else config.get(self.scale, 1.0)
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0:
             problems.append(Problem("config", repr(self.scale), f"{scale!r} is not a positive number"))
         layers = self._sparse_layers(config, num_layers, natural, problems)
         normalized = flag("norm_topk_prob") if self.normalized is None else self.normalized
-        if len(problems) > known:
+        if len(problems) > num_known:
             return None
         return Experts(
             count=count,
@@ -147,7 +147,7 @@ class ExpertRules:
             normalized=normalized,
             scale=float(scale),
             groups=groups,
-            chosen_groups=chosen,
+            chosen_groups=chosen_groups,
             gated=self.gated,
             latent_size=latent,
             beside=self.beside,

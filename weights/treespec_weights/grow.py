@@ -77,11 +77,11 @@ def grown_shape(
     full = widened(shape, ratio, vocab, 1, _WIDEN)
     layer = widened(shape, ratio, vocab, 2, _WIDEN).num_parameters() - full.num_parameters()
     layers = max(shape.num_layers, 1 + round((size - full.num_parameters()) / layer))
-    wide = replace(full, num_layers=layers)
-    one_unit = replace(wide, intermediate_size=wide.intermediate_size + 1).num_parameters() - wide.num_parameters()
-    units = wide.intermediate_size + (size - wide.num_parameters()) / one_unit
-    step = max(64, wide.hidden_size // 4)  # MLP sizes of published models are multiples of such a step
-    return replace(wide, intermediate_size=max(shape.intermediate_size, step * round(units / step)))
+    grown = replace(full, num_layers=layers)
+    one_unit = replace(grown, intermediate_size=grown.intermediate_size + 1).num_parameters() - grown.num_parameters()
+    units = grown.intermediate_size + (size - grown.num_parameters()) / one_unit
+    step = max(64, grown.hidden_size // 4)  # MLP sizes of published models are multiples of such a step
+    return replace(grown, intermediate_size=max(shape.intermediate_size, step * round(units / step)))
 
 
 def widened(shape: ModelShape, ratio: int, vocab: int, layers: int, widen: int) -> ModelShape:

@@ -88,11 +88,11 @@ def _translated_values(
     folder: Path, values: dict[str, Any], defaults: dict[str, Any], family: FamilyRules, other: FamilyRules
 ) -> dict[str, Any]:
     """Return all values but the sizes. Raises UnsupportedModelError if the other family cannot express them."""
-    spelt = {*family.config_keys.values(), *other.config_keys.values()}
+    size_keys = {*family.config_keys.values(), *other.config_keys.values()}
     result: dict[str, Any] = {}
     problems = []
     for key, value in values.items():
-        if key in spelt or key in ("model_type", "architectures", "auto_map"):
+        if key in size_keys or key in ("model_type", "architectures", "auto_map"):
             continue
         if key in defaults or key.endswith("_token_id"):
             result[key] = value
@@ -113,7 +113,7 @@ def _translated_values(
                 )
                 problems.append(Problem("config", "'rope_parameters'", message))
     for key, value in defaults.items():  # disable features that only the other family has
-        if key not in values and key not in spelt and key not in _WITHOUT_EFFECT and value not in _ABSENT:
+        if key not in values and key not in size_keys and key not in _WITHOUT_EFFECT and value not in _ABSENT:
             result[key] = None
     if problems:
         raise UnsupportedModelError(folder, problems)

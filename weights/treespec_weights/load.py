@@ -309,10 +309,10 @@ def value_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules
     if shape.tied and rules.tied_copy in checkpoint.tensors:
         embed = _embedding(rules).name
         infos = [checkpoint.info(name) for name in (rules.tied_copy, embed)]
-        alike = (infos[0].dtype, infos[0].shape) == (infos[1].dtype, infos[1].shape)
+        is_comparable = (infos[0].dtype, infos[0].shape) == (infos[1].dtype, infos[1].shape)
         # Compare bytes, so that equal NaNs are equal.
         head, tied = (checkpoint.tensor(name).view(torch.uint8) for name in (rules.tied_copy, embed))
-        if not alike or not torch.equal(head, tied):
+        if not is_comparable or not torch.equal(head, tied):
             message = f"{rules.config_keys['tied']!r} is true, but it differs from {embed!r}; untie it or drop it"
             return [Problem("tied", repr(rules.tied_copy), message)]
     message = "the config says that the model has no such bias, and it is not zero"
@@ -396,10 +396,10 @@ def unexpected_reason(name: str, shape: ModelShape, rules: FamilyRules) -> str:
     components = re.sub(r"\.experts\.\d+\.", ".experts.{e}.", name).split(".")
     for i, component in enumerate(components):
         if component.isdecimal() and ".".join([*components[:i], "{i}", *components[i + 1 :]]) in rule_names:
-            beyond = len(component) > 5 or component != str(int(component)) or int(component) >= shape.num_layers
+            is_beyond = len(component) > 5 or component != str(int(component)) or int(component) >= shape.num_layers
             num_layers = f"{rules.config_keys['num_layers']!r} is {shape.num_layers}"
             kind = "bias" if name.endswith("bias") else "tensor"
-            return num_layers if beyond else f"the config says that the model has no such {kind}"
+            return num_layers if is_beyond else f"the config says that the model has no such {kind}"
     return f"no tensor of the family {rules.model_type!r} has this name"
 
 

@@ -108,9 +108,9 @@ def open_predictor(folder: Path, predictor: PredictorRules) -> Checkpoint:
 
 def _predictor_of(folder: Path, shape: ModelShape, rules: FamilyRules) -> PredictorRules:
     if rules.predictor is None:
-        known = ", ".join(name for name, family in FAMILIES.items() if family.predictor is not None)
+        valid = ", ".join(name for name, family in FAMILIES.items() if family.predictor is not None)
         message = (
-            f"no MTP layer of {rules.model_type!r} is supported; families with one: {known}; a folder of this name is "
+            f"no MTP layer of {rules.model_type!r} is supported; families with one: {valid}; a folder of this name is "
             f"'./{MTP}'"
         )
         raise UnsupportedModelError.of(folder, "config", MTP, message)

@@ -194,20 +194,20 @@ class ModelShape:
             result |= {"input_embed": (self.per_layer_vocab, inputs), "input_project": (inputs, hidden)}
             result |= {"input_norm": (size,)}
         for i in range(self.num_layers):
-            parts: dict[str, TensorShape] = {}
+            layer: dict[str, TensorShape] = {}
             pre, post = self.pre_norms, self.post_norms
             if self.recurrent_pre_norms and self.is_recurrent(i):
                 pre, post = True, False
             if i not in self.mlp_only:
-                parts |= norm("attn_norm", pre) | (recurrent if self.is_recurrent(i) else {})
-                parts |= self._attention(i) if self.attends(i) else {}
-                parts |= norm("attn_post_norm", post)
+                layer |= norm("attn_norm", pre) | (recurrent if self.is_recurrent(i) else {})
+                layer |= self._attention(i) if self.attends(i) else {}
+                layer |= norm("attn_post_norm", post)
             if i not in self.without_mlp:
                 mlp = sparse.get(i) or self._mlp(self.layer(i).intermediate_size)
-                parts |= norm("mlp_norm", pre and not self.shared_norm) | mlp
-                parts |= norm("mlp_post_norm", post)
-            parts |= per_layer
-            result |= {f"layers.{i}.{name}": shape for name, shape in parts.items()}
+                layer |= norm("mlp_norm", pre and not self.shared_norm) | mlp
+                layer |= norm("mlp_post_norm", post)
+            layer |= per_layer
+            result |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
         result |= norm("final_norm")
         if not (self.tied or self.pairs):
             result["lm_head"] = (self.vocab_size, hidden)
@@ -371,9 +371,9 @@ class RecurrentRules:
             return None, problems
         values.pop("interval", None)
         types = self.types(config, num_layers)
-        known = [self.layer_type, FULL_ATTENTION, *(MLP_ONLY if self.single else ())]
-        if not isinstance(types, list) or len(types) != num_layers or not {*map(str, types)} <= {*known}:
-            message = f"{types!r}; expected {' or '.join(map(repr, known))} for each of {num_layers} layers"
+        valid = [self.layer_type, FULL_ATTENTION, *(MLP_ONLY if self.single else ())]
+        if not isinstance(types, list) or len(types) != num_layers or not {*map(str, types)} <= {*valid}:
+            message = f"{types!r}; expected {' or '.join(map(repr, valid))} for each of {num_layers} layers"
             return None, [Problem("config", repr(self.attention or self.key), message)]
         layers = tuple(i for i, kind in enumerate(types) if kind == self.layer_type)
         if values.get("heads", 0) % values.get("key_heads", 1):
@@ -507,10 +507,10 @@ class FamilyRules:
         """Return the rules for a checkpoint with these tensor names, without the prefix if no name has it."""
         if self.alternatives:
             stems = {*names, *(re.sub(r"\.\d+\.", ".{i}.", name, count=1) for name in names)}
-            present = tuple(rule for rule in self.alternatives if rule.name in stems)
-            replaced = {param for rule in present for param in rule.params}
+            alternatives = tuple(rule for rule in self.alternatives if rule.name in stems)
+            replaced = {param for rule in alternatives for param in rule.params}
             remaining = tuple(rule for rule in self.tensors if not replaced.intersection(rule.params))
-            return replace(self, tensors=remaining + present, alternatives=()).for_names(names)
+            return replace(self, tensors=remaining + alternatives, alternatives=()).for_names(names)
         if not self.prefix or any(name.startswith(self.prefix) for name in names):
             return self
 

@@ -88,7 +88,7 @@ def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems
             return default
         return value
 
-    count, wide = values["num_layers"], config.get("use_double_wide_mlp") is True
+    count, doubles_mlp = values["num_layers"], config.get("use_double_wide_mlp") is True
     types = config.get("layer_types")
     if types is None:
         types = [_SLIDING if (i + 1) % 6 else FULL_ATTENTION for i in range(count)]
@@ -116,7 +116,7 @@ def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems
                 raise ValueError
             if i < num_own:
                 last_of_kind[kind] = i
-            inter = values["intermediate_size"] * (2 if wide and i >= num_own else 1)
+            inter = values["intermediate_size"] * (2 if doubles_mlp and i >= num_own else 1)
             has_v = not (k_is_v and kind == FULL_ATTENTION)
             sizes.append(LayerSizes(heads, dim, inter, i if i < num_own else last_of_kind[kind], has_v))
     except (AttributeError, TypeError, ValueError):

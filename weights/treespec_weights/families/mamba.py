@@ -158,18 +158,18 @@ def _falcon_factors(config: Mapping[str, Any], problems: list[Problem]) -> Facto
             problems.append(Problem("config", repr(key), f"{value!r}; expected {expected}"))
             factors = [1.0] * count
         values += factors
-    read, attended, key_factor, ssm_in, ssm_out, mlp_gate, mlp_out, gate, x, b, c, step = values
+    attn_in, attn_out, key_factor, ssm_in, ssm_out, mlp_gate, mlp_out, gate, x, b, c, step = values
     norm, stream = ssm_in * gate, mlp_out / mlp_gate
     parameters = {"attn_norm": norm, "mlp_norm": mlp_gate, "mix_gain": ssm_out / stream}
     parameters |= {"conv_v": x / gate, "conv_k": b / gate, "conv_q": c / gate}
-    parameters |= {f"{name}_bias": norm / read for name in "qkv"}
+    parameters |= {f"{name}_bias": norm / attn_in for name in "qkv"}
     parameters |= {f"{name.rpartition('.')[2]}_bias": gate for name in _IN}
     parameters |= {f"{name}_bias": mlp_gate for name in ("gate", "up", "down")}
-    parameters |= {"o_bias": attended / stream, "mix_out_bias": ssm_out / stream}
+    parameters |= {"o_bias": attn_out / stream, "mix_out_bias": ssm_out / stream}
     return Factors(
         parameters,
-        scores=(read / norm) ** 2 * key_factor,
-        values=read / norm * attended / stream,
+        scores=(attn_in / norm) ** 2 * key_factor,
+        values=attn_in / norm * attn_out / stream,
         steps=step / gate,
         stream=stream,
     )

@@ -307,14 +307,14 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         problems.append(Problem("config", repr(f"{arch}.attention.sliding_window_pattern"), message))
         pattern = []
     kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-    found = {"sliding_window": window, "layer_types": kinds}
+    result = {"sliding_window": window, "layer_types": kinds}
     if arch in _LARGEST_GEMMA:
         # Not stored: llama.cpp recognises the 27 B models by their number of layers.
         largest = config["num_hidden_layers"] == _LARGEST_GEMMA[arch]
         scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
         caps = {key: file.value(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
-        found |= {"query_pre_attn_scalar": scalar} | {key: cap for key, cap in caps.items() if cap is not None}
-    return found
+        result |= {"query_pre_attn_scalar": scalar} | {key: cap for key, cap in caps.items() if cap is not None}
+    return result
 
 
 def _unequal(file: GgufFile, config: Mapping[str, Any], natural: Callable[..., int]) -> dict[str, Any]:
@@ -358,7 +358,7 @@ def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) 
     def by_layer(key: str) -> list[Any]:
         return values if isinstance(values := file.value(key), list) else [values] * count
 
-    types = [FULL_ATTENTION if own else recurrent.layer_type for own in by_layer("attention.head_count_kv")]
+    types = [FULL_ATTENTION if kv_heads else recurrent.layer_type for kv_heads in by_layer("attention.head_count_kv")]
     if recurrent.kind == "conv":
         return {"layer_types": types, "conv_L_cache": natural("shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
     heads, keys = natural("ssm.time_step_rank"), natural("ssm.group_count")
@@ -382,7 +382,7 @@ def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) 
     elif recurrent.single and file.architecture != "mamba2":
         mlp = "moe" if file.architecture == "nemotron_h_moe" else "mlp"
         units = by_layer("feed_forward_length")
-        types = [mlp if own else kind for own, kind in zip(units, types, strict=False)]
+        types = [mlp if kv_heads else kind for kv_heads, kind in zip(units, types, strict=False)]
         config[recurrent.key] = types[: count - num_predictors(file)]
     elif not recurrent.single:
         rotates = file.value("rope.scaling.finetuned")  # llama.cpp's flag for rotation

@@ -102,26 +102,26 @@ def hf_names(file: GgufFile) -> dict[str, str]:
     stored = (rule for rule in (*family.tensors, *family.alternatives) if not rule.layout.startswith("interleaved"))
     rules = {rule.params: rule.name for rule in stored}
     names, first = dict[str, str](), _first_predictor(file)
-    own = None if first is None or family.predictor is None else family.predictor.after(first)
+    predictor = None if first is None or family.predictor is None else family.predictor.after(first)
     for name in file.tensors:
         if name in FACTORS:
             continue
-        layer, known = _layer(name), rules
-        further = -1 if first is None or not layer else int(layer) - first
-        if further >= 0:
-            known = {} if own is None else _names_of_predictor(rules, own, further)
-        matches = [known[params] for params in _parameters(name) if params in known]
-        if matches or further < 0:  # other tensors of MTP layers are copies of embedding and head
+        layer, layer_rules = _layer(name), rules
+        depth = -1 if first is None or not layer else int(layer) - first
+        if depth >= 0:
+            layer_rules = {} if predictor is None else _names_of_predictor(rules, predictor, depth)
+        matches = [layer_rules[params] for params in _parameters(name) if params in layer_rules]
+        if matches or depth < 0:  # other tensors of MTP layers are copies of embedding and head
             names[matches[0].replace("{i}", layer) if matches else name] = name
     return names
 
 
 def _names_of_predictor(
-    rules: Mapping[tuple[str, ...], str], own: PredictorRules, number: int
+    rules: Mapping[tuple[str, ...], str], predictor: PredictorRules, number: int
 ) -> dict[tuple[str, ...], str]:
     """Return the tensor names of an MTP layer by parameter, as `rules` does for other layers."""
-    names = {params: name.replace(LAYER, own.layer_at(number)) for params, name in rules.items()}
-    return names if number else names | {(f"layers.{{i}}.{param}",): name for name, param in own.tensors.items()}
+    names = {params: name.replace(LAYER, predictor.layer_at(number)) for params, name in rules.items()}
+    return names if number else names | {(f"layers.{{i}}.{param}",): name for name, param in predictor.tensors.items()}
 
 
 def _first_predictor(file: GgufFile) -> int | None:

@@ -39,10 +39,7 @@ MAX_FILE_BYTES = 256_000
 
 @dataclass(frozen=True)
 class Document:
-    """Text of one file.
-
-    `package` is a distribution's name, `stdlib.<module>`, or a folder below a text root.
-    """
+    """Text of one file. `package` is a distribution's name, `stdlib.<module>`, or a folder below a text root."""
 
     package: str
     path: str
@@ -246,10 +243,7 @@ class Mixture:
         self.seed = seed
 
     def windows(self, step: int, count: int, length: int) -> np.ndarray:
-        """Cut random windows, int64 [count, length].
-
-        Raises ValueError if a stream is shorter than a window.
-        """
+        """Cut random windows, int64 [count, length]. Raises ValueError if a stream is shorter than a window."""
         rng = np.random.default_rng((self.seed, step))
         rows = []
         for choice in rng.choice(len(self.streams), count, p=self.shares):

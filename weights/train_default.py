@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -137,14 +138,11 @@ class Build:
         text = data.Mixture(streams, data.SHARES, s.seed)
         loss = torch.compile(models.next_token_loss) if self.args.compile else models.next_token_loss
 
-        def loss_of(first: int) -> train.LossFunction:
-            def compute(model: torch.nn.Module, step: int, fraction: float) -> train.StepLoss:
-                length = s.window // 2 if fraction < SHORT_WINDOWS else s.window
-                cut = text.windows(first + step, max(self.args.batch_tokens // length, 1), length + 1)
-                windows = torch.from_numpy(cut).to(self.device)
-                return train.StepLoss(loss(model, windows), windows[:, 1:].numel())
-
-            return compute
+        def step_loss(first: int, model: torch.nn.Module, step: int, fraction: float) -> train.StepLoss:
+            length = s.window // 2 if fraction < SHORT_WINDOWS else s.window
+            cut = text.windows(first + step, max(self.args.batch_tokens // length, 1), length + 1)
+            windows = torch.from_numpy(cut).to(self.device)
+            return train.StepLoss(loss(model, windows), windows[:, 1:].numel())
 
         def build(name: str) -> LlamaForCausalLM:
             return models.build(s.shape(name), s.vocab_size, s.seed).to(self.device)
@@ -155,9 +153,10 @@ class Build:
             self.progress["shallow"] = train.read_progress(self.work / "shallow.pt")
         else:
             budget = train.Budget(minutes, self.args.max_steps, end=SHALLOW)
-            models.stack(self._train("shallow", build("shallow"), loss_of(SHALLOW_WINDOWS), budget), model)
+            shallow_loss = partial(step_loss, SHALLOW_WINDOWS)
+            models.stack(self._train("shallow", build("shallow"), shallow_loss, budget), model)
         budget = train.Budget(minutes, self.args.max_steps, start=SHALLOW)
-        return self._train("target", model, loss_of(0), budget)
+        return self._train("target", model, partial(step_loss, 0), budget)
 
     def drafts(self) -> Path:
         """Train the drafts like `treespec train`, each mostly on one kind of text; return their folder `drafts/`."""

@@ -4,12 +4,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from treespec.adapter.route import AttentionCall, MaskRule, configs_of, is_routed, routed, visible_keys
 from treespec.adapter.source import Source
@@ -99,14 +99,11 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, Any]]]:
     """Record names and outputs of submodules that return hidden states, in order of completion."""
     ended: list[tuple[str, Any]] = []
 
-    def watch(name: str, module: nn.Module) -> RemovableHandle:
-        def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if is_routed() and isinstance(getattr(output, "last_hidden_state", None), Tensor):
-                ended.append((name, output))
+    def note(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if is_routed() and isinstance(getattr(output, "last_hidden_state", None), Tensor):
+            ended.append((name, output))
 
-        return module.register_forward_hook(note)
-
-    handles = [watch(name, module) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules() if name]
     try:
         yield ended
     finally:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partialmethod
 from typing import Any
 
 from treespec.config.configs import SpecConfig
@@ -70,21 +71,18 @@ def profiled(engine: Engine) -> Iterator[Sample]:
     """Measure an engine's rounds. The sample is complete when the block ends; noise is timed by patching `choose`."""
     sample, clock, stats = Sample(nodes=0), engine.clock, engine.stats
 
-    def timed(choose: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_choose(*arguments: Any) -> Any:
-            stage = clock.enter("noise")
-            try:
-                return choose(*arguments)
-            finally:
-                clock.enter(stage)
-
-        return timed_choose
+    def timed(self: Any, choose: Callable[..., Any], *arguments: Any) -> Any:
+        stage = clock.enter("noise")
+        try:
+            return choose(self, *arguments)
+        finally:
+            clock.enter(stage)
 
     clock.seconds.setdefault("noise", 0.0)
     before, accepted, rounds = dict(clock.seconds), stats.accepted_lengths.copy(), stats.rounds
     implementations = {kind: kind.choose for kind in (Noise, RowChoice)}
     for kind, choose in implementations.items():
-        kind.choose = timed(choose)  # type: ignore[method-assign]
+        kind.choose = partialmethod(timed, choose)  # type: ignore[assignment]
     try:
         yield sample
     finally:

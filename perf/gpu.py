@@ -90,7 +90,6 @@ def copy_bandwidth(bench: Bench) -> Figures:
 
 
 def cases(bench: Bench, op: str, model: ModelConfig, form: WeightForm | None = None, **loads: int) -> list[Case]:
-    """Return the timed cases of an op for a model."""
     s = model.shape
     sizes = s.head_dim, s.num_heads, s.num_kv_heads, s.hidden_size, s.intermediate_size, s.vocab_size
     loads = {"requests": 1, "nodes": bench.nodes, "context": bench.context, "layers": s.num_layers} | loads
@@ -123,12 +122,12 @@ def check_generate(bench: Bench) -> Figures:
 def command(*arguments: str, **environment: str) -> Any:
     """Run a treespec command and return its JSON output. Raises RuntimeError if it fails."""
     line = [sys.executable, "-m", "treespec", *arguments, "--json"]
-    done = subprocess.run(
+    child = subprocess.run(
         line, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"} | environment
     )
-    if done.returncode:
-        raise RuntimeError(f"{arguments[0]} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
-    return json.loads(done.stdout)
+    if child.returncode:
+        raise RuntimeError(f"{arguments[0]} ended with {child.returncode}: {(child.stdout + child.stderr)[-2000:]}")
+    return json.loads(child.stdout)
 
 
 def check_round(bench: Bench) -> Figures:
@@ -242,8 +241,8 @@ def open_llm(bench: Bench, exact: bool) -> LLM:
     options: dict[str, Any] = {"compile": False, "max_model_len": 512} if bench.dry else {}
     options |= {"device": bench.device, "dtype": bench.dtype, "exact": exact, "max_num_seqs": 1}
     llm = LLM(source if bench.dry else folder, ["ssm-1", "ssm-2", "ssm-3"], SpecConfig(nodes=64), **options)
-    if (where := llm.stats()["frozen"]["rounds"]) != "on the device" and not bench.dry:
-        raise RuntimeError(f"rounds run {where}; see the log for the reason")
+    if (mode := llm.stats()["frozen"]["rounds"]) != "on the device" and not bench.dry:
+        raise RuntimeError(f"rounds run {mode}; see the log for the reason")
     return llm
 
 
@@ -252,8 +251,8 @@ def time_rounds(bench: Bench, nodes: int, exact: bool = True, off: str = "", **p
     llm: LLM = bench.keep(exact, lambda: open_llm(bench, exact))
     prompts = [llm.get_tokenizer().encode(prompt.content) for prompt in read_prompts(held_out_prompts(chat=False))]
     prompts, count = prompts[:: len(prompts) // 6][: 1 if bench.dry else 6], 2 if bench.dry else 24
-    short = {"max_depth": 2} if bench.dry else {}
-    spec = "off" if nodes == 1 else SpecConfig(nodes=nodes, sources=("ssm",), **short)
+    shallow = {"max_depth": 2} if bench.dry else {}
+    spec = "off" if nodes == 1 else SpecConfig(nodes=nodes, sources=("ssm",), **shallow)
     sampling = SamplingParams(max_tokens=400, ignore_eos=True, **params)
     seconds, records = [], []
     for prompt in prompts:
@@ -332,11 +331,11 @@ def time_compiled(bench: Bench) -> Figures:
 
 
 def kernels(bench: Bench) -> Iterator[Step]:
-    others = ["tree_attention", *sorted(OPS.keys() - set(TUNABLE))]
-    many, long = {"requests": 8, "prefill": bench.prefill}, {"context": 16 * bench.context}
-    yield from timed_cases(bench, "row_linear", **many)
-    yield from timed_cases(bench, "lm_head", **many)
-    yield from timed_cases(bench, "tree_attention", **long)
+    other_ops = ["tree_attention", *sorted(OPS.keys() - set(TUNABLE))]
+    batch_load, context_load = {"requests": 8, "prefill": bench.prefill}, {"context": 16 * bench.context}
+    yield from timed_cases(bench, "row_linear", **batch_load)
+    yield from timed_cases(bench, "lm_head", **batch_load)
+    yield from timed_cases(bench, "tree_attention", **context_load)
     yield "pass/rows 32 at 32k", 40, partial(time_pass, rows=32, context=(1 if bench.dry else 16) * bench.context)
     for exact, suffix in ((True, ""), (False, " with cuBLAS")):
         yield f"prefill/{bench.prefill}{suffix}", 60, partial(time_pass, rows=bench.prefill, chain=True, exact=exact)
@@ -345,7 +344,7 @@ def kernels(bench: Bench) -> Iterator[Step]:
     yield "autotune/8B", 130, autotune
     for rows in ROWS:
         yield f"tuned/rows {rows}", 60, partial(time_pass, rows=rows, tuned=True)
-    for op in others:
+    for op in other_ops:
         yield from timed_cases(bench, op)
 
 
@@ -362,8 +361,8 @@ def time_kernel(bench: Bench, case: Case) -> Figures:
     copies = 1 if bench.dry else Clock(bench.device).copies(case.bytes)
     case.prepare(copies)
     figures = bench.timed(*(partial(case.run, config, i) for i in range(copies)), seconds=0.5)
-    for name, other in case.entry.baselines.items():
-        figures[f"{name} ms"] = bench.timed(*(partial(other, inputs) for inputs in case.inputs), seconds=0.5)["ms"]
+    for name, baseline in case.entry.baselines.items():
+        figures[f"{name} ms"] = bench.timed(*(partial(baseline, inputs) for inputs in case.inputs), seconds=0.5)["ms"]
     case.release()
     return bench.floor(case.bytes, figures)
 

@@ -138,16 +138,16 @@ class Passes:
             tree = TokenTree.from_parents([1 + node % 50 for node in range(tree)], parents, 0.5, "random")
         num_pages, rows = len(self.pages) // requests, []
         for pages in self.pages[: num_pages * requests].reshape(requests, num_pages):
-            whole = RequestRows(context, np.arange(len(tree)), tree.depths, tree.visible, tree.depths, pages)
-            rows.append(RequestRows.chain(context, 1, pages) if len(tree) == 1 else whole)
+            tree_rows = RequestRows(context, np.arange(len(tree)), tree.depths, tree.visible, tree.depths, pages)
+            rows.append(RequestRows.chain(context, 1, pages) if len(tree) == 1 else tree_rows)
         return self.launch(rows, tree.tokens.tolist() * requests)
 
-    def launch(self, rows: list[RequestRows], tokens: Sequence[int], last: int = 0) -> Callable[[], Tensor]:
-        """Plan a pass; return a function that launches it and returns the logits of all rows or the `last` ones."""
+    def launch(self, rows: list[RequestRows], tokens: Sequence[int], num_logits: int = 0) -> Callable[[], Tensor]:
+        """Plan a pass; return a function that launches it and returns logits of the last `num_logits` rows, or all."""
         layout, ids = self.decoder.plan(rows, self.pool), torch.tensor(tokens, device=self.decoder.device)
 
         def run() -> Tensor:
             with torch.inference_mode():
-                return self.decoder.logits(self.decoder.forward(ids, layout, self.pool)[-last:])
+                return self.decoder.logits(self.decoder.forward(ids, layout, self.pool)[-num_logits:])
 
         return run

@@ -144,8 +144,8 @@ def main() -> int:
     report = compare(args)
     bad = any(row["differing_tokens"] or row["differing_logit_rows"] for row in report["runs"])
     reference = report["transformers"]
-    unexplained = reference is not None and reference["agree"] + reference["rounding_ties"] < reference["tokens"]
-    return int(bad or unexplained)
+    has_mismatch = reference is not None and reference["agree"] + reference["rounding_ties"] < reference["tokens"]
+    return int(bad or has_mismatch)
 
 
 def open_llm(args: argparse.Namespace, dtype: str, batch: int) -> LLM:
@@ -168,8 +168,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         recorder, prompts = LogitRecorder(llm), read_prompts(args.prompts, llm)
         specs = {"plain": "off"} | modes(llm, nodes=args.nodes, max_depth=args.max_depth)
         for setting, options in (SAMPLING if args.sampling else GREEDY).items():
-            common = {"max_tokens": args.max_tokens, "ignore_eos": True} | options
-            params = [SamplingParams(seed=FIRST_SEED + i, **common) for i in range(len(prompts))]
+            shared_params = {"max_tokens": args.max_tokens, "ignore_eos": True} | options
+            params = [SamplingParams(seed=FIRST_SEED + i, **shared_params) for i in range(len(prompts))]
             plain_logits: list[Tensor] = []
             for mode, spec in specs.items():
                 start = time.perf_counter()
@@ -184,8 +184,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                 row["differing_logit_rows"] = differing_rows(plain_logits, logits)
                 row["acceptance_length"] = row["tokens"] / sum(output.metrics.target_passes for output in outputs)
                 runs.append(row)
-                shown = "{dtype:9} {batch:5} {setting:10} {sources:24} {tokens:7} {differing_tokens:6} "
-                print((shown + "{differing_logit_rows:6} {acceptance_length:5.2f}").format(**row), flush=True)
+                line_format = "{dtype:9} {batch:5} {setting:10} {sources:24} {tokens:7} {differing_tokens:6} "
+                print((line_format + "{differing_logit_rows:6} {acceptance_length:5.2f}").format(**row), flush=True)
                 if report["transformers"] is None and (dtype, setting) == ("float32", "greedy"):
                     report["transformers"] = against_transformers(llm.model_path, outputs, logits)
                 measuring.write_json(args.json, report)

@@ -59,7 +59,7 @@ GENERAL = (
 )
 QUESTIONS = [question for pair in zip(CODING, GENERAL, strict=True) for question in pair]
 WARMUP = "Which day comes after Monday?"
-# Options of llama-server by mode; DRAFT stands for the draft's path.
+# Options of llama-server by mode; DRAFT is replaced by the draft's path.
 LLAMA = {
     "plain": "",
     "draft": "--spec-type draft-simple -md DRAFT --spec-draft-n-max 8 --spec-draft-p-min 0.6",
@@ -67,7 +67,7 @@ LLAMA = {
     "ngram-mod": "--spec-type ngram-mod --spec-ngram-mod-n-match 3 --spec-ngram-mod-n-min 0 --spec-ngram-mod-n-max 4",
 }
 COMMON = "-c 2048 -np 1 --no-ui --cache-ram 0 --offline"
-# Without -pps, which llama.cpp refuses for models whose rotary positions have sections
+# Without -pps, which llama.cpp rejects for models with sections of rotary positions
 BENCH = "-npp 32 -ntg 16 -npl 1,8,16 -c 1024 --output-format jsonl"
 SHAPES = {
     "qwen3.5-0.8b": Qwen3_5TextConfig(
@@ -131,12 +131,10 @@ class Noise:
 
 
 class Server:
-    """A running llama-server."""
-
     def __init__(self, command: Sequence[str]):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
         self._began, self._url = time.perf_counter(), f"http://127.0.0.1:{port}"
         self.process = subprocess.Popen(
             [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -150,7 +148,7 @@ class Server:
             try:
                 with urllib.request.urlopen(f"{self._url}/health"):
                     return
-            except OSError:  # refused, or 503 while loading
+            except OSError:  # connection refused, or 503 while loading
                 time.sleep(0.005)
         raise RuntimeError(f"llama-server did not start:  {shlex.join(self.process.args)}")  # type: ignore[arg-type]
 
@@ -183,7 +181,6 @@ class Server:
 
 @contextmanager
 def served(command: Sequence[str]) -> Iterator[Server]:
-    """Run a server while the context is open."""
     server = Server(command)
     try:
         yield server
@@ -205,7 +202,6 @@ def generated(command: Sequence[str], threads: int) -> dict[str, float]:
 
 
 def answer(llm: LLM, spec: Any, tokens: list[int], max_tokens: int, temperature: float, seed: int) -> Answer:
-    """Answer with treespec."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     decoded = measuring.decode(llm, [(tokens, params)], spec)
     seconds, drafted = (
@@ -221,37 +217,37 @@ def transformers_answers(shape: str) -> Callable[..., Answer]:
 
     def generate(tokens: list[int], count: int) -> tuple[list[int], float]:
         began = time.perf_counter()
-        made = model.generate(torch.tensor([tokens]), max_new_tokens=count, min_new_tokens=count, do_sample=False)
-        return made[0, len(tokens) :].tolist(), time.perf_counter() - began
+        output_ids = model.generate(torch.tensor([tokens]), max_new_tokens=count, min_new_tokens=count, do_sample=False)
+        return output_ids[0, len(tokens) :].tolist(), time.perf_counter() - began
 
     def answer(tokens: list[int], max_tokens: int, *_: Any) -> Answer:
-        (_, first), (made, whole) = (generate(tokens, count) for count in (1, max_tokens))
-        return Answer(made, whole - first, max_tokens, 0)
+        (_, ttft), (output, seconds) = (generate(tokens, count) for count in (1, max_tokens))
+        return Answer(output, seconds - ttft, max_tokens, 0)
 
     return answer
 
 
 def starts(llama: Mapping[str, list[str]], args: argparse.Namespace) -> dict[str, Any]:
-    """Measure starts in turn, after one start to warm the page cache."""
-    ours = [sys.executable, "-m", "treespec", "generate", WARMUP, "--model", str(args.model), "--max-tokens", "1"]
+    """Measure process starts, interleaved, after one start to warm the page cache."""
+    base = [sys.executable, "-m", "treespec", "generate", WARMUP, "--model", str(args.model), "--max-tokens", "1"]
     drafts = {"plain": ["--no-spec"], "draft": ["--draft", str(args.draft)]}
-    ways: dict[str, Any] = {
-        f"treespec {name}": partial(generated, [*ours, *options], args.threads) for name, options in drafts.items()
+    engines: dict[str, Any] = {
+        f"treespec {name}": partial(generated, [*base, *options], args.threads) for name, options in drafts.items()
     }
 
     def start(command: list[str]) -> dict[str, float]:
         with served(command) as server:
             return server.start()
 
-    ways |= {f"llama.cpp {name}": partial(start, command) for name, command in llama.items() if name in drafts}
-    runs = measuring.interleaved(ways, args.starts)
+    engines |= {f"llama.cpp {name}": partial(start, command) for name, command in llama.items() if name in drafts}
+    runs = measuring.interleaved(engines, args.starts)
     rows = {
-        way: {key: measuring.spread([run[key] for run in measured]) for key in measured[0]}
-        for way, (_, *measured) in runs.items()
+        engine: {key: measuring.spread([run[key] for run in measured]) for key in measured[0]}
+        for engine, (_, *measured) in runs.items()
     }
-    for way, row in rows.items():
+    for engine, row in rows.items():
         print(
-            f"{way:20} first token after {row['seconds']['median']:.2f} s, {row['peak_mib']['median']:.0f} MiB",
+            f"{engine:20} first token after {row['seconds']['median']:.2f} s, {row['peak_mib']['median']:.0f} MiB",
             flush=True,
         )
     return rows
@@ -260,22 +256,22 @@ def starts(llama: Mapping[str, list[str]], args: argparse.Namespace) -> dict[str
 def rates(answers: Mapping[str, list[Answer]]) -> dict[str, Any]:
     """Print and return the figures of every mode; compare tokens with the plain mode of the same engine."""
     rows = {}
-    for mode, own in answers.items():
+    for mode, runs in answers.items():
         engine = mode.split()[0]
-        count, by_question = sum(len(one.tokens) for one in own), [one.rate for one in own]
-        num_passes = sum(one.passes for one in own)
-        pairs = zip(own, answers.get(f"{engine} plain", own), strict=True)
+        count, by_question = sum(len(run.tokens) for run in runs), [run.rate for run in runs]
+        num_passes = sum(run.passes for run in runs)
+        pairs = zip(runs, answers.get(f"{engine} plain", runs), strict=True)
         row = rows[mode] = {
             "tokens": count,
-            "tokens_per_second": (count - len(own)) / sum(one.seconds for one in own),
+            "tokens_per_second": (count - len(runs)) / sum(run.seconds for run in runs),
             "by_question": measuring.spread(by_question) | {"all": by_question},
             "tokens_per_pass": count / num_passes,
-            "drafted_per_pass": sum(one.drafted for one in own) / num_passes,
-            "answers_that_differ_from_plain": sum(one.tokens != other.tokens for one, other in pairs),
+            "drafted_per_pass": sum(run.drafted for run in runs) / num_passes,
+            "answers_that_differ_from_plain": sum(run.tokens != plain.tokens for run, plain in pairs),
         }
-        shown = "{tokens_per_second:6.1f} tokens/s, {tokens_per_pass:.2f} a pass of {drafted_per_pass:.2f} drafted"
+        line = "{tokens_per_second:6.1f} tokens/s, {tokens_per_pass:.2f} a pass of {drafted_per_pass:.2f} drafted"
         print(
-            f"  {mode:20} {shown.format(**row)}, {row['answers_that_differ_from_plain']} of {len(own)} answers differ"
+            f"  {mode:20} {line.format(**row)}, {row['answers_that_differ_from_plain']} of {len(runs)} answers differ"
         )
     return rows
 
@@ -294,9 +290,9 @@ def answers(llm: LLM, servers: Mapping[str, Server], args: argparse.Namespace) -
     if args.shape:
         warmup, *prompts = ([*range(i + 1, i + 65)] for i in range(args.questions + 1))
     else:
-        first = SamplingParams(max_tokens=1)
+        one_token = SamplingParams(max_tokens=1)
         conversations = [[{"role": "user", "content": text}] for text in (WARMUP, *QUESTIONS[: args.questions])]
-        warmup, *prompts = (output.prompt_token_ids for output in llm.chat(conversations, first))
+        warmup, *prompts = (output.prompt_token_ids for output in llm.chat(conversations, one_token))
     for mode in modes.values():
         mode(warmup, 16, 0.0, 0)
     result = {}
@@ -314,15 +310,15 @@ def prompts_per_second(llm: LLM, server: Server, args: argparse.Namespace) -> di
     """Measure the speed of reading a prompt of `args.prompt` tokens, from its start to the first token."""
     text = Path(__file__).read_text()
     tokens = llm.get_tokenizer().encode(text)[: args.prompt]
-    first = SamplingParams(max_tokens=1)
-    ways: dict[str, Callable[[], float]] = {
-        "treespec": lambda: measuring.decode(llm, [(tokens, first)], "off").total("ttft"),
+    one_token = SamplingParams(max_tokens=1)
+    engines: dict[str, Callable[[], float]] = {
+        "treespec": lambda: measuring.decode(llm, [(tokens, one_token)], "off").total("ttft"),
         "llama.cpp": lambda: server.complete(tokens, 1)["timings"]["prompt_ms"] / 1000,
     }
-    runs = measuring.interleaved(ways, args.starts)
-    rows = {way: measuring.spread([len(tokens) / seconds for seconds in run[1:]]) for way, run in runs.items()}
-    for way, row in rows.items():
-        print(f"{way:20} reads {len(tokens)} tokens at {row['median']:.0f} tokens/s", flush=True)
+    runs = measuring.interleaved(engines, args.starts)
+    rows = {engine: measuring.spread([len(tokens) / seconds for seconds in run[1:]]) for engine, run in runs.items()}
+    for engine, row in rows.items():
+        print(f"{engine:20} reads {len(tokens)} tokens at {row['median']:.0f} tokens/s", flush=True)
     return rows | {"tokens": len(tokens)}
 
 
@@ -334,17 +330,17 @@ def passes(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
     tune = sys.executable, "-m", "treespec", "autotune", "--json", "--device", "cpu", "--seconds", args.seconds
     [curve] = json.loads(output_of(*tune, "--model", args.model, "--threads", args.threads))["curves"]
-    ours = dict(zip(curve["rows"], curve["verify_seconds"], strict=True))
+    treespec_seconds = dict(zip(curve["rows"], curve["verify_seconds"], strict=True))
     batched = args.server.with_name("llama-batched-bench")
     output = output_of(batched, "-m", args.model, "-t", args.threads, *BENCH.split())
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    theirs = {line["pl"]: line["t_tg"] / line["tg"] for line in lines}
+    llama_seconds = {line["pl"]: line["t_tg"] / line["tg"] for line in lines}
     rows = {
-        "treespec": {str(count): 1000 * ours[count] for count in theirs},
-        "llama.cpp": {str(count): 1000 * seconds for count, seconds in theirs.items()},
+        "treespec": {str(count): 1000 * treespec_seconds[count] for count in llama_seconds},
+        "llama.cpp": {str(count): 1000 * seconds for count, seconds in llama_seconds.items()},
     }
-    for way, times in rows.items():
-        print(f"{way:20} pass of", ", ".join(f"{count} rows {ms:.1f} ms" for count, ms in times.items()), flush=True)
+    for engine, times in rows.items():
+        print(f"{engine:20} pass of", ", ".join(f"{count} rows {ms:.1f} ms" for count, ms in times.items()), flush=True)
     return rows
 
 
@@ -365,8 +361,8 @@ def main() -> None:
     options = dict(mode.split(":", 1) for mode in args.llama or ())
     options = options or (LLAMA if args.draft else {"plain": ""})
     files = [args.model] if args.draft is None else [args.model, args.draft]
-    common = [str(args.server), "-m", str(args.model), "-t", str(args.threads), *COMMON.split()]
-    commands = {name: [*common, *shlex.split(text.replace("DRAFT", str(args.draft)))] for name, text in options.items()}
+    base = [str(args.server), "-m", str(args.model), "-t", str(args.threads), *COMMON.split()]
+    commands = {name: [*base, *shlex.split(text.replace("DRAFT", str(args.draft)))] for name, text in options.items()}
     document: dict[str, Any] = {"setup": measuring.setup(args, "threads", "questions", "max_tokens", "starts")}
     document["setup"] |= {"models": [*map(_name, files)], "llama.cpp": options, "common": COMMON}
     if "starts" not in args.skip:

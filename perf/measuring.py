@@ -25,7 +25,7 @@ HELDOUT = held_out_prompts(chat=False)
 RESAMPLES = 4000  # number of bootstrap resamples
 
 Job = tuple[Any, SamplingParams]
-Way = TypeVar("Way", bound=Hashable)
+Name = TypeVar("Name", bound=Hashable)
 Run = TypeVar("Run")
 
 
@@ -65,9 +65,9 @@ def opened(grow: str | None, drafts: Sequence[Any] | None = None, **options: Any
     """
     embedded = Options(device="cpu")
     with grown(embedded, grow, None, None) if grow else nullcontext((embedded, None)) as (target, _):
-        common: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "compile": True, "max_model_len": 1024}
-        common |= {"model": target.model, "drafts": target.drafts if drafts is None else drafts}
-        yield lambda **overrides: LLM(**common | options | overrides)
+        defaults: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "compile": True, "max_model_len": 1024}
+        defaults |= {"model": target.model, "drafts": target.drafts if drafts is None else drafts}
+        yield lambda **overrides: LLM(**defaults | options | overrides)
 
 
 class Decoded(NamedTuple):
@@ -82,7 +82,6 @@ class Decoded(NamedTuple):
 
     @property
     def passes(self) -> int:
-        """Number of target passes."""
         return self.total("target_passes")
 
     @property
@@ -91,57 +90,54 @@ class Decoded(NamedTuple):
         return (sum(map(len, self.tokens)) - len(self.outputs)) / (self.total("seconds") - self.total("ttft"))
 
     def total(self, metric: str) -> Any:
-        """Return the sum of a metric of the requests."""
         return sum(getattr(output.metrics, metric) for output in self.outputs)
 
 
 def decode(llm: LLM, jobs: Sequence[Job], spec: Any) -> Decoded:
-    """Decode prompts one after another, each with its parameters."""
     began = time.perf_counter()
     outputs = [llm.generate([prompt], params, spec)[0] for prompt, params in jobs]
     return Decoded(outputs, time.perf_counter() - began)
 
 
-def interleaved(ways: Mapping[Way, Callable[[], Run]], repeats: int) -> dict[Way, list[Run]]:
-    """Run all ways in turn, once for warm-up and then `repeats` times; return the results by way."""
-    runs: dict[Way, list[Run]] = {way: [] for way in ways}
+def interleaved(variants: Mapping[Name, Callable[[], Run]], repeats: int) -> dict[Name, list[Run]]:
+    """Run all variants in turn, once for warm-up and then `repeats` times; return the results by name."""
+    runs: dict[Name, list[Run]] = {name: [] for name in variants}
     for _ in range(repeats + 1):
-        for way, run in ways.items():
-            runs[way].append(run())
+        for name, run in variants.items():
+            runs[name].append(run())
     return runs
 
 
-def count_differing(plain: Sequence[Decoded], other: Sequence[Decoded]) -> np.ndarray:
+def count_differing(plain: Sequence[Decoded], variant: Sequence[Decoded]) -> np.ndarray:
     """Return the numbers of compared and differing tokens, int64 [2]; lengths must be equal."""
     outputs = [
-        pair for runs in zip(plain, other, strict=True) for pair in zip(*(run.tokens for run in runs), strict=True)
+        pair for runs in zip(plain, variant, strict=True) for pair in zip(*(run.tokens for run in runs), strict=True)
     ]
     pairs = [pair for sequences in outputs for pair in zip(*sequences, strict=True)]
     return np.array([len(pairs), sum(a != b for a, b in pairs)])
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, minimum and maximum."""
     return {"median": statistics.median(values), "least": min(values), "largest": max(values)}
 
 
 def over_plain(title: str, runs: dict[str, list[Decoded]], seconds: Callable[[Decoded], float]) -> dict[str, Any]:
-    """Print and return each way's figures relative to "plain": speed-ups by repeat, and tokens per pass."""
-    counts = sum(count_differing(runs["plain"], other) for way, other in runs.items() if way != "plain")
-    compared, differing = map(int, counts)
+    """Print and return each variant's figures relative to "plain": speed-ups by repeat, and tokens per pass."""
+    counts = sum(count_differing(runs["plain"], outputs) for name, outputs in runs.items() if name != "plain")
+    compared, num_differing = map(int, counts)
     plain = [seconds(run) for run in runs["plain"][1:]]
     generated = sum(map(len, runs["plain"][0].tokens))
     rate = generated / statistics.median(plain)
-    print(f"{title}: plain {rate:.1f} tokens/s; {differing} of {compared} tokens differ", flush=True)
-    ways = {}
-    for way, (_, *measured) in runs.items():
+    print(f"{title}: plain {rate:.1f} tokens/s; {num_differing} of {compared} tokens differ", flush=True)
+    figures = {}
+    for name, (_, *measured) in runs.items():
         ratios = spread([base / seconds(run) for base, run in zip(plain, measured, strict=True)])
-        gain = ways[way] = {"speed_up": ratios.pop("median")} | ratios
+        gain = figures[name] = {"speed_up": ratios.pop("median")} | ratios
         gain["acceptance_length"] = len(measured) * generated / sum(run.passes for run in measured)
-        shown = "{speed_up:.2f} ({least:.2f} to {largest:.2f}), {acceptance_length:.2f} a pass".format(**gain)
-        print(f"  {way:18} {shown}")
-    counted = {"tokens_compared": compared, "tokens_that_differ": differing}
-    return {"tokens": generated, "plain_tokens_per_second": rate} | counted | {"ways": ways}
+        text = "{speed_up:.2f} ({least:.2f} to {largest:.2f}), {acceptance_length:.2f} a pass".format(**gain)
+        print(f"  {name:18} {text}")
+    counted = {"tokens_compared": compared, "tokens_that_differ": num_differing}
+    return {"tokens": generated, "plain_tokens_per_second": rate} | counted | {"ways": figures}
 
 
 def tau(tokens: np.ndarray, passes: np.ndarray, picks: np.ndarray | slice = slice(None)) -> np.ndarray:

@@ -76,7 +76,6 @@ def rows_of(file: Path) -> dict[str, Figures]:
 
 
 def store(file: Path, name: str, figures: Figures) -> None:
-    """Append a row."""
     with file.open("a") as lines:
         lines.write(json.dumps({"name": name} | figures) + "\n")
 
@@ -151,8 +150,8 @@ def _work(job: Job, share: int) -> None:
             figures = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
         rows[name] = figures | {"seconds": round(time.monotonic() - began, 1)}
         store(job.file, name, rows[name])
-        shown = (f"{key} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in figures.items())
-        print(f"{name:40} {', '.join(shown)[:300]}", file=screen, flush=True)
+        texts = (f"{key} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in figures.items())
+        print(f"{name:40} {', '.join(texts)[:300]}", file=screen, flush=True)
         if "error" in figures and torch.cuda.is_initialized():
             gc.collect()
             torch.cuda.synchronize()  # raises, and so ends the process, if the device is lost

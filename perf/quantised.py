@@ -83,7 +83,6 @@ def agreement(reference: Logits, logits: Logits, texts: Sequence[list[int]]) -> 
 
 
 def engines_agreement(reference: LLM, engine: LLM, texts: Sequence[list[int]]) -> dict[str, Any]:
-    """Compare two engines of treespec."""
     frozen, base = engine.stats()["frozen"], reference.stats()["frozen"]["dtype"]
     row = {"weights": frozen["quantization"], "dtype": frozen["dtype"]}
     row |= agreement(partial(logits_of, reference), partial(logits_of, engine), texts)
@@ -92,8 +91,8 @@ def engines_agreement(reference: LLM, engine: LLM, texts: Sequence[list[int]]) -
 
 
 def _print_agreement(name: str, base: str, row: dict[str, Any]) -> None:
-    shown = f"{row['same_top_1']:.2%} of {row['positions']} positions, KL {row['kl_nats']:.6f} nats"
-    print(f"{name}: top-1 as in {base} at {shown}", flush=True)
+    agreement = f"{row['same_top_1']:.2%} of {row['positions']} positions, KL {row['kl_nats']:.6f} nats"
+    print(f"{name}: top-1 as in {base} at {agreement}", flush=True)
 
 
 def files_agreement(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -120,9 +119,9 @@ def file_agreement(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]
     file = read_gguf(path)
     types = sorted({tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2})
     rows = []
-    for name, opened in (("treespec, bfloat16", compiled_logits), ("llama.cpp", llama_cpp_logits)):
+    for name, open_logits in (("treespec, bfloat16", compiled_logits), ("llama.cpp", llama_cpp_logits)):
         row = {"model": file.metadata.get("general.name"), "types": types, "engine": name}
-        row |= agreement(lambda tokens: stored[tuple(tokens)], opened(path, options), texts)
+        row |= agreement(lambda tokens: stored[tuple(tokens)], open_logits(path, options), texts)
         rows.append(row)
         _print_agreement(f"{' '.join(types)}, {name}", "float32", row)
     return rows

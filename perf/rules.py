@@ -126,7 +126,7 @@ def main() -> None:
         counted = {}
         for rule in RULES:
             runs = [lengths[output.metrics.seed][rule] for output in outputs]
-            counted[rule] = by_prompt([sum(each) for each in runs], [len(each) for each in runs], args.seeds)
+            counted[rule] = by_prompt([sum(counts) for counts in runs], [len(counts) for counts in runs], args.seeds)
         same_trees[draws] = figures(counted)
     names = ("seeds", "max_tokens", "branching", "temperature", "batch", "compile")
     setup = (

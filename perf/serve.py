@@ -87,7 +87,7 @@ def child(arguments: list[str]) -> None:
 def held_by(engine: AsyncLLM) -> dict[str, int]:
     """Return counts of the resources held by this process and an engine."""
     gc.collect()
-    inner, kinds = engine.llm.engine, Counter(type(each).__qualname__ for each in gc.get_objects())
+    inner, kinds = engine.llm.engine, Counter(type(obj).__qualname__ for obj in gc.get_objects())
     with engine.llm.between_rounds():
         inner.check_integrity()
         return {
@@ -106,13 +106,13 @@ def held_by(engine: AsyncLLM) -> dict[str, int]:
 # --- tokens
 
 
-async def at_random_times(count: int, rate: float, rng: random.Random, one: Any) -> None:
+async def at_random_times(count: int, rate: float, rng: random.Random, send: Any) -> None:
     """Run `one(i)` for all i, at most `AT_ONCE` at once, with exponential gaps between starts."""
     limit = asyncio.Semaphore(AT_ONCE)
 
     async def limited(i: int) -> None:
         try:
-            await one(i)
+            await send(i)
         finally:
             limit.release()
 
@@ -135,7 +135,7 @@ async def compare(url: str, work: Sequence[Case], expected: Sequence[Answers], s
 
         await at_random_times(len(work), 60, random.Random(seed), one)
         preemptions = (await client.get(f"{url}/held", cast_to=dict[str, int]))["preemptions"]
-    tokens = sum(len(answer[0]) for answers in expected for answer in answers.values())
+    tokens = sum(len(choice[0]) for answers in expected for choice in answers.values())
     return {
         "requests": len(work),
         "streamed": sum(case.body["stream"] for case in work),
@@ -213,11 +213,11 @@ class Soak:
         """Return the server's resources as soon as it is idle, or after a minute."""
         async with AsyncOpenAI(base_url=self._url, api_key="none", timeout=PATIENCE) as client:
             for _ in range(60):
-                held = await client.get("/held", cast_to=dict[str, int])
-                if not held["requests"] and not held["audits"]:
+                resources = await client.get("/held", cast_to=dict[str, int])
+                if not resources["requests"] and not resources["audits"]:
                     break
                 await asyncio.sleep(1)
-        return held
+        return resources
 
     async def _one(self) -> None:
         (kind,) = self._rng.choices([*KINDS], [*KINDS.values()])
@@ -319,8 +319,8 @@ def main() -> None:
     llm = LLM("embedded", **ENGINE)
     tokenizer = llm.get_tokenizer()
     work = cases(args.requests, args.seed, tokenizer, 48)
-    again = cases(100, args.seed + 1, tokenizer, 12) + cases(20, args.seed + 2, tokenizer, 100)
-    expected, expected_again = ([plainly(llm, case) for case in group] for group in (work, again))
+    soak_cases = cases(100, args.seed + 1, tokenizer, 12) + cases(20, args.seed + 2, tokenizer, 100)
+    expected, expected_again = ([plainly(llm, case) for case in group] for group in (work, soak_cases))
     with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
         template.write(TEMPLATE)
         template.flush()
@@ -331,7 +331,7 @@ def main() -> None:
                 document["tokens"] = asyncio.run(compare(url, work, expected, args.seed))
                 print(document["tokens"], flush=True)
                 measuring.write_json(args.json, document)
-            soak = Soak(url, again, expected_again, args.seed)
+            soak = Soak(url, soak_cases, expected_again, args.seed)
             for _ in range(10 if args.soak else 0):
                 document["soak"] = asyncio.run(soak.run(args.soak // 10))
                 measuring.write_json(args.json, document)

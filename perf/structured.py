@@ -39,15 +39,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "any object": {"json_object": True},
     "regex": {"regex": r"def [a-z_]{3,20}\(self(, [a-z_]{1,10})*\)( -> (int|str|None))?:\n    '[A-Za-z ,.]{20,200}'\n"},
 }
-WAYS: dict[str, Any] = {"plain": "off", "auto": None, "8 nodes": SpecConfig(nodes=8, max_ssms=1)}
+VARIANTS: dict[str, Any] = {"plain": "off", "auto": None, "8 nodes": SpecConfig(nodes=8, max_ssms=1)}
 
 
 def measure(llm: LLM, form: str, temperature: float, max_tokens: int, prompts: list[Any], repeats: int) -> Any:
-    """Measure one constraint: speed and tokens per pass by way, and tokens that differ from plain decoding."""
-    common: dict[str, Any] = {"max_tokens": max_tokens, "structured_outputs": FORMS[form], "temperature": temperature}
-    jobs = [(prompt, SamplingParams(**common, seed=seed)) for seed, prompt in enumerate(prompts)]
+    """Measure one constraint: speed and tokens per pass by variant, and tokens that differ from plain decoding."""
+    params: dict[str, Any] = {"max_tokens": max_tokens, "structured_outputs": FORMS[form], "temperature": temperature}
+    jobs = [(prompt, SamplingParams(**params, seed=seed)) for seed, prompt in enumerate(prompts)]
     runs = measuring.interleaved(
-        {way: partial(measuring.decode, llm, jobs, spec) for way, spec in WAYS.items()}, repeats
+        {name: partial(measuring.decode, llm, jobs, spec) for name, spec in VARIANTS.items()}, repeats
     )
     row = measuring.over_plain(f"{form}, T={temperature}", runs, lambda run: run.total("seconds"))
     finished = sum(output.outputs[0].finish_reason == "stop" for output in runs["plain"][0].outputs)

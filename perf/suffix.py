@@ -22,7 +22,7 @@ from treespec import LLM, SamplingParams
 CUTS = (0, 8, 20, 40)  # numbers of tokens removed from the start of a prompt
 SEEDS = range(4)
 REMEMBERED = 2**16
-WAYS = ("plain", "auto", "auto, remembering")
+VARIANTS = ("plain", "auto", "auto, remembering")
 
 
 def workloads(prompts: list[list[int]], max_tokens: int) -> dict[str, list[measuring.Job]]:
@@ -46,15 +46,15 @@ def decode(llm: LLM, jobs: list[measuring.Job], spec: str | None) -> measuring.D
 
 
 def measure(title: str, engines: dict[str, LLM], jobs: list[measuring.Job], repeats: int) -> dict[str, Any]:
-    """Measure one workload: speed and tokens per pass by way, and tokens that differ from plain decoding."""
-    specs = {way: "off" if way == "plain" else None for way in WAYS}
-    ways = {way: partial(decode, engines[way], jobs, spec) for way, spec in specs.items()}
-    runs = measuring.interleaved(ways, repeats)
+    """Measure one workload: speed and tokens per pass by variant, and tokens that differ from plain decoding."""
+    specs = {name: "off" if name == "plain" else None for name in VARIANTS}
+    variants = {name: partial(decode, engines[name], jobs, spec) for name, spec in specs.items()}
+    runs = measuring.interleaved(variants, repeats)
     row = measuring.over_plain(title, runs, lambda run: run.seconds)
-    for way, (_, *measured) in runs.items():
+    for name, (_, *measured) in runs.items():
         outputs = [output for run in measured for output in run.outputs]
         by_source = sum((Counter(output.metrics.accepted_by_source) for output in outputs), Counter[str]())
-        row["ways"][way]["accepted_by_source"] = dict(by_source)
+        row["ways"][name]["accepted_by_source"] = dict(by_source)
     return row
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     with measuring.opened(args.grow, [] if args.no_drafts else None, max_num_seqs=len(SEEDS)) as open_llm:
         forgetful, remembering = open_llm(), open_llm(suffix_tokens=REMEMBERED)
-        engines = dict(zip(WAYS, (forgetful, forgetful, remembering), strict=True))
+        engines = dict(zip(VARIANTS, (forgetful, forgetful, remembering), strict=True))
         jobs_of = workloads(measuring.held_out(forgetful, args.prompts), args.max_tokens)
         rows = {name: measure(name, engines, jobs, args.repeats) for name, jobs in jobs_of.items()}
     setup = measuring.setup(

@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -55,7 +56,6 @@ class Settings:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens of the vocabulary."""
         return 384 if self.tiny else 4096
 
     @property
@@ -85,7 +85,6 @@ class Build:
         self.progress: dict[str, train.TrainingProgress] = {}
 
     def run(self) -> None:
-        """Run all stages in order."""
         with self.pause.listening():
             self.text()
             if self.args.target is None:
@@ -139,14 +138,11 @@ class Build:
         text = data.Mixture(streams, data.SHARES, s.seed)
         loss = torch.compile(models.next_token_loss) if self.args.compile else models.next_token_loss
 
-        def loss_of(first: int) -> train.LossFunction:
-            def compute(model: torch.nn.Module, step: int, done: float) -> train.StepLoss:
-                length = s.window // 2 if done < SHORT_WINDOWS else s.window
-                cut = text.windows(first + step, max(self.args.batch_tokens // length, 1), length + 1)
-                windows = torch.from_numpy(cut).to(self.device)
-                return train.StepLoss(loss(model, windows), windows[:, 1:].numel())
-
-            return compute
+        def step_loss(first: int, model: torch.nn.Module, step: int, fraction: float) -> train.StepLoss:
+            length = s.window // 2 if fraction < SHORT_WINDOWS else s.window
+            cut = text.windows(first + step, max(self.args.batch_tokens // length, 1), length + 1)
+            windows = torch.from_numpy(cut).to(self.device)
+            return train.StepLoss(loss(model, windows), windows[:, 1:].numel())
 
         def build(name: str) -> LlamaForCausalLM:
             return models.build(s.shape(name), s.vocab_size, s.seed).to(self.device)
@@ -157,9 +153,10 @@ class Build:
             self.progress["shallow"] = train.read_progress(self.work / "shallow.pt")
         else:
             budget = train.Budget(minutes, self.args.max_steps, end=SHALLOW)
-            models.stack(self._train("shallow", build("shallow"), loss_of(SHALLOW_WINDOWS), budget), model)
+            shallow_loss = partial(step_loss, SHALLOW_WINDOWS)
+            models.stack(self._train("shallow", build("shallow"), shallow_loss, budget), model)
         budget = train.Budget(minutes, self.args.max_steps, start=SHALLOW)
-        return self._train("target", model, loss_of(0), budget)
+        return self._train("target", model, partial(step_loss, 0), budget)
 
     def drafts(self) -> Path:
         """Train the drafts like `treespec train`, each mostly on one kind of text; return their folder `drafts/`."""
@@ -243,7 +240,6 @@ def training_of(drafts: Path) -> dict[str, object]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
     folder = Path(__file__).resolve().parent
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser = argparse.ArgumentParser(
@@ -286,8 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if file.exists():
         if not args.resume:
             raise ValueError(f"{args.work} holds an earlier run: pass --resume or another --work")
-        if (kept := json.loads(file.read_text())) != asdict(settings):
-            raise ValueError(f"{args.work} was started with {kept}, which differs from {asdict(settings)}")
+        if (stored := json.loads(file.read_text())) != asdict(settings):
+            raise ValueError(f"{args.work} was started with {stored}, which differs from {asdict(settings)}")
     write_json(file, asdict(settings))
     try:
         Build(args, settings).run()

@@ -24,7 +24,6 @@ from treespec_training.instructions import instructions, interleaved, raw_texts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write both files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of train.jsonl and heldout.jsonl")
     parser.add_argument("--per-kind", type=int, default=2000, help="training instructions of each kind")
@@ -46,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write(path: Path, entries: Sequence[dict[str, str]]) -> None:
-    """Write JSON lines."""
     atomic_write_text(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 

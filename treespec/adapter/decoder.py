@@ -55,7 +55,7 @@ class AdapterDecoder(Decoder):
 
     def __init__(
         self,
-        config: AdapterConfig,  # from `trace`
+        config: AdapterConfig,  # result of `trace`
         model: nn.Module,  # must be in eval mode; only `pack` modifies it
         attention: Attention,  # used by causal layers without sinks; others attend row by row
         longest: int,  # positions of the longest request, scratch included
@@ -166,10 +166,10 @@ class AdapterDecoder(Decoder):
         self, tokens: Tensor, layout: AdapterPass, kv: Tensor, of: Sequence[int], stream: StreamInput | None = None
     ) -> HiddenStates:
         assert stream is None
-        states, last = dict[int, Tensor](), self.config.shape.num_layers
+        states, num_layers = dict[int, Tensor](), self.config.shape.num_layers
         base = self._recording(self.model.get_submodule(self.config.base), of, states)
         final = self._run_base(base, tokens, layout, kv)
-        states[last + 1] = final
+        states[num_layers + 1] = final
         return HiddenStates(final, torch.stack([states[layer] for layer in of], 1))
 
     def _run_base(self, base: nn.Module, tokens: Tensor, layout: AdapterPass, kv: Tensor) -> Tensor:
@@ -188,9 +188,9 @@ class AdapterDecoder(Decoder):
         """Return a copy of the base model's leading layers, which shares its parameters, for the self-test."""
         if self._stack is None:
             return base
-        short, stack = _copy(base, self._stack)
+        truncated, stack = _copy(base, self._stack)
         stack._modules = dict(list(stack._modules.items())[: self._num_kept])
-        return short
+        return truncated
 
     def _recording(self, base: nn.Module, of: Sequence[int], states: dict[int, Tensor]) -> nn.Module:
         """Return a copy of the base model whose layers write the residual streams at the layers `of` to `states`.
@@ -199,7 +199,7 @@ class AdapterDecoder(Decoder):
         a layer may change it in place.
         """
         assert self._stack is not None
-        other, stack = _copy(base, self._stack)
+        recording, stack = _copy(base, self._stack)
         last = len(stack._modules) - 1
 
         def recorded(index: int, run_layer: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -216,10 +216,10 @@ class AdapterDecoder(Decoder):
                 copied = _shallow_copy(layer)  # type: ignore[arg-type]
                 copied.forward = partial(recorded, index, copied.forward)
                 stack._modules[name] = copied
-        return other
+        return recording
 
     def _rotating(self, base: nn.Module, long: Tensor) -> nn.Module:
-        """Return a copy of the base model whose longrope factors are each row's; the model itself without longrope.
+        """Return a copy of the base model that applies longrope's factors per row; the model itself without longrope.
 
         transformers chooses the factors of all rows by the largest position.
         """
@@ -235,7 +235,7 @@ class AdapterDecoder(Decoder):
 
         for name in self._longropes:
             base, module = _copy(base, name)
-            # Its own frequencies, because choosing factors changes them.
+            # Copy the frequencies, because the choice of factors overwrites them.
             module._buffers = {key: None if value is None else value.clone() for key, value in module._buffers.items()}
             module.forward = partial(rotated, module.forward)
         return base
@@ -268,8 +268,8 @@ class AdapterDecoder(Decoder):
         """Write the rows' keys and values to the cache, and attend; narrow heads are zero-padded."""
         width, cache = self.head_dim, kv[call.index]
         q, k, v = (F.pad(tensor, (0, width - tensor.shape[2])) for tensor in (call.query, call.key, call.value))
-        new = torch.cat((k, v), 1).to(cache.dtype)
-        cache.view(-1, width).index_copy_(0, layout.slots.view(-1), new.view(-1, width))
+        kv_rows = torch.cat((k, v), 1).to(cache.dtype)
+        cache.view(-1, width).index_copy_(0, layout.slots.view(-1), kv_rows.view(-1, width))
         k_cache, v_cache = cache
         q = q.to(cache.dtype).contiguous()
         plan_index = self.plans[call.index]
@@ -316,18 +316,18 @@ class UpcastDecoder(AdapterDecoder):
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
     """Copy a module so that its children can be replaced independently."""
-    other = copy.copy(module)
-    other._modules = dict(module._modules)
-    return other
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    return copied
 
 
 def _copy(base: nn.Module, name: str) -> tuple[nn.Module, nn.Module]:
-    """Return a copy of a model of which a submodule can be changed, and this submodule."""
-    other = parent = _shallow_copy(base)
+    """Return a copy of a model with an independent copy of one submodule, and this submodule."""
+    copied = parent = _shallow_copy(base)
     for child in name.split("."):
         parent._modules[child] = _shallow_copy(parent._modules[child])  # type: ignore[arg-type]
         parent = parent._modules[child]  # type: ignore[assignment]
-    return other, parent
+    return copied, parent
 
 
 def _is_longrope(module: nn.Module) -> bool:
@@ -379,8 +379,8 @@ def open_adapter(
     model = source.load(dtype, device)
     config = trace(source, model)
     probe = Probe(source, config, model)
-    wide = make_attention(attention, config.shape, torch.float32, device)
-    probe.compare_structure(model, lambda mode: UpcastDecoder(config, model, wide, probe.longest, mode))
+    float32_attention = make_attention(attention, config.shape, torch.float32, device)
+    probe.compare_structure(model, lambda mode: UpcastDecoder(config, model, float32_attention, probe.longest, mode))
     packed = packed and source.model_ref is None and device.type == "cpu" and onednn_available(dtype)
     if packed:
         pack(model)

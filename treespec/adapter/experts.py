@@ -55,8 +55,8 @@ def _multiply_by_expert(matrices: Tensor, rows: Tensor, row_experts: Tensor) -> 
 
 def _multiply_by_row(matrices: Tensor, rows: Tensor, row_experts: Tensor) -> Tensor:
     """Compute every row alone, in batched products of at least two rows."""
-    most = max(4, GATHERED_BYTES // (matrices[0].numel() * matrices.element_size()))
-    num_chunks = -(-len(rows) // most)
+    rows_per_product = max(4, GATHERED_BYTES // (matrices[0].numel() * matrices.element_size()))
+    num_chunks = -(-len(rows) // rows_per_product)
     pieces = zip(rows.tensor_split(num_chunks), row_experts.tensor_split(num_chunks), strict=True)
     return torch.cat([torch.bmm(matrices[expert_ids], chunk[:, :, None])[:, :, 0] for chunk, expert_ids in pieces])
 

@@ -31,8 +31,8 @@ def adapter_mtp_form(target: Source) -> MtpForm:
         raise ModelError(f"drafts: {MTP!r}: {target.name} has no MTP layer (num_nextn_predict_layers)")
     if count > 1:
         raise ModelError(f"drafts: {MTP!r}: {target.name} has {count} MTP layers; supported: one")
-    place = target.hf_config.name_or_path
-    if target.model_ref is not None and not (place and Path(place).is_dir()):
+    checkpoint_folder = target.hf_config.name_or_path
+    if target.model_ref is not None and not (checkpoint_folder and Path(checkpoint_folder).is_dir()):
         raise ModelError(
             f"drafts: {MTP!r}: {target.name} does not hold its MTP layer, which is in its checkpoint; load the "
             "model from a local folder, or give this folder to LLM"
@@ -42,13 +42,13 @@ def adapter_mtp_form(target: Source) -> MtpForm:
 
 def open_mtp(target: AdapterConfig, model: nn.Module) -> tuple[AdapterConfig, nn.Module]:
     """Load and trace a target's MTP layer; return the config of a decoder of one layer, and transformers' module."""
-    who = f"the MTP layer of {target.source.name}"
+    label = f"the MTP layer of {target.source.name}"
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError as error:
         import transformers
 
-        raise ModelError(f"{who}: transformers {transformers.__version__} has no MTP layers; upgrade it") from error
+        raise ModelError(f"{label}: transformers {transformers.__version__} has no MTP layers; upgrade it") from error
     device, dtype = (getattr(next(model.parameters()), name) for name in ("device", "dtype"))
     try:
         with torch.inference_mode(False), torch.no_grad():
@@ -56,12 +56,12 @@ def open_mtp(target: AdapterConfig, model: nn.Module) -> tuple[AdapterConfig, nn
             layer.shared_head = None  # `MtpHead` asks the target's decoder
             layer = layer.to(dtype).eval()
     except Exception as error:  # transformers may raise anything
-        raise ModelError(f"{who}: transformers cannot load it: {describe_error(error)}") from error
+        raise ModelError(f"{label}: transformers cannot load it: {describe_error(error)}") from error
     tokens = torch.arange(5, dtype=torch.int64, device=device)
     states = torch.randn(5, target.shape.hidden_size, dtype=dtype, device=device)
-    calls, _ = record_calls(who, layer, lambda: _run(layer, tokens, states, tokens))
+    calls, _ = record_calls(label, layer, lambda: _run(layer, tokens, states, tokens))
     if len(calls) != 1:
-        raise ModelError(f"{who} attends {len(calls)} times; supported: once")
+        raise ModelError(f"{label} attends {len(calls)} times; supported: once")
     [call] = calls
     shape = replace(
         target.shape,

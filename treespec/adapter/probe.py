@@ -51,7 +51,7 @@ class Probe:
         self._dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
         vocab = config.shape.vocab_size
         num_embeddings = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), vocab)
-        # Within longrope's short factors, because transformers computes every path with those of its own length.
+        # Stay within longrope's short factors, because transformers chooses the factors by the length of each path.
         length, nodes = max(min(PROMPT, (source.short_context or source.max_positions) - 8), 1), len(PARENTS)
         rng = np.random.default_rng(0)
         # Two requests with different texts, so that attending to the other's keys is detected.
@@ -67,7 +67,7 @@ class Probe:
 
     def compare_structure(self, model: nn.Module, make: Callable[[UpcastMode], Decoder]) -> None:
         """Run step 1 and keep its logits as the reference for step 2."""
-        worst, device = float("inf"), next(model.parameters()).device
+        max_distance, device = float("inf"), next(model.parameters()).device
         for dtype in (torch.float32, torch.float64):
             mode = UpcastMode(dtype)
             try:
@@ -78,16 +78,16 @@ class Probe:
             except Exception as error:  # kernels may support one dtype only; model code may raise anything
                 if dtype == torch.float64:
                     break
-                message, who = "%s does not compute in float32 (%s: %s): compared in %s alone", self._source.name
-                logger.info(message, who, type(error).__name__, error, self._dtype)
+                message, name = "%s does not compute in float32 (%s: %s): compared in %s alone", self._source.name
+                logger.info(message, name, type(error).__name__, error, self._dtype)
                 return
-            worst = float(_distance(logits, expected).max())
-            if worst <= STRUCTURE_BOUND:
+            max_distance = float(_distance(logits, expected).max())
+            if max_distance <= STRUCTURE_BOUND:
                 self._exact = expected
                 return
-            if worst > _NO_ROUNDING:
+            if max_distance > _NO_ROUNDING:
                 break
-        raise self._error(worst, STRUCTURE_BOUND, "computed in float32")
+        raise self._error(max_distance, STRUCTURE_BOUND, "computed in float32")
 
     def compare(self, decoder: Decoder, cache_dtype: torch.dtype) -> None:
         """Run step 2."""
@@ -118,7 +118,7 @@ class Probe:
         visible = RequestRows.tree(self.length, PARENTS, np.arange(0)).visible
         assert visible is not None
         prompt, tree = np.split(self._texts[1], [self.length])
-        after: dict[int, Tensor] = {}
+        logits_after: dict[int, Tensor] = {}
         with implementation(configs_of(model), "eager"):
             for leaf in (node for node in range(len(PARENTS)) if node not in PARENTS):
                 path = np.flatnonzero(visible[leaf])
@@ -126,8 +126,8 @@ class Probe:
                 with mode or nullcontext():
                     logits = model(input_ids=tokens[None], use_cache=False, return_dict=True).logits[0]
                 logits = logits if logits.dtype == torch.float64 else logits.float()
-                after |= dict(zip(path.tolist(), logits[self.length :], strict=True))
-        return torch.cat((logits[: self.length], torch.stack([after[node] for node in range(len(PARENTS))])))
+                logits_after |= dict(zip(path.tolist(), logits[self.length :], strict=True))
+        return torch.cat((logits[: self.length], torch.stack([logits_after[node] for node in range(len(PARENTS))])))
 
     @torch.inference_mode()
     def _adapter_logits(self, decoder: Decoder, cache_dtype: torch.dtype) -> Tensor:

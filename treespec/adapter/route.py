@@ -138,9 +138,9 @@ def _attend(
         return _transformers_attention(name, module, query, key, value, attention_mask, **options)
     if options.get("is_causal") is False:
         raise ModelError(f"{kind} uses bidirectional attention, which is not supported")
-    strange = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
-    if strange:
-        raise ModelError(f"{kind} passes unsupported arguments to attention: {', '.join(sorted(strange))}")
+    unsupported = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
+    if unsupported:
+        raise ModelError(f"{kind} passes unsupported arguments to attention: {', '.join(sorted(unsupported))}")
     if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise ModelError(
             f"{kind} attends from {list(query.shape)} to {list(key.shape)}; expected the same rows of one sequence"
@@ -256,7 +256,7 @@ def _activate(configs: list[Any], route: _Route) -> Iterator[_Route]:
                 if not patched.routes:
                     del _patched[id(config)]
                     for attribute, name in patched.names.items():
-                        if getattr(config, attribute) == NAME:  # the owner may have changed it meanwhile
+                        if getattr(config, attribute) == NAME:  # unless the owner has changed it
                             setattr(config, attribute, name)
 
 

@@ -60,7 +60,7 @@ def attend_rows(
     group = heads // kv_heads
     out = torch.zeros(rows, heads, head_dim, device=q.device, dtype=torch.float32)
     queries = (q.float() * scale).view(rows, kv_heads, group, head_dim)
-    extra = None if sinks is None else sinks.float().view(kv_heads, group, 1)
+    sink_scores = None if sinks is None else sinks.float().view(kv_heads, group, 1)
     for row, ((pages, offsets), hidden) in enumerate(zip(plan.slots, plan.hidden(mask), strict=True)):
         keys = k_cache[pages, :, offsets].float().permute(1, 2, 0)  # [num_kv_heads, head_dim, positions]
         values = v_cache[pages, :, offsets].float().transpose(0, 1)
@@ -68,8 +68,8 @@ def attend_rows(
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill_(hidden, -torch.inf)
-        if extra is not None:
-            scores = torch.cat((scores, extra), -1)
+        if sink_scores is not None:
+            scores = torch.cat((scores, sink_scores), -1)
         weights = torch.softmax(scores, -1)[..., : len(hidden)]
         out[row] = torch.bmm(weights, values).view(heads, head_dim)
     return out

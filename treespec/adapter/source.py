@@ -36,7 +36,7 @@ class Source:
     short_context: int  # as in `ModelConfig`
     dtype: torch.dtype  # dtype of the stored weights
     eos_token_ids: tuple[int, ...]  # tokens that end a text
-    tokenizer: Any = None  # one given with a model in memory: an object, or a folder
+    tokenizer: Any = None  # tokenizer given with a model in memory: an object, or a folder
 
     @property
     def name(self) -> str:
@@ -97,12 +97,12 @@ class Source:
     def _of(cls, folder: Path, config: Any, model: nn.Module | None, generation: dict[str, Any]) -> "Source":
         _check_kind(folder, config)
         text = config.get_text_config(decoder=True)
-        named = ("max_position_embeddings", "max_sequence_length", "max_target_positions")
-        positions = next((size for key in named if (size := getattr(text, key, None))), 2048)
+        keys = ("max_position_embeddings", "max_sequence_length", "max_target_positions")
+        positions = next((size for key in keys if (size := getattr(text, key, None))), 2048)
         if isinstance(positions, bool) or not isinstance(positions, int) or positions < 2:
             raise ModelError(f"{folder}: max_position_embeddings={positions!r}; expected an int of at least 2")
-        named = getattr(text, "dtype", None) or config.dtype
-        stored: Any = named if model is None else next(model.parameters()).dtype
+        stated = getattr(text, "dtype", None) or config.dtype
+        stored: Any = stated if model is None else next(model.parameters()).dtype
         stored = torch.float32 if stored is None else stored
         if stored not in _COMPUTED:
             raise ModelError(f"{folder}: dtype={stored!r}; supported: float32, bfloat16, float16")
@@ -110,19 +110,19 @@ class Source:
         model_ref = None if model is None else weakref.ref(model)
         return cls(folder, config, model_ref, generation, positions, _short_context(text, positions), stored, ends)
 
-    def tokenizer_folder(self, new: Path) -> Path:
+    def tokenizer_folder(self, destination: Path) -> Path:
         """Return a folder with the model's tokenizer, or `folder` if there is none.
 
         For a model in memory, the given tokenizer precedes that of the folder or hub id that it was loaded from. An
-        object is saved to `new`.
+        object is saved to `destination`.
         """
         if self.model_ref is None:
             return self.folder
         if isinstance(self.tokenizer, str | os.PathLike):
             return resolve_folder(Path(self.tokenizer))
         if hasattr(self.tokenizer, "save_pretrained"):
-            self.tokenizer.save_pretrained(new)
-            return new
+            self.tokenizer.save_pretrained(destination)
+            return destination
         name = self.hf_config.name_or_path
         if name and Path(name).is_dir():
             return Path(name).resolve()
@@ -193,13 +193,13 @@ def check_inputs(model: nn.Module) -> None:
 def progress_bars_on_terminals() -> Iterator[None]:
     from transformers.utils import logging as bars
 
-    silent = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
-    if silent:
+    hides_bars = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hides_bars:
         bars.disable_progress_bar()
     try:
         yield
     finally:
-        if silent:
+        if hides_bars:
             bars.enable_progress_bar()
 
 
@@ -207,19 +207,19 @@ def _check_kind(folder: Path, config: Any) -> None:
     """Reject models with state other than K/V, based on their names: the probe would reject them without a reason."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    who = f"{folder}: model_type={config.model_type!r}"
+    label = f"{folder}: model_type={config.model_type!r}"
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{who} is an encoder-decoder; the adapter supports decoder-only models")
+        raise ModelError(f"{label} is an encoder-decoder; the adapter supports decoder-only models")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"{who}: transformers has no causal language model for it")
+        raise ModelError(f"{label}: transformers has no causal language model for it")
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
     states = sorted(kind for kind in kinds if any(name in str(kind) for name in _STATES))
     if getattr(architecture, "_is_stateful", False) or states:
         names = f" ({', '.join(states)})" if states else ""
         raise ModelError(
-            f"{who}: {architecture.__name__} keeps a recurrent state{names}, which cannot be rolled back when a branch "
-            "of a token tree is rejected"
+            f"{label}: {architecture.__name__} keeps a recurrent state{names}, which cannot be rolled back when a "
+            "branch of a token tree is rejected"
         )
 
 

@@ -4,12 +4,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from treespec.adapter.route import AttentionCall, MaskRule, configs_of, is_routed, routed, visible_keys
 from treespec.adapter.source import Source
@@ -33,7 +33,7 @@ class AdapterConfig:
     sinks: tuple[bool, ...]  # whether each layer has sinks
     base: str  # submodule that returns the hidden states for the head
     output: type  # its output class
-    folder: Path  # this and the rest: of the source
+    folder: Path  # this and the following fields describe the source
     max_positions: int
     short_context: int
     dtype: torch.dtype
@@ -99,14 +99,11 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, Any]]]:
     """Record names and outputs of submodules that return hidden states, in order of completion."""
     ended: list[tuple[str, Any]] = []
 
-    def watch(name: str, module: nn.Module) -> RemovableHandle:
-        def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if is_routed() and isinstance(getattr(output, "last_hidden_state", None), Tensor):
-                ended.append((name, output))
+    def note(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if is_routed() and isinstance(getattr(output, "last_hidden_state", None), Tensor):
+            ended.append((name, output))
 
-        return module.register_forward_hook(note)
-
-    handles = [watch(name, module) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules() if name]
     try:
         yield ended
     finally:
@@ -114,7 +111,7 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, Any]]]:
             handle.remove()
 
 
-def record_calls(who: str, model: nn.Module, forward: Callable[[], Any]) -> tuple[list[AttentionCall], Any]:
+def record_calls(label: str, model: nn.Module, forward: Callable[[], Any]) -> tuple[list[AttentionCall], Any]:
     """Run code of a model with the reference attention. Returns the attention calls, and what `forward` returns."""
     calls: list[AttentionCall] = []
 
@@ -126,9 +123,9 @@ def record_calls(who: str, model: nn.Module, forward: Callable[[], Any]) -> tupl
         with torch.inference_mode(), routed(configs_of(model), record):
             return calls, forward()
     except ModelError as error:
-        raise ModelError(f"{who}: {error}") from error
+        raise ModelError(f"{label}: {error}") from error
     except Exception as error:  # model code may raise anything
-        raise ModelError(f"{who} fails on flattened rows: {describe_error(error)}") from error
+        raise ModelError(f"{label} fails on flattened rows: {describe_error(error)}") from error
 
 
 def trace(source: Source, model: nn.Module) -> AdapterConfig:

@@ -70,8 +70,8 @@ class UpcastMode(TorchDispatchMode):
     def _check_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Reject in-place writes to a narrow tensor, which would go to its upcast copy and be lost."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(value, Tensor) and value.dtype in self._narrow:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and isinstance(value, Tensor) and value.dtype in self._narrow:
                 raise NotImplementedError(f"{func} writes to a {value.dtype} tensor in place")
         if any(isinstance(value, Tensor) and value.dtype in self._narrow for value in kwargs.values()):
             raise NotImplementedError(f"{func} writes to a tensor of another dtype")

@@ -41,15 +41,15 @@ def grown(
 ) -> Iterator[tuple[Options, GrownTarget]]:
     """Grow the target, and the drafts if the vocabulary grows; yield options for the grown models and a summary."""
     source, drafts = resolve_model(options.model), resolve_folders(options.model, options.drafts)
-    old = _shape_of(source)
+    source_shape = _shape_of(source)
     with ExitStack() as stack:
         try:
-            shape = grown_shape(old, parse_size(size, "--grow"), vocab, ("--grow", "--grow-vocab"))
+            shape = grown_shape(source_shape, parse_size(size, "--grow"), vocab, ("--grow", "--grow-vocab"))
             root = Path(keep or stack.enter_context(TemporaryDirectory(prefix="treespec-grown-")))
             root.mkdir(parents=True, exist_ok=True)
             grow_checkpoint(source, root / "target", shape, options.seed, resolve_device(options.device))
             folders = [str(folder) for _, folder in drafts]
-            if shape.vocab_size > old.vocab_size:
+            if shape.vocab_size > source_shape.vocab_size:
                 folders = _grow_drafts(drafts, root, shape.vocab_size, options.seed)
         except OptionError as error:
             raise ConfigError(str(error)) from error
@@ -62,9 +62,9 @@ def _grow_drafts(drafts: Sequence[tuple[str, Path]], root: Path, vocab: int, see
     folders = []
     for i, (name, folder) in enumerate(drafts, start=1):
         shape = _shape_of(folder)
-        wide = widened(shape, 4, vocab, shape.num_layers, 0)
+        padded = widened(shape, 4, vocab, shape.num_layers, 0)
         with as_folder(folder, torch.bfloat16) as source:  # the embedded drafts are stored in fp8
-            grow_checkpoint(source, root / name, wide, seed + i)
+            grow_checkpoint(source, root / name, padded, seed + i)
         folders.append(str(root / name))
     return folders
 

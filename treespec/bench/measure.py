@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partialmethod
 from typing import Any
 
 from treespec.config.configs import SpecConfig
@@ -56,13 +57,13 @@ class Sample:
     def add(self, other: "Sample") -> None:
         """Add measurements of the same mode on further prompts."""
         for member in fields(Sample):
-            mine, more = getattr(self, member.name), getattr(other, member.name)
+            total, added = getattr(self, member.name), getattr(other, member.name)
             if member.name == "stages":
-                self.stages = {stage: mine.get(stage, 0.0) + seconds for stage, seconds in more.items()}
+                self.stages = {stage: total.get(stage, 0.0) + seconds for stage, seconds in added.items()}
             elif member.name == "nodes":
-                self.nodes = None if more is None else (mine or 0) + more
+                self.nodes = None if added is None else (total or 0) + added
             else:
-                setattr(self, member.name, mine + more)
+                setattr(self, member.name, total + added)
 
 
 @contextmanager
@@ -70,30 +71,27 @@ def profiled(engine: Engine) -> Iterator[Sample]:
     """Measure an engine's rounds. The sample is complete when the block ends; noise is timed by patching `choose`."""
     sample, clock, stats = Sample(nodes=0), engine.clock, engine.stats
 
-    def timed(choose: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_choose(*arguments: Any) -> Any:
-            stage = clock.enter("noise")
-            try:
-                return choose(*arguments)
-            finally:
-                clock.enter(stage)
-
-        return timed_choose
+    def timed(self: Any, choose: Callable[..., Any], *arguments: Any) -> Any:
+        stage = clock.enter("noise")
+        try:
+            return choose(self, *arguments)
+        finally:
+            clock.enter(stage)
 
     clock.seconds.setdefault("noise", 0.0)
     before, accepted, rounds = dict(clock.seconds), stats.accepted_lengths.copy(), stats.rounds
     implementations = {kind: kind.choose for kind in (Noise, RowChoice)}
     for kind, choose in implementations.items():
-        kind.choose = timed(choose)  # type: ignore[method-assign]
+        kind.choose = partialmethod(timed, choose)  # type: ignore[assignment]
     try:
         yield sample
     finally:
         for kind, choose in implementations.items():
             kind.choose = choose  # type: ignore[method-assign]
-        spent = {stage: seconds - before[stage] for stage, seconds in clock.seconds.items()}
-        spent["draft"] += spent.pop("cross_tokenizer") + spent.pop("search")
-        sample.prefill_seconds = spent["prefill"]
-        sample.stages = {stage: spent[stage] for stage in MEANING}
+        stage_seconds = {stage: seconds - before[stage] for stage, seconds in clock.seconds.items()}
+        stage_seconds["draft"] += stage_seconds.pop("cross_tokenizer") + stage_seconds.pop("search")
+        sample.prefill_seconds = stage_seconds["prefill"]
+        sample.stages = {stage: stage_seconds[stage] for stage in MEANING}
         sample.accepted, sample.rounds = stats.accepted_lengths - accepted, stats.rounds - rounds
 
 

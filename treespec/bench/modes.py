@@ -84,20 +84,20 @@ def our_modes(
     # name, label, sources, and names of the trees to compare with
     Tree = tuple[str, str, tuple[str, ...], tuple[str, ...]]
     singles: list[Tree] = [(name, name, (name,), ()) for name in ssms] if len(ssms) > 1 else []
-    alone = tuple(name for name, *_ in singles)
-    merged: list[Tree] = [("ssms", "all SSMs" if len(ssms) > 1 else ssms[0], ("ssm",), alone)] if ssms else []
+    single_names = tuple(name for name, *_ in singles)
+    merged: list[Tree] = [("ssms", "all SSMs" if len(ssms) > 1 else ssms[0], ("ssm",), single_names)] if ssms else []
     if len(ssms) > 1:  # only the SSM with the largest mixture weight drafts, in the time of one SSM
-        merged.append(("trusted", "one SSM per round", ("ssm",), alone))
+        merged.append(("trusted", "one SSM per round", ("ssm",), single_names))
     lookup: list[Tree] = [("lookup", "lookup", ("lookup",), ())]
-    both = ("ssm", "lookup")
-    everything: list[Tree] = [("everything", "SSMs + lookup", both, ("ssms", "lookup"))] if ssms else []
+    ssm_and_lookup = ("ssm", "lookup")
+    everything: list[Tree] = [("everything", "SSMs + lookup", ssm_and_lookup, ("ssms", "lookup"))] if ssms else []
     if len(ssms) > 1:
-        everything.append(("trusted-lookup", "one SSM per round + lookup", both, ("trusted", "lookup")))
+        everything.append(("trusted-lookup", "one SSM per round + lookup", ssm_and_lookup, ("trusted", "lookup")))
     for count in nodes:
-        for name, label, sources, others in (*singles, *merged, *lookup, *everything):
+        for name, label, sources, baselines in (*singles, *merged, *lookup, *everything):
             options: dict[str, Any] = {"nodes": count, "sources": sources}
             options |= {"max_ssms": 1} if name.startswith("trusted") else {}
-            compared_with = tuple(f"tree-{other}-n{count}" for other in others)
+            compared_with = tuple(f"tree-{baseline}-n{count}" for baseline in baselines)
             modes.append(Mode(f"tree-{name}-n{count}", f"{label}, {count} nodes", options, compared_with=compared_with))
     valid = (*ssms, "ssm", "lookup", "suffix", "table")
     for name in combine:
@@ -116,8 +116,8 @@ def peer_modes(ssms: Sequence[str], k_values: Sequence[int]) -> list[Peer]:
     peers = [Peer("hf-plain", "transformers plain", "plain")]
     for name in ssms:
         for k in (*k_values, None):
-            end, shown = ("own", "own schedule") if k is None else (f"k{k}", f"K={k}")
-            peers.append(Peer(f"hf-assisted-{name}-{end}", f"transformers, {name}, {shown}", "assisted", name, k))
+            end, k_label = ("own", "own schedule") if k is None else (f"k{k}", f"K={k}")
+            peers.append(Peer(f"hf-assisted-{name}-{end}", f"transformers, {name}, {k_label}", "assisted", name, k))
     return peers + [Peer(f"hf-lookup-k{k}", f"transformers, lookup, K={k}", "lookup", k=k) for k in k_values]
 
 
@@ -149,9 +149,9 @@ def rule_modes(rules: Sequence[str], branchings: Sequence[tuple[int, ...]], samp
         size = SpecConfig(**topology).static_nodes
         for rule in rules:
             label, spec = f"{rule}, {size} nodes", topology | {"verification": rule}
-            others = tuple(f"{other}-n{size}" for other in _COMPARED_RULES.get(rule, ()))
+            baselines = tuple(f"{baseline}-n{size}" for baseline in _COMPARED_RULES.get(rule, ()))
             keeps_tokens = not (sampled and rule in RANDOM_DRAWS)
-            modes.append(Mode(f"{rule}-n{size}", label, spec, keeps_tokens, others))
+            modes.append(Mode(f"{rule}-n{size}", label, spec, keeps_tokens, baselines))
     return modes
 
 

@@ -34,12 +34,12 @@ class Transformers:
         assert len(prompts) == 1 or not peer.batch_one_only, f"{peer.name} supports batch 1 only"
         options, num_further = self._options(peer), max_tokens - 1
         for _ in range(_TRIES):
-            first, _ = self.generate(prompts, 1, options)
+            first_token_seconds, _ = self.generate(prompts, 1, options)
             self._passes = 0
             total, outputs = self.generate(prompts, max_tokens, options)
             if any(len(tokens) != max_tokens for tokens in outputs):
                 raise ModelError(f"{peer.name} generated {list(map(len, outputs))} tokens instead of {max_tokens} each")
-            if (decode := total - first) > 0:
+            if (decode := total - first_token_seconds) > 0:
                 break
         else:
             raise ModelError(f"{peer.name}: one token took longer than {max_tokens} in {_TRIES} runs; raise max_tokens")
@@ -48,7 +48,7 @@ class Transformers:
             decode_seconds=decode,
             decoded=num_further * len(outputs),
             total_seconds=total,
-            ttft=[first] * len(outputs),
+            ttft=[first_token_seconds] * len(outputs),
             per_token=[decode / num_further] * len(outputs),
             passes=[self._passes] * len(outputs),
             rounds=self._passes,

@@ -41,7 +41,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Summarise a mode's samples, one per repeat, against plain decoding's. If `sampled`, seeds differ per repeat."""
     shares = [statistics.mean(distinct_share(base.tokens[i]) for base in plain) for i in range(len(prompts))]
-    lively = [i for i, share in enumerate(shares) if share > LOOPING]
+    non_looping = [i for i, share in enumerate(shares) if share > LOOPING]
     kinds = sorted({prompt.kind for prompt in prompts if prompt.kind is not None})
     by_kind = {kind: _tau(samples, [i for i, p in enumerate(prompts) if p.kind == kind]) for kind in kinds}
     speedups = _ratios(plain, samples, lambda sample: sample.seconds_per_token)
@@ -59,7 +59,7 @@ def summarise(
         "e2e_speedup": statistics.median(_ratios(plain, samples, lambda sample: sample.total_seconds)),
         "acceptance_length": _tau(samples, range(len(prompts))),
         "acceptance_length_interval": interval(resampled_lengths(samples))[1:],
-        "acceptance_length_not_looping": _tau(samples, lively),
+        "acceptance_length_not_looping": _tau(samples, non_looping),
         "acceptance_length_by_kind": by_kind,
         "mismatches": _mismatches(mode, samples, plain, sampled),
         "distinct_4grams": statistics.mean(distinct_share(tokens) for tokens in samples[0].tokens),
@@ -69,7 +69,6 @@ def summarise(
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Return the median, minimum and maximum of the repeats."""
     return {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
 
 
@@ -139,8 +138,8 @@ def resampled_lengths(samples: Sequence[Sample]) -> np.ndarray:
 
 def interval(values: np.ndarray) -> list[float]:
     """Return [value, low, high]: the value over all prompts and the bounds of the bootstrap interval."""
-    outside = (1 - COVERAGE) / 2
-    return [float(values[0]), *np.quantile(values[1:], [outside, 1 - outside]).tolist()]
+    tail = (1 - COVERAGE) / 2
+    return [float(values[0]), *np.quantile(values[1:], [tail, 1 - tail]).tolist()]
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

@@ -74,13 +74,13 @@ def bench(
     memory = {"peak_with_ours": _peak_mib()}
     by_name: dict[str, Run] = {mode.name: _ours(llm, specs[mode.name], options) for mode in ours}
     if peers:
-        needed = {peer.draft for peer in peers}
-        drafts = {name: folder for name, folder in folders.items() if name in needed}
-        theirs = Transformers(target, drafts, llm.config.device, llm.config.dtype)
-        by_name |= {peer.name: partial(theirs.run, peer, options.max_tokens) for peer in peers}
-    alone = {peer.name for peer in peers if peer.batch_one_only}
+        draft_names = {peer.draft for peer in peers}
+        drafts = {name: folder for name, folder in folders.items() if name in draft_names}
+        baselines = Transformers(target, drafts, llm.config.device, llm.config.dtype)
+        by_name |= {peer.name: partial(baselines.run, peer, options.max_tokens) for peer in peers}
+    batch_one_names = {peer.name for peer in peers if peer.batch_one_only}
     by_batch = {
-        batch: {name: run for name, run in by_name.items() if batch == 1 or name not in alone}
+        batch: {name: run for name, run in by_name.items() if batch == 1 or name not in batch_one_names}
         for batch in options.batch
     }
     total = sum(
@@ -91,9 +91,9 @@ def bench(
         for batch, by_mode in by_batch.items():
             for _ in range(options.warmup):
                 interleave(by_mode, ids[:batch], batch, 1, options.seed, bar.update)
-            whole = len(ids) // batch * batch  # full batches only
-            samples = interleave(by_mode, ids[:whole], batch, options.repeats, options.seed, bar.update)
-            runs.append(_summary(batch, samples, ours, peers, prompts[:whole], options))
+            num_batched = len(ids) // batch * batch  # full batches only
+            samples = interleave(by_mode, ids[:num_batched], batch, options.repeats, options.seed, bar.update)
+            runs.append(_summary(batch, samples, ours, peers, prompts[:num_batched], options))
             plain = samples[PLAIN][0].tokens
     memory["peak_with_all"] = _peak_mib()
     device, on_gpu = llm.config.device, llm.config.device.type == "cuda"

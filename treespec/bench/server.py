@@ -74,7 +74,6 @@ async def _run(options: Options, prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 async def _ask(client: openai.AsyncOpenAI, options: Options, model: str, prompt: Prompt, index: int) -> Answer:
-    """Stream one answer."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": options.max_tokens,
@@ -89,8 +88,8 @@ async def _ask(client: openai.AsyncOpenAI, options: Options, model: str, prompt:
     create: Any = client.chat.completions.create if is_chat else client.completions.create
     stream = await create(**{"messages" if is_chat else "prompt": content}, **body)
     async for chunk in stream:
-        said = chunk.choices and getattr(chunk.choices[0], "delta", chunk.choices[0])
-        if said and any(getattr(said, name, None) for name in ("text", "content", "reasoning_content")):
+        delta = chunk.choices and getattr(chunk.choices[0], "delta", chunk.choices[0])
+        if delta and any(getattr(delta, name, None) for name in ("text", "content", "reasoning_content")):
             answer.chunks.append(time.perf_counter() - began)
         if chunk.usage is not None:
             answer.prompt_tokens, answer.tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens

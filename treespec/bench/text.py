@@ -69,9 +69,9 @@ def body(document: Mapping[str, Any], profile: bool) -> str:
         if profile:
             blocks.append(_profile(title, modes))
     memory = document["memory_mib"]
-    used = ", ".join(f"{name.replace('_', ' ')} {mib:.0f} MiB" for name, mib in memory.items())
+    memory_text = ", ".join(f"{name.replace('_', ' ')} {mib:.0f} MiB" for name, mib in memory.items())
     legends = [LEGEND, RULES_LEGEND] if any(run["rules"] for run in document["runs"]) else [LEGEND]
-    return "\n\n".join([*blocks, "\n".join(legends), f"memory  {used}"])
+    return "\n\n".join([*blocks, "\n".join(legends), f"memory  {memory_text}"])
 
 
 def _speed(title: str, modes: Sequence[Mapping[str, Any]]) -> str:

@@ -69,7 +69,7 @@ def pages_for(num_slots: int) -> int:
 class KVCache:
     """Page pools with reference counts."""
 
-    states: StatePool | None = None  # of the target's recurrent layers; None without any
+    states: StatePool | None = None  # states of the target's recurrent layers; None without such layers
     prefixes: PrefixCache | None = None  # contents of pages that later requests may share; None without prefix caching
 
     def __init__(
@@ -86,7 +86,7 @@ class KVCache:
         self.num_pages, self.features = num_pages, features
         # By model, [num_layers, 2, num_pages + 1, num_kv_heads, PAGE_SIZE, head_dim]; the pool of features is last.
         self.pools: list[Tensor] = []
-        self.stacked: list[Tensor] = []  # by stack, the same with its models' pages concatenated
+        self.stacked: list[Tensor] = []  # by stack, the pools of its models concatenated along their pages
         for count in stacks if stacks is not None else [1] * len(shapes):
             shape = shapes[len(self.pools)]
             self.stacked.append(self.allocate(shape, count * (num_pages + 1), dtype, device))
@@ -144,7 +144,7 @@ class KVCache:
         return self.grow(request_id, num_slots)
 
     def reserve_state(self, request_id: str, length: int = 0) -> RecurrentState | None:
-        """Return a state of recurrent layers after `length` tokens of zeros; None if the target has no such layers."""
+        """Reserve a zero recurrent state at position `length`; None if the target has no recurrent layers."""
         if self.states is None:
             return None
         state = self.states.reserve(request_id)
@@ -217,8 +217,8 @@ class KVCache:
     @torch.inference_mode()
     def scrub_slots(self, pool: int, pages: np.ndarray, first: int, count: int) -> None:
         """Zero `count` logical slots of one pool, starting at `first`."""
-        held = pages[first // PAGE_SIZE : pages_for(first + count)]
-        assert (self._holders[held] == 1).all(), "a shared page is never written"
+        scrubbed = pages[first // PAGE_SIZE : pages_for(first + count)]
+        assert (self._holders[scrubbed] == 1).all(), "a shared page is never written"
         page, offset = self._places(pages, first, first + count)
         self.pools[pool][:, :, page, :, offset] = 0
 

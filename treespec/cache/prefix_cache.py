@@ -19,8 +19,8 @@ class Prefix(NamedTuple):
 def page_keys(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
     """Return a key for each full page of tokens: a hash of `salt` and all tokens up to the page's end."""
     keys, key = list[bytes](), salt
-    whole = np.array(tokens[: len(tokens) // PAGE_SIZE * PAGE_SIZE], dtype=np.int64)
-    for page in whole.reshape(-1, PAGE_SIZE):
+    full_pages = np.array(tokens[: len(tokens) // PAGE_SIZE * PAGE_SIZE], dtype=np.int64)
+    for page in full_pages.reshape(-1, PAGE_SIZE):
         key = hashlib.sha256(key + page.tobytes()).digest()
         keys.append(key)
     return keys
@@ -43,9 +43,9 @@ class PrefixCache:
             if (page := self._page_of.get(key)) is None:
                 break
             pages.append(page)
-        found = np.array(pages, dtype=np.int64)
-        leading = np.logical_and.accumulate(self._has_draft[:, found], axis=1).sum(axis=1)
-        return Prefix(found, PAGE_SIZE * leading)
+        cached_pages = np.array(pages, dtype=np.int64)
+        leading = np.logical_and.accumulate(self._has_draft[:, cached_pages], axis=1).sum(axis=1)
+        return Prefix(cached_pages, PAGE_SIZE * leading)
 
     def insert(self, keys: Sequence[bytes], pages: np.ndarray, draft_lengths: np.ndarray) -> None:
         """Insert a request's leading pages with their keys; of pages with equal contents, keep the first one."""

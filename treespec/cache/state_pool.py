@@ -6,16 +6,16 @@ from treespec_kernels.recurrent.request_state import RecurrentState, StateShape
 
 
 class StatePool:
-    """A fixed number of states.
+    """States of running requests, and a limited number of copies.
 
-    Copies are kept by a key: a prompt group's id, until it is dropped, or the key of the last page of a prefix
-    (`page_keys`), until later ones need its place.
+    The key of a copy is the id of a prompt's group, which keeps it until `drop`, or the key of a prefix's last page
+    (`page_keys`), which is evicted when it is the least recently used one.
     """
 
     def __init__(self, shape: StateShape, num_requests: int, num_kept: int, device: torch.device | str = "cpu"):
         without_tree, self.num_requests = shape._replace(num_nodes=0), num_requests
         self.nbytes = num_requests * shape.nbytes + num_kept * without_tree.nbytes
-        self.tensors = shape.tensors(num_requests, device)  # of the requests
+        self.tensors = shape.tensors(num_requests, device)  # states of the requests
         self._free, self._held = self.tensors.states, dict[str, RecurrentState]()
         self._free_copies, self._kept = without_tree.allocate(num_kept, device), dict[str | bytes, RecurrentState]()
 
@@ -30,23 +30,22 @@ class StatePool:
         return {*self._held}
 
     def reserve(self, request_id: str) -> RecurrentState:
-        """Return a state before the first token; the number of running requests bounds that of states."""
+        """Allocate a request's state, reset to before the first token."""
         assert request_id not in self._held, f"{request_id} holds a state already"
         state = self._held[request_id] = self._free.pop()
         state.reset()
         return state
 
     def of(self, request_id: str) -> RecurrentState:
-        """Return the state that a request holds, or a new one as `reserve`."""
+        """Return a request's state, allocated if necessary."""
         return self._held.get(request_id) or self.reserve(request_id)
 
     def release(self, request_id: str) -> None:
-        """Free the state of a request, if it has one."""
         if (state := self._held.pop(request_id, None)) is not None:
             self._free.append(state)
 
     def keep(self, key: str | bytes, state: RecurrentState) -> None:
-        """Keep a copy of a state, after whose tokens nothing is committed yet."""
+        """Keep a copy of a state without uncommitted tokens."""
         if (copy := self._kept.pop(key, None)) is None:
             if not self._free_copies:
                 self.drop(next(other for other in self._kept if isinstance(other, bytes)))  # the least recently used
@@ -55,10 +54,10 @@ class StatePool:
         self._kept[key] = copy
 
     def find(self, key: str | bytes) -> RecurrentState | None:
-        """Return the copy that was kept by this key, or None."""
+        """Return the copy with this key, or None."""
         return self._kept.get(key)
 
     def drop(self, key: str | bytes) -> None:
-        """Forget a copy, if there is one."""
+        """Drop the copy with this key, if any."""
         if (copy := self._kept.pop(key, None)) is not None:
             self._free_copies.append(copy)

@@ -100,10 +100,10 @@ def autotune(
         print_json(report) if as_json else kernels.echo_aot(report)
         raise typer.Exit(1 if report["failed"] else 0)
     engine: dict[str, Any] = {"model": model, "drafts": draft, "dtype": dtype, "quantization": quantization}
-    where = resolve_device(device)
+    target_device = resolve_device(device)
     names = ("ops", "nodes", "context", "budget_seconds", "fresh")
     flags = [f"--{name.replace('_', '-')}" for name in names if getattr(tuning, name)]
-    if where.type == "cpu" and not (flags and is_interpreted()):
+    if target_device.type == "cpu" and not (flags and is_interpreted()):
         if flags:
             raise UsageError(f"{flags[0]} is for GPU kernels, but torch finds no GPU; --aot compiles without one")
         counts = thread_counts()
@@ -115,20 +115,20 @@ def autotune(
         return
     if threads is not None:
         raise UsageError(f"--threads {threads} needs a CPU; use --device cpu")
-    if computed is None and where.type == "cpu":
+    if computed is None and target_device.type == "cpu":
         computed = DTYPES["float32"]  # Triton's interpreter computes bfloat16 wrongly
     selected = kernels.names("--ops", ops, TUNABLE)
     settings = [
         replace(setting, nodes=tuning.nodes or 32, context=tuning.context or 2048)
         for setting in kernels.settings_of(model, draft, computed, quantization)
     ]
-    with on_device(where):
+    with on_device(target_device):
         budget = tuning.budget_seconds or float("inf")
-        tuned = kernels.tune_kernels(settings, where, selected, budget, tuning.fresh)
+        tuned = kernels.tune_kernels(settings, target_device, selected, budget, tuning.fresh)
     document: dict[str, Any] = {"kernels": tuned}
     if not as_json:
         kernels.echo_tuned(tuned)
-    if not ops and where.type == "cuda":
+    if not ops and target_device.type == "cuda":
         document |= _curves([_measure_here(seconds, None, device=device, **engine)])
     _print(document, as_json)
 
@@ -239,13 +239,13 @@ def _describe(entry: dict[str, Any]) -> str:
         f"target   {models[0]}, {key['dtype']}",
     ]
     if models[1:]:
-        further = f", {1000 * entry['ssm_seconds']:.2f} ms per additional draft" if models[2:] else ""
+        per_draft = f", {1000 * entry['ssm_seconds']:.2f} ms per additional draft" if models[2:] else ""
         start, level = 1000 * entry["draft_start_seconds"], 1000 * entry["draft_seconds"]
-        took = f"{start:.2f} ms to start, {level:.2f} ms per level of one{further}"
-        lines.append(f"drafts   {', '.join(models[1:])}: {took}")
+        cost = f"{start:.2f} ms to start, {level:.2f} ms per level of one{per_draft}"
+        lines.append(f"drafts   {', '.join(models[1:])}: {cost}")
     if entry["position_seconds"]:
-        first, row = (1e6 * entry[name] for name in ("position_seconds", "row_position_seconds"))
-        lines.append(f"context  {entry['context']}; per 1,000 more: {first:.2f} ms, and {row:.2f} ms per further row")
+        extra, row = (1e6 * entry[name] for name in ("position_seconds", "row_position_seconds"))
+        lines.append(f"context  {entry['context']}; per 1,000 more: {extra:.2f} ms, and {row:.2f} ms per further row")
     body = [(str(n), f"{ms:.2f}", f"{ms / times[0]:.2f}", f"{n / ms:.2f}") for n, ms in zip(rows, times, strict=True)]
     return "\n".join([*lines, "", table([("rows", "ms per pass", "relative", "rows per ms"), *body])])
 

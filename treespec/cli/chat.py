@@ -100,7 +100,7 @@ def _answer(
             for chunk in chunks:
                 typer.echo(chunk.text, nl=False)
                 answer, output = answer + (chunk.text or ""), chunk.output
-    except RequestError as error:  # such as a conversation that fills the context
+    except RequestError as error:  # for example, the conversation fills the context
         typer.echo(f"error: {error}; /new starts another conversation", err=True)
         return
     except KeyboardInterrupt:

@@ -48,8 +48,7 @@ def generate(
         int, typer.Option("-n", "--samples", metavar="N", help="Number of outputs; more than 1 needs a temperature.")
     ] = 1,
     lora: Annotated[
-        str | None,
-        typer.Option("--lora", metavar="FOLDER", help="A LoRA adapter of the model, in PEFT's format."),
+        str | None, typer.Option("--lora", metavar="FOLDER", help="A LoRA adapter of the model, in PEFT's format.")
     ] = None,
     as_json: Json = False,
     *,
@@ -98,8 +97,8 @@ def generate(
             if samples > 1:
                 typer.echo(f"--- output {completion.index + 1} of {samples} ---")
             typer.echo(shown + _text_or_ids(completion))
-    again = replace(params, seed=output.metrics.seed)
-    difference = first_difference(output, decode(again, "off")) if check else None
+    same_seed = replace(params, seed=output.metrics.seed)
+    difference = first_difference(output, decode(same_seed, "off")) if check else None
     if as_json:
         print_json(_document(output, check, difference))
     else:
@@ -112,7 +111,7 @@ def generate(
         typer.echo(f"identical to {plainly}: {_count(output.metrics.generated_tokens, 'token')}", err=True)
     if check and not decoding.no_spec and not as_json:
         with status("measuring the speed-up"):
-            ours, plain = (partial(decode, again, spec, lambda chunk: None) for spec in (None, "off"))
+            ours, plain = (partial(decode, same_seed, spec, lambda chunk: None) for spec in (None, "off"))
             pairs = pairs_of_seconds(lambda: ours().metrics.seconds, lambda: plain().metrics.seconds)
         typer.echo(speed_up(output.metrics.generated_tokens, pairs), err=True)
 
@@ -163,10 +162,10 @@ def _decode(
     from treespec.lora import LoRARequest
 
     hidden = on_chunk is not None or not sys.stderr.isatty()
-    doing = "decoding plainly" if spec == "off" else "generating"
+    activity = "decoding plainly" if spec == "off" else "generating"
     adapter = None if lora is None else LoRARequest(lora, 1, lora)
     output = None
-    with tqdm(total=params.max_tokens * params.n, desc=doing, unit="token", leave=False, disable=hidden) as bar:
+    with tqdm(total=params.max_tokens * params.n, desc=activity, unit="token", leave=False, disable=hidden) as bar:
         for chunk in llm.stream(prompt, params, spec, chat_template=template, lora_request=adapter):
             bar.update(len(chunk.token_ids))
             if on_chunk is not None:
@@ -240,8 +239,8 @@ def _describe(difference: dict[str, Any], llm: "LLM") -> str:
         return f"token {token}" + (f" ({tokenizer.decode([token])!r})" if tokenizer is not None else "")
 
     ours, plain = name(difference["token"]), name(difference["plain_token"])
-    where = f"output {difference['output'] + 1}, position" if "output" in difference else "output position"
-    return f"{where} {difference['index']} (counted from 0) has {ours}, plain decoding {plain}"
+    position = f"output {difference['output'] + 1}, position" if "output" in difference else "output position"
+    return f"{position} {difference['index']} (counted from 0) has {ours}, plain decoding {plain}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -46,8 +46,8 @@ def _settings(config: "ModelConfig", dtype: "torch.dtype", quantization: str | N
     from treespec.errors import ConfigError
     from treespec_kernels.ops.shapes import KernelShape, Setting
 
-    if (part := config.without_kernel) is not None:
-        raise ConfigError(f"{config.folder}: there is no Triton kernel for its {part}")
+    if (unsupported := config.without_kernel) is not None:
+        raise ConfigError(f"{config.folder}: there is no Triton kernel for its {unsupported}")
     shape = config.shape
     kernel = KernelShape(
         dtype,
@@ -167,16 +167,16 @@ def tune_kernels(
     earlier = {entry.label: entry for entry in tuned.read_entries(path, name)}
     entries, results = [], []
     for outcome in outcomes:
-        first = outcome.problem[0]
+        case = outcome.problem[0]
         failed = [{"config": asdict(failure.config), "message": failure.error} for failure in outcome.failed]
         counts = {"measured": len(outcome.measurements) - len(failed), "left": outcome.unmeasured, "failed": failed}
-        if entry := outcome.entry(tuned.versions_of(name, first.op), bandwidth):
-            before = earlier.get(entry.label)
-            if before and before.has_same_times(entry):  # no new measurements: keeps the date and share_of_copy
-                entry = before
+        if entry := outcome.entry(tuned.versions_of(name, case.op), bandwidth):
+            previous = earlier.get(entry.label)
+            if previous and previous.has_same_times(entry):  # no new measurements: keeps the date and share_of_copy
+                entry = previous
             entries.append(entry)
         entry_fields = entry and asdict(entry)
-        results.append({"label": first.label, "default": asdict(first.default), "entry": entry_fields, **counts})
+        results.append({"label": case.label, "default": asdict(case.default), "entry": entry_fields, **counts})
     tuned.save_entries(path, name, entries)
     return {
         "file": str(path),
@@ -191,16 +191,16 @@ def tune_kernels(
 def echo_tuned(document: dict[str, Any]) -> None:
     """Print times, chosen configurations and failures."""
     versions, speed = document["versions"], document["copy_bytes_per_second"] / 1e12
-    about = f"copies {speed:.3g} TB/s, triton {versions['triton']}, torch {versions['torch']}"
-    typer.echo(f"device   {document['device']}, {about}")
+    environment = f"copies {speed:.3g} TB/s, triton {versions['triton']}, torch {versions['torch']}"
+    typer.echo(f"device   {document['device']}, {environment}")
     if document["rehearsal"]:
         typer.echo("rehearsal in Triton's interpreter: the times below are meaningless for a GPU")
     lines = [("op", "us", "default us", "of copy", "")]
     for result in document["results"]:
         for load, times in (result["entry"] or {"loads": {}})["loads"].items():
-            shown = f"{times['microseconds']:.2f}", f"{times['default_microseconds']:.2f}"
+            microseconds = f"{times['microseconds']:.2f}", f"{times['default_microseconds']:.2f}"
             share, weight = f"{100 * times['share_of_copy']:.0f} %", f"weight {times['weight']:g}"
-            lines.append((f"{result['label']}, {load}", *shown, share, weight))
+            lines.append((f"{result['label']}, {load}", *microseconds, share, weight))
     typer.echo(f"\n{table(lines)}\n")
     for result in document["results"]:
         config, failed = result["entry"] and result["entry"]["config"], result["failed"]

@@ -168,11 +168,11 @@ def flags(options: type, *names: str) -> Callable[[_Command], _Command]:
 def _flag(field: Field[Any], text: str) -> inspect.Parameter:
     """Return the command parameter for a field; None means not given. The help is the text's first sentence."""
     text = f"{text[0].upper()}{text[1:]}".partition(". ")[0].rstrip(".") + "."
-    named = field.type.__name__ if isinstance(field.type, type) else str(field.type)
-    words, default = named.split(" | "), field.default
-    numbers = () if "str" in words else (int, float)  # such as "auto" or a number
-    kind: Any = next((kind for word in words for kind in (bool, *numbers) if kind.__name__ == word), str)
-    if "Sequence[" in words[0]:
+    annotation = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+    types, default = annotation.split(" | "), field.default
+    numbers = () if "str" in types else (int, float)  # int | str, such as "auto" or 16, is read as text
+    kind: Any = next((kind for word in types for kind in (bool, *numbers) if kind.__name__ == word), str)
+    if "Sequence[" in types[0]:
         kind = list[str]
     required = default is MISSING and kind is str
     name, choices = field.name.replace("_", "-"), field.metadata.get(LIMITS, {}).get("choices") if kind is str else None

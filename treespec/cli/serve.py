@@ -114,14 +114,7 @@ def serve(
         nodes = str(num_tokens + 1)
     if server.no_spec and (nodes is not None or method):
         raise UsageError("--no-spec is plain decoding; omit it, or omit --nodes and --speculative-config")
-    if server.replicas is not None and not server.port:
-        raise UsageError("--replicas: Ray Serve does not choose a free port; pass a --port other than 0")
-    if server.replicas is not None and (server.uds or server.ssl_certfile or server.root_path):
-        raise UsageError("--replicas: Ray Serve does not support --uds, --ssl-certfile and --root-path; use a proxy")
-    if server.uds is not None and not Path(server.uds).absolute().parent.is_dir():
-        raise UsageError(f"--uds {server.uds}: its folder does not exist")
-    if server.ssl_certfile is not None:
-        check_certificate(server.ssl_certfile, server.ssl_keyfile)
+    check_socket(server)
     model, template = choose_target(model), server.chat_template
     server = replace(
         server,
@@ -131,8 +124,8 @@ def serve(
     )
     loras = {}
     if (count := len(server.loras())) or server.allow_runtime_lora_updating:
-        most = engine_options["max_cpu_loras"] or max(engine_options["max_loras"], count)
-        loras = {"enable_lora": True, "max_cpu_loras": most}
+        max_cpu_loras = engine_options["max_cpu_loras"] or max(engine_options["max_loras"], count)
+        loras = {"enable_lora": True, "max_cpu_loras": max_cpu_loras}
     tell_default(model)
     raise_on_interrupt()
     args = EngineArgs(
@@ -167,6 +160,18 @@ def serve(
         gc.freeze()  # see `load_llm`: requests would wait for every full collection
         with suppress(KeyboardInterrupt):  # uvicorn raises it after the server has ended
             HttpServer(app, server).run(sockets)
+
+
+def check_socket(server: ServerOptions) -> None:
+    """Raise UsageError for contradictory or unusable options of the socket."""
+    if server.replicas is not None and not server.port:
+        raise UsageError("--replicas: Ray Serve does not choose a free port; pass a --port other than 0")
+    if server.replicas is not None and (server.uds or server.ssl_certfile or server.root_path):
+        raise UsageError("--replicas: Ray Serve does not support --uds, --ssl-certfile and --root-path; use a proxy")
+    if server.uds is not None and not Path(server.uds).absolute().parent.is_dir():
+        raise UsageError(f"--uds {server.uds}: its folder does not exist")
+    if server.ssl_certfile is not None:
+        check_certificate(server.ssl_certfile, server.ssl_keyfile)
 
 
 def check_certificate(certfile: str, keyfile: str | None) -> None:

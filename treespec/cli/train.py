@@ -22,9 +22,9 @@ def train(as_json: Json = False, **settings: Any) -> None:
     from treespec.training.run import train_drafts
 
     out = Path(settings["out"])
-    training, shown = logging.getLogger("treespec.training"), logging.StreamHandler()
-    shown.setFormatter(logging.Formatter("%(message)s"))
-    training.addHandler(shown)
+    training, handler = logging.getLogger("treespec.training"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    training.addHandler(handler)
     training.setLevel(logging.INFO)
     try:
         report = train_drafts(**settings)
@@ -32,7 +32,7 @@ def train(as_json: Json = False, **settings: Any) -> None:
         typer.echo(f"stopped; drafts trained so far are in {out}; the same command with --resume continues", err=True)
         raise typer.Exit(INTERRUPTED) from None
     finally:
-        training.removeHandler(shown)
+        training.removeHandler(handler)
     if as_json:
         print_json(report.as_dict())
         return

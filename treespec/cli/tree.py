@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from treespec.engine.round_record import RoundRecord
 
 NODES = "16"
-FIRST_ROUNDS = 8  # without --round, draw the one of the first rounds that accepted the most tokens
+FIRST_ROUNDS = 8  # the default of --round is the one of these first rounds that accepted the most tokens
 
 
 @flags(EngineOptions, "device", "dtype")
@@ -72,36 +72,36 @@ def tree(
     rounds = record_rounds(llm, inputs, number or FIRST_ROUNDS, decoding.temperature, decoding.seed)
     if number is not None and number > len(rounds):
         raise RequestError(f"--round {number}, but the output ended in round {len(rounds)}; valid: 1 to {len(rounds)}")
-    shown = rounds[number - 1] if number is not None else max(rounds, key=lambda record: record.accepted)
-    drawn = picture(shown, llm.get_tokenizer())
+    chosen_record = rounds[number - 1] if number is not None else max(rounds, key=lambda record: record.accepted)
+    drawn = picture(chosen_record, llm.get_tokenizer())
     if svg is not None:
         svg.write_text(to_svg(drawn), encoding="utf-8")
     if as_json:
-        print_json(_document(shown, len(rounds), drawn))
+        print_json(_document(chosen_record, len(rounds), drawn))
     else:
         accepted = " ".join(str(record.accepted) for record in rounds)
-        best = f", the best of the first {len(rounds)}: they accepted {accepted} drafted tokens"
-        typer.echo(f"round {shown.number}{best if number is None else ''}\n")
+        choice = f", the best of the first {len(rounds)}: they accepted {accepted} drafted tokens"
+        typer.echo(f"round {chosen_record.number}{choice if number is None else ''}\n")
         typer.echo(to_text(drawn, color=uses_colour(sys.stdout)), color=True)
     if svg is not None:
         typer.echo(f"picture written to {svg}", err=True)
-    if not llm.stats()["drafts"] and len(shown.tree) == 1:
+    if not llm.stats()["drafts"] and len(chosen_record.tree) == 1:
         typer.echo("no drafts: the tree is only its root; add drafts with --draft", err=True)
 
 
-def _document(shown: "RoundRecord", num_rounds: int, drawn: Any) -> dict[str, Any]:
+def _document(record: "RoundRecord", num_rounds: int, drawn: Any) -> dict[str, Any]:
     return {
-        "round": shown.number,
+        "round": record.number,
         "rounds": num_rounds,
-        "context": shown.context,
-        "tokens": shown.tree.tokens.tolist(),
+        "context": record.context,
+        "tokens": record.tree.tokens.tolist(),
         "texts": drawn.tokens,
         "parents": drawn.parents,
-        "depths": shown.tree.depths.tolist(),
+        "depths": record.tree.depths.tolist(),
         "sources": [list(names) for names in drawn.sources],
         "probs": drawn.probs,
         "path": drawn.path,
-        "bonus": shown.bonus,
+        "bonus": record.bonus,
         "bonus_text": drawn.bonus,
-        "emitted": shown.emitted,
+        "emitted": record.emitted,
     }

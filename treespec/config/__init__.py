@@ -1,1 +1,1 @@
-"""Options of the engine and of speculation, and how those of vLLM that treespec does not have are treated."""
+"""Options of the engine and of speculation, and the handling of vLLM's other options."""

@@ -18,11 +18,11 @@ RANDOM_DRAWS = ("rejection", "traversal")  # rules for children sampled from a d
 DRAWS = ("cross-source", "without-replacement", "with-replacement")
 MAX_NODES = 1024
 QUANTIZATIONS = ("int8", "int4")
-AUTO_NODES = 32  # the largest automatic tree
+AUTO_NODES = 32  # maximum nodes of an automatic tree
 
 
 def _plain(value: Any) -> Any:
-    """Convert lists and arrays to tuples and numpy integers to Python's; leave the rest to validation."""
+    """Convert lists and arrays to tuples, and numpy integers to Python ones; validation rejects the rest."""
     value = to_python(value)
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
@@ -36,8 +36,8 @@ class SpecConfig:
 
     Args:
         nodes: tree size, i.e. rows of the target pass per request, root included (16 = 15 drafted tokens). "auto" sizes
-            trees by measured pass costs and draft probabilities, down to plain decoding. An int is a fixed size,
-            reached as far as the drafts propose enough within `max_depth`; 0 and 1 mean plain decoding.
+            trees by measured pass costs and draft probabilities, down to plain decoding. An int is a fixed size (less
+            if the drafts propose fewer nodes within `max_depth`); 0 and 1 mean plain decoding.
         max_depth: maximum tree depth.
         policy: "dynamic" expands the nodes of largest probability; "static" gives every node of depth d its
             `branching[d]` most likely children; "auto" is "static" if `branching` is given, otherwise "dynamic", or,
@@ -131,7 +131,7 @@ class SpecConfig:
         return self.sources is None or kind in self.sources or name in self.sources
 
     def check_sources(self, names: Sequence[str], remembers: bool, drafters: Sequence[str] = ()) -> None:
-        """Raise ConfigError unless an engine with these sources, which `remembers` its outputs or not, has all."""
+        """Raise ConfigError unless the engine has all requested sources; `remembers`: it stores its outputs."""
         kinds = ("lookup", *(("suffix",) if remembers else ()), "grammar")
         available = (*(("ssm", *names) if names else ()), *drafters, *kinds)
         for source in self.sources or ():
@@ -166,7 +166,7 @@ class SpecConfig:
             return default
         if spec == "off":
             return cls.off()
-        if isinstance(spec, dict):  # as from dataclasses.asdict
+        if isinstance(spec, dict):  # from dataclasses.asdict
             return cls(**spec)
         if not isinstance(spec, SpecConfig):
             raise ConfigError(f'spec={spec!r}; valid: a SpecConfig, "off" or None')

@@ -1,6 +1,6 @@
 """vLLM's options and methods that treespec does not have.
 
-No-op values are accepted. Hints, which change speed or memory but no token, are logged. The rest is refused.
+No-op values are accepted; hints, which affect speed or memory but no token, are logged; all others are rejected.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ logger = logging.getLogger("treespec")
 class Absent(NamedTuple):
     """Handling of an option that treespec does not have."""
 
-    instead: str  # the alternative, for errors and log lines
-    neutral: tuple[Any, ...] = (False, "", {})  # no-op values, as None is; lists of them too
-    is_hint: bool = False  # other values are ignored with a log line, not refused
+    instead: str  # alternative named in errors and log lines
+    neutral: tuple[Any, ...] = (False, "", {})  # no-op values besides None, also in lists
+    is_hint: bool = False  # ignore other values with a log line instead of rejecting them
 
 
 def absent(instead: str, *neutral: Any) -> Any:
-    """Return the field of an option that is refused unless its value is neutral."""
+    """Return the field of an option that is rejected unless its value is neutral."""
     return _field(Absent(instead, neutral) if neutral else Absent(instead))
 
 
@@ -139,7 +139,7 @@ CALLS: dict[str, Absent] = {
 
 _TRANSFORMERS = "LLM generates text; use transformers' AutoModel, or sentence-transformers"
 _IN_PROCESS = "the model runs in this process; load a transformers model, modify it, and give it to LLM(model)"
-MISSING_METHODS = {  # method of vLLM's `LLM` -> what to do instead
+MISSING_METHODS = {  # method of vLLM's `LLM` -> alternative
     "apply_model": _IN_PROCESS,
     "beam_search": (
         "sample n outputs with logprobs=0 and choose by cumulative_logprob, or use generate(num_beams=...) of "
@@ -165,7 +165,7 @@ def absent_options(options: Any) -> dict[str, Absent]:
 
 
 def check_absent(kind: str, values: Mapping[str, Any], table: Mapping[str, Absent]) -> None:
-    """Log the hints of `table` among the values given to `kind`, and raise ConfigError for what is not supported."""
+    """Log the hints among the values given to `kind`. Raises ConfigError for unsupported values."""
     from treespec.errors import ConfigError
 
     hints = []

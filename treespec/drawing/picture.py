@@ -31,8 +31,8 @@ class RoundPicture:
     @property
     def all_sources(self) -> list[str]:
         """The names of all sources: drafts, then built-in sources."""
-        named = {name for names in self.sources for name in names}
-        return sorted(named, key=lambda name: (name in RESERVED, name))
+        used = {name for names in self.sources for name in names}
+        return sorted(used, key=lambda name: (name in RESERVED, name))
 
     @property
     def summary(self) -> str:
@@ -75,13 +75,13 @@ def clip(text: str, limit: int, keep_end: bool = False) -> str:
     """Truncate `text` to `limit` cells with an ellipsis."""
     if cells(text) <= limit:
         return text
-    kept, room = "", limit - 1
+    clipped, room = "", limit - 1
     for char in reversed(text) if keep_end else text:
         room -= cells(char)
         if room < 0:
             break
-        kept = char + kept if keep_end else kept + char
-    return f"…{kept}" if keep_end else f"{kept}…"
+        clipped = char + clipped if keep_end else clipped + char
+    return f"…{clipped}" if keep_end else f"{clipped}…"
 
 
 def label(token: str) -> str:
@@ -113,8 +113,8 @@ def to_text(picture: RoundPicture, color: bool) -> str:
             tree, prob = f"{head}{marker} {label(picture.tokens[node])}", decimals(picture.probs[node])
             rows.append((tree, prob, by, GREEN * (node in path)))
         for child in reversed(children[node]):
-            last = child == children[node][-1]
-            stack.append((child, indent + ("└─" if last else "├─"), indent + ("  " if last else "│ ")))
+            is_last = child == children[node][-1]
+            stack.append((child, indent + ("└─" if is_last else "├─"), indent + ("  " if is_last else "│ ")))
     width = max(cells(tree) for tree, *_ in rows)
     lines = [(f"{tree}{' ' * (width - cells(tree))}  {prob:>5}  {by}".rstrip(), ansi) for tree, prob, by, ansi in rows]
     bonus = "" if picture.bonus is None else f"   {BONUS} bonus token"

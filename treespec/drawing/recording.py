@@ -18,8 +18,8 @@ def record_rounds(
     llm: LLM, prompt: Prompt, count: int, temperature: float = 0.0, seed: int | None = None
 ) -> list[RoundRecord]:
     """Record the first `count` rounds of a continuation, or fewer if the output ends earlier."""
-    most = count * (llm.spec.max_depth + 1)  # enough that max_tokens truncates no tree
-    params = SamplingParams(max_tokens=most, temperature=temperature, seed=seed)
+    max_tokens = count * (llm.spec.max_depth + 1)  # enough that max_tokens truncates no tree
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     with watch(llm.engine) as rounds:
         request_rounds: list[RoundRecord] = []
         for chunk in llm.stream(prompt, params):
@@ -57,5 +57,5 @@ def _last_text(tokens: list[int], tokenizer: Any) -> str:
     """Return the text that the last token adds to the others'."""
     if tokenizer is None:
         return f"[{tokens[-1]}]"
-    before, whole = tokenizer.decode(tokens[:-1]), tokenizer.decode(tokens)
-    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens[-1:])
+    prefix, text = tokenizer.decode(tokens[:-1]), tokenizer.decode(tokens)
+    return text[len(prefix) :] if text.startswith(prefix) else tokenizer.decode(tokens[-1:])

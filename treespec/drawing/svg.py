@@ -48,32 +48,32 @@ def layout(picture: RoundPicture) -> list[Box]:
     Subtrees are packed in node order until their outlines touch, so that no edges cross.
     """
     children, count = picture.children(), len(picture.tokens)
-    ahead = dict(pairwise(picture.path))
+    next_on_path = dict(pairwise(picture.path))
     if picture.bonus is not None:
-        ahead[picture.path[-1]] = count
+        next_on_path[picture.path[-1]] = count
         siblings = children[picture.path[-1]]
         siblings.insert(len(siblings) // 2, siblings.pop())  # in the middle
     depths = [0] * len(children)
     shift = [0.0] * len(children)  # rows below the parent
     outlines: list[list[tuple[float, float]]] = [[] for _ in children]  # first and last row by depth, own row = 0
     for node in reversed(range(len(children))):
-        below: list[tuple[float, float]] = []
+        outline: list[tuple[float, float]] = []
         offsets: dict[int, float] = {}
         for child in children[node]:
             gaps = [
                 last + (COUSIN_ROWS if i else 1) - first
-                for i, ((_, last), (first, _)) in enumerate(zip(below, outlines[child], strict=False))
+                for i, ((_, last), (first, _)) in enumerate(zip(outline, outlines[child], strict=False))
             ]
             offsets[child] = max(gaps, default=0.0)
             moved = [(first + offsets[child], last + offsets[child]) for first, last in outlines[child]]
-            overlap = [(old[0], new[1]) for old, new in zip(below, moved, strict=False)]
-            below = overlap + below[len(moved) :] + moved[len(below) :]
+            overlap = [(old[0], new[1]) for old, new in zip(outline, moved, strict=False)]
+            outline = overlap + outline[len(moved) :] + moved[len(outline) :]
         if offsets:
             ends = offsets[children[node][0]] + offsets[children[node][-1]]
-            centre = offsets[ahead[node]] if node in ahead else ends / 2
+            centre = offsets[next_on_path[node]] if node in next_on_path else ends / 2
             shift = [offsets[i] - centre if i in offsets else row for i, row in enumerate(shift)]
-            below = [(first - centre, last - centre) for first, last in below]
-        outlines[node] = [(0.0, 0.0), *below]
+            outline = [(first - centre, last - centre) for first, last in outline]
+        outlines[node] = [(0.0, 0.0), *outline]
     rows = [0.0] * len(children)
     for node, siblings in enumerate(children):
         for child in siblings:
@@ -92,11 +92,11 @@ def layout(picture: RoundPicture) -> list[Box]:
 
 def _box_width(picture: RoundPicture, node: int) -> float:
     if node in (0, len(picture.tokens)):
-        token, below = picture.tokens[0] if node == 0 else picture.bonus or "", len("target") * SMALL_CELL
+        token, label_width = picture.tokens[0] if node == 0 else picture.bonus or "", len("target") * SMALL_CELL
     else:
         token, prob = picture.tokens[node], decimals(picture.probs[node])
-        below = len(picture.sources[node]) * MARK + 5 + cells(prob) * SMALL_CELL
-    return 2 * PADDING + max(cells(label(token)) * CELL, below)
+        label_width = len(picture.sources[node]) * MARK + 5 + cells(prob) * SMALL_CELL
+    return 2 * PADDING + max(cells(label(token)) * CELL, label_width)
 
 
 def to_svg(picture: RoundPicture) -> str:
@@ -107,7 +107,7 @@ def to_svg(picture: RoundPicture) -> str:
     legend, legend_height = _legend(names, room)
     width, height = room + 2 * MARGIN, HEADER + tree_height + 20 + legend_height + MARGIN
     emitted = clip(visible(picture.emitted, space=" "), int(room / CELL) - 4)
-    before = clip(visible(picture.context + picture.tokens[0], " "), int(room / CELL) - cells(emitted), keep_end=True)
+    context = clip(visible(picture.context + picture.tokens[0], " "), int(room / CELL) - cells(emitted), keep_end=True)
     parents = [*picture.parents, picture.path[-1]]
     edges, nodes = [], []
     for node in sorted(range(1, len(boxes)), key=lambda node: node in path or node == count):  # path on top
@@ -119,10 +119,10 @@ def to_svg(picture: RoundPicture) -> str:
         elif node == 0:
             nodes.append(_node(box, "root", picture.tokens[0], "root"))
         else:
-            kind, about = ("on", "accepted") if node in path else ("off", "not accepted")
+            kind, title = ("on", "accepted") if node in path else ("off", "not accepted")
             prob, by = decimals(picture.probs[node]), picture.sources[node]
-            about += f", proposed by {', '.join(by)}" + (f" with probability {prob}" if prob else "")
-            nodes.append(_node(box, kind, picture.tokens[node], about, prob, sorted(names.index(name) for name in by)))
+            title += f", proposed by {', '.join(by)}" + (f" with probability {prob}" if prob else "")
+            nodes.append(_node(box, kind, picture.tokens[node], title, prob, sorted(names.index(name) for name in by)))
     described = f"{count} nodes. Emitted: {visible(picture.emitted)}. Sources: {', '.join(names) or 'none'}."
     return f"""\
 <svg xmlns="http://www.w3.org/2000/svg" class="ts" role="img" width="{width:.0f}" height="{height:.0f}" \
@@ -132,7 +132,7 @@ viewBox="0 0 {width:.0f} {height:.0f}">
 <style>{STYLE}</style>
 <rect class="page" width="100%" height="100%"/>
 <text class="bold" x="{MARGIN}" y="{MARGIN + 11}">{picture.summary}</text>
-<text x="{MARGIN}" y="{MARGIN + 34}" xml:space="preserve"><tspan class="dim">{escape(before)}</tspan>\
+<text x="{MARGIN}" y="{MARGIN + 34}" xml:space="preserve"><tspan class="dim">{escape(context)}</tspan>\
 <tspan class="green">{escape(emitted)}</tspan></text>
 <g transform="translate({MARGIN} {HEADER})">
 {chr(10).join([*edges, *nodes])}
@@ -150,16 +150,16 @@ def _edge(parent: Box, child: Box, kind: str) -> str:
     )
 
 
-def _node(box: Box, kind: str, token: str, about: str, prob: str = "", sources: Sequence[int] = ()) -> str:
-    x_left, x_right, below = box.x + PADDING, box.x + box.width - PADDING, box.y + 28.5
+def _node(box: Box, kind: str, token: str, title: str, prob: str = "", sources: Sequence[int] = ()) -> str:
+    x_left, x_right, label_y = box.x + PADDING, box.x + box.width - PADDING, box.y + 28.5
     note = {"root": "root", "bonus": "target"}.get(kind, "")
     return (
-        f'<g class="{kind}"><title>{escape(visible(token))}: {escape(about)}</title>'
+        f'<g class="{kind}"><title>{escape(visible(token))}: {escape(title)}</title>'
         f'<rect class="box" x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height}" rx="6"/>'
         f'<text class="token" x="{x_left:.1f}" y="{box.y + 16:.1f}">{escape(label(token))}</text>'
-        + "".join(mark(source, x_left + 4 + MARK * i, below) for i, source in enumerate(sources))
-        + f'<text class="small" x="{x_left:.1f}" y="{below + 3.5:.1f}">{note}</text>' * bool(note)
-        + f'<text class="small" x="{x_right:.1f}" y="{below + 3.5:.1f}" text-anchor="end">{escape(prob)}</text>'
+        + "".join(mark(source, x_left + 4 + MARK * i, label_y) for i, source in enumerate(sources))
+        + f'<text class="small" x="{x_left:.1f}" y="{label_y + 3.5:.1f}">{note}</text>' * bool(note)
+        + f'<text class="small" x="{x_right:.1f}" y="{label_y + 3.5:.1f}" text-anchor="end">{escape(prob)}</text>'
         * bool(prob)
         + "</g>"
     )

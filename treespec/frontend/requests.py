@@ -174,11 +174,11 @@ class RequestFactory:
             raise RequestError("an empty prompt; pass at least one token")
         tokens, are_ints = list(prompt), {*map(type, prompt)} == {int}  # avoids a call for each of a million tokens
         if not are_ints or min(tokens) < 0 or max(tokens) >= self.vocab_size:
-            for place, item in enumerate(prompt):
+            for index, item in enumerate(prompt):
                 token = as_int(item, 0)
                 if token is None or token >= self.vocab_size:
                     raise RequestError(f"prompt token {short_repr(item)}; valid: ints from 0 to {self.vocab_size - 1}")
-                tokens[place] = token
+                tokens[index] = token
         return tokens[-tokenization.truncate :] if tokenization.truncate else tokens
 
     def _tokenize(self, text: str, tokenization: Tokenization, special: bool) -> list[int]:
@@ -190,20 +190,20 @@ class RequestFactory:
 
     def _check_length(self, count: int, tokenization: Tokenization, least: str = "") -> None:
         """Raise RequestError if a prompt does not fit into the context. `least`: words if `count` is a minimum."""
-        limit, most, room = self.max_model_len, self.max_positions, tokenization.room
+        limit, model_limit, room = self.max_model_len, self.max_positions, tokenization.room
         count = min(count, tokenization.truncate or count)
         if count + room <= limit:
             return
         # Clients recognise these words of OpenAI.
-        what = f"This model's maximum context length is {limit} tokens, which"
-        remedy = f", raise max_model_len (the model has {most})" if limit < most else ""
+        sentence = f"This model's maximum context length is {limit} tokens, which"
+        remedy = f", raise max_model_len (the model has {model_limit})" if limit < model_limit else ""
         if count < limit:
             raise RequestError(
-                f"{what} a prompt of {least}{count} tokens and max_tokens={room} exceed; ask for at most "
+                f"{sentence} a prompt of {least}{count} tokens and max_tokens={room} exceed; ask for at most "
                 f"{limit - count}, omit max_tokens{remedy}, or shorten the prompt"
             )
         raise RequestError(
-            f"{what} leaves room for at most {limit - 1} of a prompt of {least}{count} tokens; shorten it{remedy}, "
+            f"{sentence} leaves room for at most {limit - 1} of a prompt of {least}{count} tokens; shorten it{remedy}, "
             "or keep its end: tokenization_kwargs={'truncate_prompt_tokens': -1}"
         )
 

@@ -33,7 +33,7 @@ class RoundLoop:
 
         def changed() -> list[Request]:
             """Return requests that have ended or have new tokens, from rounds of any thread or an abort."""
-            advanced = [r for r, seen in open_requests.items() if r.finished or r.num_generated > seen]
+            advanced = [r for r, num_seen in open_requests.items() if r.finished or r.num_generated > num_seen]
             for request in advanced:
                 open_requests[request] = request.num_generated
                 if request.finished:

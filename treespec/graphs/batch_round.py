@@ -44,8 +44,6 @@ _LASTING = "temperature", "draft_temperature", "rng_seed", "sample", "max_len", 
 
 
 class _Round(NamedTuple):
-    """A round in flight."""
-
     requests: Sequence[RoundInput]  # requests of the previous round, if launched as `following`
     levels: int
     nodes: int
@@ -184,18 +182,18 @@ class BatchRound:
             return False
         if len(requests) != len(following.requests):
             return False
-        for before, decided, now in zip(following.requests, self._decided, requests, strict=True):
-            new = decided.tokens if levels else decided.tokens[-1:]
-            read = now.new_tokens if levels else now.new_tokens[-1:]
-            same = before.pages is now.pages and all(getattr(before, name) == getattr(now, name) for name in _LASTING)
-            if not same or list(read) != new or now.context_len != before.context_len + len(decided.path):
+        for last, decided, this in zip(following.requests, self._decided, requests, strict=True):
+            emitted = decided.tokens if levels else decided.tokens[-1:]
+            unread = this.new_tokens if levels else this.new_tokens[-1:]
+            is_same = last.pages is this.pages and all(getattr(last, name) == getattr(this, name) for name in _LASTING)
+            if not is_same or list(unread) != emitted or this.context_len != last.context_len + len(decided.path):
                 return False
         return True
 
     def seconds(self) -> tuple[float, float]:
         """Return the device seconds of drafting and of verification in the last round."""
-        started, drafted, done = self._events[self._side]
-        return started.elapsed_time(drafted) / 1000, drafted.elapsed_time(done) / 1000
+        started, drafted, verified = self._events[self._side]
+        return started.elapsed_time(drafted) / 1000, drafted.elapsed_time(verified) / 1000
 
     def replay(self, levels: int, nodes: int) -> None:
         """Run the kernels of a round on the current contents of the buffers, for time measurements."""
@@ -272,7 +270,6 @@ class _HostEvent:
         """Return immediately, because launches on the host are synchronous."""
 
     def elapsed_time(self, end: "_HostEvent") -> float:
-        """Return the milliseconds from this event to `end`."""
         return 1000 * (end._at - self._at)
 
 

@@ -35,7 +35,7 @@ from treespec_kernels.tree.device_trees import MAX_CANDIDATES
 from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, MAX_DEPTH, SEEDS
 from treespec_kernels.tuning.tuned import KernelConfigs
 
-# Slots behind a request's context that drafts write to: the root's and those of all frontiers but the last
+# Slots after a request's context that drafts write to: the root's and those of all frontiers but the last
 SLOTS = num_tree_slots(MAX_DEPTH)
 NODES = (1, 8, 16, 32, 64)  # target pass rows per request, one graph each
 # A graph launches programs for all segments of its longest context, so shorter contexts have their own graphs.
@@ -80,7 +80,7 @@ def captured_rounds(
     configs: KernelConfigs,  # tuned for the device
     spec: SpecConfig,  # the engine's default options, which limit depth and nodes
     max_model_len: int,
-    scratch: int,  # slots behind a request's context for tree nodes
+    scratch: int,  # slots after a request's context, for tree nodes
     max_num_seqs: int,
     cuda_graphs: bool,  # whether to capture CUDA graphs; otherwise kernels are launched individually
 ) -> Rounds:
@@ -95,7 +95,7 @@ def captured_rounds(
     captures = cuda_graphs and target.device.type == "cuda"
     graph_memory = GraphMemory.of(target.device) if captures else None
     release_cached(target.device)
-    before = _reserved(target.device)
+    reserved_before = _reserved(target.device)
     contexts = [context for context in CONTEXTS if context < max_model_len] + [max_model_len]
     sampling = SamplingState(max_num_seqs, target.vocab_size, target.device, limits.width)
     evidence = None if ssms is None else ssms.evidence
@@ -110,16 +110,16 @@ def captured_rounds(
     of_models = [stack.kernels for stack in (model, *stacks)]
     for kernels in of_models:
         kernels.spreads.fill_(1)
-    one = _measure_costs(rounds[1][0])
-    most = one if len(sizes) == 1 else _measure_costs(rounds[sizes[-1]][0])
+    low = _measure_costs(rounds[1][0])
+    high = low if len(sizes) == 1 else _measure_costs(rounds[sizes[-1]][0])
     for kernels in of_models:
         kernels.spreads.fill_(0)
-    planners = {size: Planner(_between(one, most, (size - 1) / max(sizes[-1] - 1, 1)), limits) for size in sizes}
+    planners = {size: Planner(_between(low, high, (size - 1) / max(sizes[-1] - 1, 1)), limits) for size in sizes}
     passes = None
     if graph_memory is not None:
         passes = TargetPass(model, limits, sizes, contexts, graph_memory, features, target.kernels.exact)
     release_cached(target.device)
-    return Rounds(limits, rounds, planners, _reserved(target.device) - before, sampling, passes)
+    return Rounds(limits, rounds, planners, _reserved(target.device) - reserved_before, sampling, passes)
 
 
 def _reserved(device: torch.device) -> int:
@@ -134,13 +134,13 @@ def planned_bytes(
     dtype: torch.dtype,  # dtype of activations
 ) -> int:
     """Return the memory of the largest round (all share it) and of a prefill pass, without weights and cache."""
-    longest = limits.max_context + limits.nodes[-1]
-    needed = MARGIN
+    length = limits.max_context + limits.nodes[-1]
+    total = MARGIN
     for i, model in enumerate(models):
         shape, head_dim = model.shape, model.shape.widest_head
         inner = max((sizes.intermediate_size for sizes in shape.sizes), default=shape.intermediate_size)
-        spans = np.array([min(window or longest, longest) for _, _, window in model.attentions])
-        per_layer = SegmentPartition().segment_of(spans) + 1 + (spans < longest)  # a window may start inside a segment
+        spans = np.array([min(window or length, length) for _, _, window in model.attentions])
+        per_layer = SegmentPartition().segment_of(spans) + 1 + (spans < length)  # a window may start inside a segment
         segments = int(per_layer.sum())
         # Twice the captured rows, because the run before a capture, which compiles the kernels, allocates its own
         # memory.
@@ -154,12 +154,12 @@ def planned_bytes(
         split = 8 * max(shape.hidden_size, 3 * shape.num_heads * head_dim) * 4  # fp32 sums of split layers
         activations = rows * (widths * dtype.itemsize + split + shape.vocab_size * (dtype.itemsize + 1))
         tables = len(model.ropes) * (limits.max_context + model.short_context) * 2 * head_dim * 4  # RoPE tables
-        needed += partials + activations + tables + _state_bytes(model, limits.width, rows, max_num_seqs, dtype)
+        total += partials + activations + tables + _state_bytes(model, limits.width, rows, max_num_seqs, dtype)
         if not i:  # fp32 transformed scores, logits of the host executor's passes, log-probabilities
             nodes = max_num_seqs * limits.nodes[-1]
             scored = nodes * 4 + min(nodes, MAX_ROWS) * dtype.itemsize + LOGPROB_ROWS * BYTES_PER_LOGIT
-            needed += scored * shape.vocab_size + SamplingState.nbytes(max_num_seqs, shape.vocab_size)
-    return needed
+            total += scored * shape.vocab_size + SamplingState.nbytes(max_num_seqs, shape.vocab_size)
+    return total
 
 
 def _state_bytes(model: ModelConfig, width: int, rows: int, max_num_seqs: int, dtype: torch.dtype) -> int:
@@ -188,8 +188,8 @@ def round_limits(spec: SpecConfig, max_model_len: int, scratch: int, num_ssms: i
     """Return the limits of captured rounds; its nodes must fit into the `scratch` slots of a request."""
     depth = min(MAX_DEPTH, spec.max_depth if not spec.is_plain else MAX_DEPTH, 1 + (scratch - 1) // FRONTIER)
     depth = max(min(depth, (MAX_CANDIDATES - SEEDS) // (FRONTIER * CHILDREN * (num_ssms + 1))), 1)
-    most = max(spec.max_nodes, NODES[-1] if spec.is_adaptive else 1)
-    nodes = sorted({n for n in NODES if n <= most} | {min(most, scratch)})
+    largest_tree = max(spec.max_nodes, NODES[-1] if spec.is_adaptive else 1)
+    nodes = sorted({n for n in NODES if n <= largest_tree} | {min(largest_tree, scratch)})
     return RoundLimits(depth, tuple(nodes), pages_for(max_model_len + scratch), max_model_len)
 
 
@@ -238,8 +238,8 @@ def _measure_costs(batch: BatchRound) -> CostCurve:
     batch.warm_up(nodes)
     verify = {n: _median_seconds(batch, 0, n)[1] for n in nodes}
     several = min(2, batch.limits.max_depth)
-    one_level, more = (_median_seconds(batch, levels, 1)[0] for levels in (1, several))
-    start, level = split_drafting(one_level, more, several)
+    one_level, more_levels = (_median_seconds(batch, levels, 1)[0] for levels in (1, several))
+    start, level = split_drafting(one_level, more_levels, several)
     return CostCurve(nodes, tuple(verify.values()), level, draft_start_seconds=start)
 
 

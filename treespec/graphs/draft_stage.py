@@ -75,8 +75,8 @@ class HeadPasses(SsmPasses):
         width = self._outputs.shape[2]
         features = self._outputs.gather(1, parents[..., None].expand(-1, -1, width))
         hidden, outputs = self._forward(forest.frontier_tokens, features.flatten(0, 1), rows)
-        places = torch.where(depths < 0, self._outputs.shape[1] - 1, slots).long()
-        self._outputs.scatter_(1, places[..., None].expand(-1, -1, width), outputs.view(*slots.shape, width))
+        output_slots = torch.where(depths < 0, self._outputs.shape[1] - 1, slots).long()
+        self._outputs.scatter_(1, output_slots[..., None].expand(-1, -1, width), outputs.view(*slots.shape, width))
         return hidden
 
     def _forward(self, tokens: Tensor, features: Tensor, rows: TritonPass) -> tuple[Tensor, Tensor]:
@@ -130,8 +130,8 @@ class DraftStage:
             scores, stats = stack.logits(passes.read(tokens, first, depths))
             summary = row_topk_triton(scores, 1, stats=stats)
             logits = scores.view(groups, b, width, -1)
-            seen = logits.gather(3, following.expand(groups, b, width)[..., None])[..., 0].float()
-            self.read_probs[ssms] = (seen - summary.lse.view(groups, b, width))[..., :-1].exp()
+            read_logits = logits.gather(3, following.expand(groups, b, width)[..., None])[..., 0].float()
+            self.read_probs[ssms] = (read_logits - summary.lse.view(groups, b, width))[..., :-1].exp()
             roots = logits.gather(2, last[:, None, None].expand(groups, b, 1, logits.shape[3]))
             self._propose(ssms, roots.view(groups * b, -1), None, 1, sampled)
 
@@ -161,7 +161,7 @@ class DraftStage:
         options: dict[str, Any] = {"stats": stats}
         if sampled:
             options = {"noise": inputs.noise(inputs["draft_temperatures"], by_row, by_row(positions))}
-        best = row_topk_triton(logits, self.children, **options)
+        topk = row_topk_triton(logits, self.children, **options)
         shape = (groups, b, rows, self.children)
-        self._tokens[ssms, :, :rows] = best.tokens.view(shape)
-        self._probs[ssms, :, :rows] = (best.values - best.lse[:, None]).exp().view(shape)
+        self._tokens[ssms, :, :rows] = topk.tokens.view(shape)
+        self._probs[ssms, :, :rows] = (topk.values - topk.lse[:, None]).exp().view(shape)

@@ -95,10 +95,10 @@ class GraphExecutor(Executor[GraphExecution]):
                 execution.seed_trees = self._search(execution)
             return execution.seed_trees
 
-        read = 0.0
+        read_seconds = 0.0
         if drafting := [request for request, plan in zip(requests, execution.plans, strict=True) if plan.levels]:
             clock.enter("draft")
-            read = self._catch_up(drafting)
+            read_seconds = self._catch_up(drafting)
             if (ssms := self.sources.ssms) is None or not any(map(ssms.may_draft, drafting)):
                 clock.enter("search")  # otherwise the search overlaps with the first level
                 if not any(search()):
@@ -106,7 +106,7 @@ class GraphExecutor(Executor[GraphExecution]):
             clock.enter("merge")
         levels, nodes = (max(getattr(plan, limit) for plan in execution.plans) for limit in ("levels", "nodes"))
         execution.rows = self.rounds.limits.fitting(nodes)
-        execution.drafted = Drafted(levels, levels, levels, read_seconds=read)
+        execution.drafted = Drafted(levels, levels, levels, read_seconds=read_seconds)
         rows = zip(
             requests, execution.plans, self._slots(requests), self.rounds.sampling.rows_of(requests), strict=True
         )
@@ -119,13 +119,13 @@ class GraphExecutor(Executor[GraphExecution]):
 
     def forward(self, execution: GraphExecution, clock: StageClock) -> None:
         """Launch the target pass, verification and commit."""
-        batch, read = execution.batch, execution.drafted.read_seconds
+        batch, read_seconds = execution.batch, execution.drafted.read_seconds
         execution.results = batch.verify()
         if batch.has_captured:
             execution.planner = None
         if not batch.has_followed:  # otherwise the device did not wait, or waited between draft levels
             began = execution.began if self._waited is None else self._waited
-            execution.host_seconds = time.perf_counter() - began - read
+            execution.host_seconds = time.perf_counter() - began - read_seconds
 
     def overlap(
         self, execution: GraphExecution, others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
@@ -179,15 +179,15 @@ class GraphExecutor(Executor[GraphExecution]):
             request.runs_ahead = False
         self._steady = self._steady + 1 if requests == self._last else 0
         self._last = requests
-        most = self.rounds.limits.width if execution.drafted.levels else 1  # maximum tokens of this round
+        max_new_tokens = self.rounds.limits.width if execution.drafted.levels else 1  # maximum tokens of this round
         if others_wait or self._steady < STEADY_ROUNDS:
             return
-        if any(request.finished or request.tokens_left <= most for request in requests):
+        if any(request.finished or request.tokens_left <= max_new_tokens for request in requests):
             return
-        if any(request.reserved_len <= len(request.tokens) + most for request in requests):
+        if any(request.reserved_len <= len(request.tokens) + max_new_tokens for request in requests):
             return  # its pages change before the next round
         size, context = self.rounds.size_for(len(requests)), max(request.context_len for request in requests)
-        if self.rounds.round_for(size, min(context + most, self.max_model_len)) is batch:
+        if self.rounds.round_for(size, min(context + max_new_tokens, self.max_model_len)) is batch:
             execution.runs_ahead = batch.launch_following()
             for request in requests:
                 request.runs_ahead = True

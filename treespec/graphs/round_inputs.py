@@ -51,8 +51,8 @@ class RoundInput(NamedTuple):
     least_value: float  # minimum value of a node
     max_len: int  # maximum number of positions of the request
     adapter: int = NO_ADAPTER  # slot of the request's adapter
-    state_slot: int = 0  # of the request's state of recurrent layers, in models with any
-    replayed: int = 0  # committed tokens since this state
+    state_slot: int = 0  # slot of the request's recurrent state, if the model has one
+    replayed: int = 0  # number of committed tokens after this state
     transforms: RequestTransforms | None = None  # logit transforms of the target; None for temperature alone
 
 
@@ -82,8 +82,8 @@ class DeviceInputs:
         host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
         self._host, self._device = host, torch.zeros(size, dtype=torch.uint8, device=device)
         # Numpy views of the fields in pinned memory, which `upload` copies to the device.
-        self.host = {name: _field(host, *part).numpy() for name, part in layout.items()}
-        self._fields = {name: _field(self._device, *part) for name, part in layout.items()}
+        self.host = {name: _field(host, *location).numpy() for name, location in layout.items()}
+        self._fields = {name: _field(self._device, *location) for name, location in layout.items()}
         for name, values in idle.items():
             self.host[name][:] = values
         self._bytes = host.numpy()
@@ -100,8 +100,8 @@ class DeviceInputs:
         if first is None and last is None:  # the device waits for this copy, so avoid slicing
             self._device.copy_(self._host, non_blocking=True)
             return
-        part = slice(self._places[first][0] if first else None, self._places[last][1] if last else None)
-        self._device[part].copy_(self._host[part], non_blocking=True)
+        span = slice(self._places[first][0] if first else None, self._places[last][1] if last else None)
+        self._device[span].copy_(self._host[span], non_blocking=True)
 
 
 def _field(memory: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -165,13 +165,13 @@ class RoundInputs(DeviceInputs):
         self.clear()
         host = self.host
         for i, request in enumerate(requests):
-            new = request.new_tokens
-            assert 1 <= len(new) <= self.limits.width, "the SSMs must read all but D + 1 tokens before the round"
+            new_tokens = request.new_tokens
+            assert 1 <= len(new_tokens) <= self.limits.width, "the SSMs must read all but D + 1 tokens before the round"
             assert request.context_len <= self.limits.max_context, "the request's context exceeds the round's"
             assert 0 <= request.replayed <= self.limits.width, "the request's state does not lead to its context"
             host["context_lens"][i] = request.context_len
-            host["new_lens"][i] = len(new)
-            host["roots"][i] = new[-1]
+            host["new_lens"][i] = len(new_tokens)
+            host["roots"][i] = new_tokens[-1]
             host["max_depths"][i] = request.max_depth
             host["max_nodes"][i] = request.max_nodes
             host["max_lens"][i] = request.max_len
@@ -182,7 +182,7 @@ class RoundInputs(DeviceInputs):
             host["least_values"][i] = request.least_value
             self._rng_seeds[i] = request.rng_seed
             host["samples"][i] = request.sample
-            host["new_tokens"][i, : len(new)] = new
+            host["new_tokens"][i, : len(new_tokens)] = new_tokens
             host["pages"][i, : len(request.pages)] = request.pages
             if request.end_tokens:
                 host["end_tokens"][i, : len(request.end_tokens)] = request.end_tokens
@@ -204,10 +204,10 @@ class RoundInputs(DeviceInputs):
             return
         for i, tree in enumerate(seed_trees):
             if tree is not None:
-                below, probs = len(tree) - 1, tree.probs[1:]
-                assert below <= SEEDS, "the seed tree exceeds SEEDS nodes"
-                self.host["proposed_tokens"][i, :below] = tree.tokens[1:]
-                self.host["proposed_parents"][i, :below] = tree.parents[1:] - 1
-                self.host["proposed_probs"][i, :below] = probs
-                self.host["proposed_ratios"][i, :below] = 1 if evidence is None else evidence.ratios(probs)
+                num_seeds, probs = len(tree) - 1, tree.probs[1:]
+                assert num_seeds <= SEEDS, "the seed tree exceeds SEEDS nodes"
+                self.host["proposed_tokens"][i, :num_seeds] = tree.tokens[1:]
+                self.host["proposed_parents"][i, :num_seeds] = tree.parents[1:] - 1
+                self.host["proposed_probs"][i, :num_seeds] = probs
+                self.host["proposed_ratios"][i, :num_seeds] = 1 if evidence is None else evidence.ratios(probs)
         self.upload("proposed_tokens", "proposed_ratios")

@@ -53,14 +53,14 @@ class SamplingState:
     def count(self, slots: Tensor, tokens: Tensor) -> None:
         """Add tokens (int32 [B, n], -1 for none) to the counts of slots (int32 [B]); part of a captured round."""
         rows = torch.where((tokens >= 0) & (slots >= 0)[:, None], slots[:, None], self.num_slots).long()
-        places = (rows * self.vocab_size + tokens.clamp(min=0)).flatten()
-        self._all_counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+        flat_indices = (rows * self.vocab_size + tokens.clamp(min=0)).flatten()
+        self._all_counts.view(-1).index_add_(0, flat_indices, torch.ones_like(flat_indices, dtype=torch.int32))
 
     def rows_of(self, requests: Sequence[Request]) -> list[RequestTransforms | None]:
         """Return each request's transforms in a round, or None. Free the slots of all other requests."""
         if self._slots:
-            for gone in self._slots.keys() - set(requests):
-                del self._slots[gone], self._known[gone]
+            for finished in self._slots.keys() - set(requests):
+                del self._slots[finished], self._known[finished]
         return [self._row_of(request) for request in requests]
 
     def _row_of(self, request: Request) -> RequestTransforms | None:
@@ -70,12 +70,12 @@ class SamplingState:
         row = TransformRow.of(params, request.num_prompt, self.vocab_size)
         if not has_state(params):
             return RequestTransforms(row, -1, (), params.truncates)
-        new = self._known.get(request, -1)
-        if new < 0 or len(request.tokens) - new > self._max_new:
+        num_counted = self._known.get(request, -1)
+        if num_counted < 0 or len(request.tokens) - num_counted > self._max_new:
             self._fill(request)
-            new = len(request.tokens)
+            num_counted = len(request.tokens)
         self._known[request] = len(request.tokens)
-        return RequestTransforms(row, self._slots[request], request.tokens[new:], params.truncates)
+        return RequestTransforms(row, self._slots[request], request.tokens[num_counted:], params.truncates)
 
     def _fill(self, request: Request) -> None:
         """Allocate and fill a request's slot of biases and counts."""

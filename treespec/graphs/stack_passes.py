@@ -48,7 +48,7 @@ class ModelStack:
     first: int = 0  # index of the first model among the SSMs
     heads: Sequence[HeadVocabulary] = ()  # vocabularies of reduced heads, one per model; empty for full heads
     scorer: PassKernels | None = None  # kernels of the model whose LM head is used; None for the stack's own
-    states: StateTensors | None = None  # of the requests, in the recurrent layers of a target; None without any
+    states: StateTensors | None = None  # recurrent states of the target's requests; None without recurrent layers
 
     @property
     def groups(self) -> int:
@@ -187,7 +187,7 @@ class TreePass:
         return self._passes.positions
 
     def logits(self, tokens: Tensor, depths: Tensor, ancestors: Tensor, adapted: bool = False) -> LmHead:
-        """Write the nodes' K/V to the slots behind the contexts and return their logits.
+        """Write the nodes' K/V to the slots after the contexts and return their logits.
 
         Tokens and depths, -1 for padding, are int32 [B, N]; `ancestors`, int32 [B, N, D + 1], are the indices of a
         node's ancestors by depth, ending with its own index, which is repeated. `adapted`: requests may have adapters.

@@ -80,13 +80,13 @@ class TargetPass:
             return None
         context = max(request.context_len for request in requests)
         size = next((limit for limit in self._sizes if limit >= len(requests)), None)
-        longest = next((limit for limit in self._contexts if limit >= context), None)
-        if size is None or longest is None:
+        max_context = next((limit for limit in self._contexts if limit >= context), None)
+        if size is None or max_context is None:
             return None
         if any(request.num_replayed > self._limits.width for request in requests):
             return None  # a deeper tree was verified before
         adapted = any(request.adapter is not None for request in requests)
-        shape = _PassShape(size, self._limits.fitting(nodes), longest, adapted)
+        shape = _PassShape(size, self._limits.fitting(nodes), max_context, adapted)
         return shape if size * shape.nodes <= MAX_ROWS else None
 
     @cached_property
@@ -100,13 +100,13 @@ class TargetPass:
     ) -> Tensor:
         """Run a pass without a graph, capture its shape, and compare the results."""
         assert self._graphs is not None
-        expected = run()
+        logits = run()
         try:
             graph = _Graph(shape, self._target, self._limits, self._memory, self._features, self._out)
             replayed = graph.replay(requests, trees)
-            differs = self._exact and not torch.equal(replayed.view(torch.int16), expected.view(torch.int16))
+            differs = self._exact and not torch.equal(replayed.view(torch.int16), logits.view(torch.int16))
         except Exception as error:  # drivers and compilers may raise any error for new kernels
-            torch.cuda.synchronize(expected.device)  # raises if the device is lost
+            torch.cuda.synchronize(logits.device)  # raises if the device is lost
             logger.warning("cannot capture target passes; launching their kernels individually", exc_info=error)
         else:
             if not differs:
@@ -121,8 +121,6 @@ class TargetPass:
 
 
 class _Graph:
-    """A captured pass of one shape."""
-
     def __init__(
         self,
         shape: _PassShape,

@@ -119,10 +119,10 @@ class VerifyStage:
         Idle requests and requests with a non-finite logit keep their inputs.
         """
         inputs, walk = self.inputs, self._walk
-        last = walk.tokens.gather(1, (walk.path_lens - 1).clamp(min=0).long()[:, None])[:, 0]
+        bonus = walk.tokens.gather(1, (walk.path_lens - 1).clamp(min=0).long()[:, None])[:, 0]
         inputs["context_lens"].add_(walk.path_lens)
         inputs["replayed"].copy_(walk.path_lens)
-        inputs["roots"].copy_(torch.where(walk.path_lens > 0, last, inputs["roots"]))
+        inputs["roots"].copy_(torch.where(walk.path_lens > 0, bonus, inputs["roots"]))
         inputs["new_lens"].copy_(walk.path_lens)
         inputs["new_tokens"].copy_(walk.tokens.clamp(min=0))
 
@@ -210,13 +210,13 @@ class VerifyStage:
         packed = self._logprobs[:count].numpy().copy() if logprobs else None
         results = []
         for i, (request, row) in enumerate(zip(requests, rows[:, : 1 + 2 * width].tolist(), strict=True)):
-            length, read = row[0], len(request.new_tokens) - 1 if drafted else 0
+            length, num_read = row[0], len(request.new_tokens) - 1 if drafted else 0
             results.append(
                 RoundResult(
                     rows[i, 1 + 2 * width :].reshape(5, nodes),
                     np.array(row[1 + width : 1 + width + length], dtype=np.int64),
                     row[1 : 1 + length],
-                    read_probs[:, i, :read],
+                    read_probs[:, i, :num_read],
                     None if packed is None else packed[i, :length],
                 )
             )

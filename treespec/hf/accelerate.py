@@ -77,9 +77,9 @@ class _Generate:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Generate":
         """Bind the copy to the copied model, with the same drafts."""
-        other = copy.copy(self)
-        other._model = copy.deepcopy(self._model, memo)
-        return other
+        copied = copy.copy(self)
+        copied._model = copy.deepcopy(self._model, memo)
+        return copied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model, method = self._model, type(self._model).generate  # type: ignore[attr-defined]
@@ -110,8 +110,8 @@ class _Generate:
         assistant, tokenizer = arguments.pop("assistant_model", None), arguments.pop("assistant_tokenizer", None)
         if assistant is None:
             return None if drafts is None else list(drafts)
-        others = [draft for draft in drafts or () if draft is not assistant]
-        return [*others, assistant if tokenizer is None else (assistant, tokenizer)]
+        other_drafts = [draft for draft in drafts or () if draft is not assistant]
+        return [*other_drafts, assistant if tokenizer is None else (assistant, tokenizer)]
 
     def _read_stop_strings(self, arguments: dict[str, Any]) -> None:
         """Convert `stop_strings` and `tokenizer`, which custom loops do not receive, to a stopping criterion."""
@@ -140,8 +140,8 @@ def _announce_hints(arguments: dict[str, Any]) -> None:
     """Drop arguments that change no token, and log them."""
     hints = {name: arguments.pop(name) for name in _HINTS if arguments.get(name) is not None}
     if hints:
-        listed = ", ".join(f"{name}={value!r}" for name, value in hints.items())
-        logger.info("generate(%s): no effect; the planner chooses the draft sizes", listed)
+        hints_text = ", ".join(f"{name}={value!r}" for name, value in hints.items())
+        logger.info("generate(%s): no effect; the planner chooses the draft sizes", hints_text)
 
 
 def _check_unsupported(arguments: dict[str, Any]) -> None:

@@ -78,9 +78,9 @@ def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: 
         if kind in _STATEFUL or (rows > 1 and kind in _OF_ONE_ROW):
             raise ConfigError(f"{kind} cannot be evaluated per node of a token tree; omit it")
     ends_alone = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-    others = [type(criterion).__name__ for criterion in criteria if type(criterion).__name__ != "MaxLengthCriteria"]
-    if rows > 1 and others and not ends_alone:
-        raise ConfigError(f"{', '.join(others)} with {rows} rows: pass an eos_token_id and a pad_token_id, or one row")
+    custom = [type(criterion).__name__ for criterion in criteria if type(criterion).__name__ != "MaxLengthCriteria"]
+    if rows > 1 and custom and not ends_alone:
+        raise ConfigError(f"{', '.join(custom)} with {rows} rows: pass an eos_token_id and a pad_token_id, or one row")
 
 
 def read_padding(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int]:
@@ -91,10 +91,10 @@ def read_padding(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int
         cache = remaining.pop(name, None)
         if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
             raise ConfigError("past_key_values: the engine uses its own cache; pass the whole prompt as input_ids")
-    strange = sorted(name for name, value in remaining.items() if value is not None and name not in _PREPARED)
-    if strange:
+    unsupported = sorted(name for name, value in remaining.items() if value is not None and name not in _PREPARED)
+    if unsupported:
         valid = "input_ids, attention_mask, drafts, spec, token_streamer, exact, and fields of GenerationConfig"
-        raise ConfigError(f"{', '.join(strange)}: not supported by treespec.hf.generate; valid: {valid}")
+        raise ConfigError(f"{', '.join(unsupported)}: not supported by treespec.hf.generate; valid: {valid}")
     rows, width = input_ids.shape
     if not rows or not width:
         raise RequestError(f"input_ids of shape {list(input_ids.shape)}; pass at least one row and one token")
@@ -105,8 +105,8 @@ def read_padding(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int
         raise RequestError(f"attention_mask of shape {list(mask.shape)}; expected 0 and 1 in {list(input_ids.shape)}")
     if bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
         raise RequestError("attention_mask masks tokens after the first visible one; pad on the left")
-    usual = (mask.cumsum(1) - 1).clamp(min=0)
-    if positions is not None and not torch.equal(positions.to(usual).expand_as(usual) * mask, usual * mask):
+    expected = (mask.cumsum(1) - 1).clamp(min=0)
+    if positions is not None and not torch.equal(positions.to(expected).expand_as(expected) * mask, expected * mask):
         raise ConfigError("position_ids: must count the prompt's unpadded tokens; omit them")
     padding: list[int] = (width - mask.sum(1)).tolist()
     return padding

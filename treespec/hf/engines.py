@@ -117,16 +117,16 @@ def _tensors(model: nn.Module) -> tuple[Any, ...]:
     return tuple((id(tensor), tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors)
 
 
-def _build(build: Callable[..., LLM], sizes: Iterable[tuple[int, int]], others: list[_Entry]) -> LLM:
-    """Build an engine with the first of `sizes` (rows, positions) that fits, after dropping `others`."""
+def _build(build: Callable[..., LLM], sizes: Iterable[tuple[int, int]], other_entries: list[_Entry]) -> LLM:
+    """Build an engine with the first of `sizes` (rows, positions) that fits, after dropping `other_entries`."""
     for rows, positions in sizes:
         while True:
             try:
                 return build(max_num_seqs=rows, max_model_len=positions)
             except CacheMemoryError as error:
-                short = str(error)
-            if not others:
+                reason = str(error)
+            if not other_entries:
                 break
-            others.pop(0)
-        logger.info("%d rows of %d positions do not fit into memory: %s", rows, positions, short)
+            other_entries.pop(0)
+        logger.info("%d rows of %d positions do not fit into memory: %s", rows, positions, reason)
     raise RequestError(f"the cache of one row of {positions} tokens does not fit into memory; lower max_new_tokens")

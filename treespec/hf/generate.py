@@ -106,19 +106,19 @@ def generate(
         padding = read_padding(input_ids, model_kwargs)
         prompts = [row[pad:] for row, pad in zip(input_ids.tolist(), padding, strict=True)]
         resolved = SpecConfig.resolve(spec, SpecConfig())
-        most = generation_config.max_length - input_ids.shape[1]
-        if most < 1:
+        max_new_tokens = generation_config.max_length - input_ids.shape[1]
+        if max_new_tokens < 1:
             room = f"max_length={generation_config.max_length}"
             raise RequestError(f"{room} leaves no room after {input_ids.shape[1]} tokens")
-        longest = max(map(len, prompts)) + most
+        max_length = max(map(len, prompts)) + max_new_tokens
         positions = Source.from_model(model).max_positions
-        if longest > positions:
-            tokens = f"{longest - most} prompt tokens and {most} new tokens"
+        if max_length > positions:
+            tokens = f"{max_length - max_new_tokens} prompt tokens and {max_new_tokens} new tokens"
             raise RequestError(f"{tokens}, but the model has {positions} positions; lower max_new_tokens")
         began = time.time()
         check_drafts(drafts)
         sources = [draft for draft in drafts or () if not (isinstance(draft, str) and draft == "lookup")]  # always on
-        llm = engine_for(model, sources, resolved, exact, len(input_ids), longest, positions, target_tokenizer)
+        llm = engine_for(model, sources, resolved, exact, len(input_ids), max_length, positions, target_tokenizer)
         if torch.is_autocast_enabled(llm.config.device.type):
             _warn_autocast(llm.config.dtype)
         stopping = type(stopping_criteria)(with_delayed_start(criteria, time.time() - began))
@@ -128,17 +128,17 @@ def generate(
         if not 0 <= least <= largest < decoder.vocab_size:
             raise RequestError(f"input_ids from {least} to {largest}; valid: 0 to {decoder.vocab_size - 1}")
         seed = int(torch.randint(_MAX_SEED, (1,), device="cpu")) if generation_config.do_sample else 0
-        params = SamplingParams(max_tokens=most, temperature=temperature_of(generation_config), seed=seed)
-        before = [row[:pad] for row, pad in zip(input_ids, padding, strict=True)]
+        params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature_of(generation_config), seed=seed)
+        pads = [row[:pad] for row, pad in zip(input_ids, padding, strict=True)]
         row_options = logits_processor, stopping, generation_config, params, resolved
-        rows = make_rows(prompts, before, *row_options, decoder.vocab_size, decoder.device)
+        rows = make_rows(prompts, pads, *row_options, decoder.vocab_size, decoder.device)
         streamer = RowStreamer(ending, input_ids, rows, _pad_token(generation_config))
         for row in llm.rounds.run(rows):
             if row.error is not None:
                 raise row.exception
             with llm.rounds.lock:
-                due = streamer.due()
-            streamer.put(due)
+                steps = streamer.due()
+            streamer.put(steps)
         streamer.put(streamer.due())
         metrics = vars(RequestMetrics.of(rows))
         with _guard:
@@ -159,8 +159,8 @@ def _pad_token(config: Any) -> int:
 
 def _output(ids: Tensor, rows: Sequence[Row], config: Any) -> Any:
     steps, pad = max(row.num_generated for row in rows), _pad_token(config)
-    new = [row.output_token_ids + [pad] * (steps - row.num_generated) for row in rows]
-    sequences = torch.cat((ids, torch.tensor(new, dtype=ids.dtype, device=ids.device)), 1)
+    new_tokens = [row.output_token_ids + [pad] * (steps - row.num_generated) for row in rows]
+    sequences = torch.cat((ids, torch.tensor(new_tokens, dtype=ids.dtype, device=ids.device)), 1)
     if not config.return_dict_in_generate:
         return sequences
     from transformers.generation.utils import GenerateDecoderOnlyOutput

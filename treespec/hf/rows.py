@@ -80,10 +80,10 @@ class Row(Request):
         assert self.padding is not None
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
-        before = torch.cat((self.padding, torch.tensor(self.tokens, dtype=torch.int64, device=self.padding.device)))
-        ids = torch.cat((before, torch.tensor(list(tokens), dtype=torch.int64, device=before.device)))[None]
+        prefix = torch.cat((self.padding, torch.tensor(self.tokens, dtype=torch.int64, device=self.padding.device)))
+        ids = torch.cat((prefix, torch.tensor(list(tokens), dtype=torch.int64, device=prefix.device)))[None]
         for count in range(1, len(tokens) + 1):
-            if self._stops(ids[:, : len(before) + count], count):
+            if self._stops(ids[:, : len(prefix) + count], count):
                 self.ended = "stop"
             elif self.num_generated + count >= self.max_tokens:
                 self.ended = "length"
@@ -97,18 +97,18 @@ class Row(Request):
         """Return whether a criterion fires after `count` new tokens. Sets `failure` if one raises."""
         try:
             scores = tuple(scores[None] for _, scores in self.recorded(count)) if self.keeps_scores else None
-            done = self.criteria(ids, scores)
-            return bool(done.all() if isinstance(done, Tensor) else done)
+            is_done = self.criteria(ids, scores)
+            return bool(is_done.all() if isinstance(is_done, Tensor) else is_done)
         except Exception as error:  # user code may raise anything; only this row fails
             self.failure = RequestError(f"a stopping criterion failed: {describe_error(error)}")
             self.failure.__cause__ = error
             return False
 
-    def recorded(self, more: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """Return (logits, scores), [vocab] each, for the output tokens and `more` upcoming ones."""
+    def recorded(self, num_more: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Return (logits, scores), [vocab] each, for the output tokens and `num_more` upcoming ones."""
         assert self.sampler is not None
         records = self.sampler.transforms.records  # type: ignore[attr-defined]
-        return [records[position] for position in range(self.num_prompt, len(self.tokens) + more)]
+        return [records[position] for position in range(self.num_prompt, len(self.tokens) + num_more)]
 
 
 def temperature_of(config: Any) -> float:
@@ -138,11 +138,11 @@ def make_rows(
     keeps = bool(config.return_dict_in_generate and config.output_scores)
     records = keeps or bool(config.return_dict_in_generate and config.output_logits)
     rows = []
-    for i, (tokens, before) in enumerate(zip(prompts, padding, strict=True)):
+    for i, (tokens, pads) in enumerate(zip(prompts, padding, strict=True)):
         row = Row(tokens, params, spec, eos_token_ids=end_tokens, seed=params.seed, sample=i)
-        row.criteria, row.padding, row.keeps_scores = criteria, before, keeps
+        row.criteria, row.padding, row.keeps_scores = criteria, pads, keeps
         if processors or config.do_sample or records:
-            scoring = ProcessorScoring(type(processors)(processors_of_row(processors, i)), before, records)
+            scoring = ProcessorScoring(type(processors)(processors_of_row(processors, i)), pads, records)
             row.sampler = Sampler(params, scoring, end_tokens, vocab_size, device, params.seed or 0, i)
         rows.append(row)
     return rows

@@ -60,7 +60,7 @@ def check_lark(grammar: str) -> None:
         """Return the characters and parts of a rule, or of a terminal including the terminals it references."""
         references = [term for term in _TERMINAL.findall(bodies[name]) if term in bodies] if name.isupper() else []
         sizes = [(len(bodies[name]), _num_parts(bodies[name], _OPTIONAL + r"|\[")), *map(expanded, references)]
-        return sum(length for length, _ in sizes), sum(parts for _, parts in sizes)
+        return sum(length for length, _ in sizes), sum(num_parts for _, num_parts in sizes)
 
     try:
         sizes = {name: expanded(name) for name in bodies}
@@ -68,10 +68,10 @@ def check_lark(grammar: str) -> None:
         raise RequestError(
             "structured_outputs: terminals of grammar reference each other in a cycle or too deeply"
         ) from None
-    for name, (length, parts) in sizes.items():
+    for name, (length, num_parts) in sizes.items():
         label = f"terminal {name} of grammar, with the terminals it references," if name.isupper() else f"rule {name}"
         _check(label, length, MAX_GRAMMAR, remedy="use rules (lower-case names) instead")
-        _check_parts(label, parts)
+        _check_parts(label, num_parts)
 
 
 def _check_schema(schema: str) -> None:
@@ -111,6 +111,6 @@ def _check_parts(label: str, count: int) -> None:
     _check(label, count, MAX_PARTS, "optional or repeated parts", "repeat a group, as in (...){0,100}")
 
 
-def _check(label: str, count: int, most: int, unit: str = "characters", remedy: str = "shorten it") -> None:
-    if count > most:
-        raise RequestError(f"structured_outputs: {label} has {count} {unit}, but the limit is {most}; {remedy}")
+def _check(label: str, count: int, limit: int, unit: str = "characters", remedy: str = "shorten it") -> None:
+    if count > limit:
+        raise RequestError(f"structured_outputs: {label} has {count} {unit}, but the limit is {limit}; {remedy}")

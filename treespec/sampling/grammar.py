@@ -155,11 +155,11 @@ def run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatch
             result.set_exception(error)
 
     with _stack_size:
-        usual = threading.stack_size(_STACK)
+        previous = threading.stack_size(_STACK)
         try:
             threading.Thread(target=run, name="treespec-grammar", daemon=True).start()
         finally:
-            threading.stack_size(usual)
+            threading.stack_size(previous)
     try:
         return result.result(timeout=SECONDS)
     except TimeoutError:
@@ -241,7 +241,7 @@ class Grammar:
         Forced text also counts in a tokenization that `excluded` masks.
         """
         self._follow(tokens)
-        ends = [place for place, token in enumerate(path, start=1) if token in self._end_tokens]
+        ends = [count for count, token in enumerate(path, start=1) if token in self._end_tokens]
         return self._parser.deep_copy().validate_tokens(list(path[: ends[0]] if ends else path))
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
@@ -253,10 +253,10 @@ class Grammar:
         """Consume the tokens added since the last call."""
         if self._read == len(tokens):
             return
-        new = list(tokens[self._read :])
+        new_tokens = list(tokens[self._read :])
         self._excluded.clear()
         self._read = len(tokens)
-        self._parser.consume_tokens(new)  # `_exclude` reports failures
+        self._parser.consume_tokens(new_tokens)  # `_exclude` reports failures
 
     def _reparse(self, tokens: Sequence[int]) -> None:
         """Reparse a text with a fresh parser, as plain decoding alone would.

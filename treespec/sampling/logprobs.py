@@ -42,8 +42,8 @@ class LogprobRows(NamedTuple):
         logprobs, score = torch.log_softmax(raw, 1), raw.gather(1, index)
         columns = torch.arange(raw.shape[1], dtype=torch.int64, device=raw.device)
         ranks = 1 + ((raw > score) | ((raw == score) & (columns < index))).sum(1)
-        best = _best(raw, count) if count else index[:, :0]
-        return cls(logprobs.gather(1, index)[:, 0], ranks, best, logprobs.gather(1, best))
+        top_ids = _best(raw, count) if count else index[:, :0]
+        return cls(logprobs.gather(1, index)[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
 
     def packed(self) -> Tensor:
         """Return the rows as int32 [num_rows, 2 + 2 * count], for a single copy to the host; see `unpacked`."""
@@ -64,8 +64,8 @@ class LogprobRows(NamedTuple):
         rows = zip(token_ids, *(column.tolist() for column in self), strict=True)
         for token, logprob, rank, tokens, values in rows:
             entry = {token: Logprob(logprob, rank)}
-            for top_rank, (other, value) in enumerate(zip(tokens[:count], values[:count], strict=True), 1):
-                entry.setdefault(other, Logprob(value, top_rank))
+            for top_rank, (top_token, value) in enumerate(zip(tokens[:count], values[:count], strict=True), 1):
+                entry.setdefault(top_token, Logprob(value, top_rank))
             entries.append(entry)
         return entries
 
@@ -81,7 +81,7 @@ def logprobs_of(
 
 
 def packed_logprobs(
-    parts: Sequence[Tensor], tokens: Sequence[int], count: int, library: CDLL | None = None
+    logits_parts: Sequence[Tensor], tokens: Sequence[int], count: int, library: CDLL | None = None
 ) -> np.ndarray:
     """Return `LogprobRows.packed` for several logits [num_rows, vocab] and their chosen tokens.
 
@@ -89,11 +89,11 @@ def packed_logprobs(
     log-probabilities are rounded from float64, so they differ from torch's by the rounding of torch's sums.
     """
     if library is not None:
-        return row_logprobs(library, parts, tokens, count)
-    logits = torch.cat(list(parts))
+        return row_logprobs(library, logits_parts, tokens, count)
+    logits = torch.cat(list(logits_parts))
     token_ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
     chunks = zip(logits.split(_ROWS), token_ids.split(_ROWS), strict=True)
-    packed = [LogprobRows.of(rows, chosen, count).packed() for rows, chosen in chunks]
+    packed = [LogprobRows.of(rows, chosen_ids, count).packed() for rows, chosen_ids in chunks]
     return torch.cat(packed).cpu().numpy()
 
 

@@ -28,13 +28,13 @@ class Noise:
 
         Computes logarithms only for tokens that can be chosen; the result is the same as when adding `row`.
         """
-        most = scores.max()
-        if not abs(most) < _LARGE:  # or NaN
+        max_score = scores.max()
+        if not abs(max_score) < _LARGE:  # or NaN
             values = scores + self.row(position)
             token = int(values.argmax())
             return token, float(values[token])
         integers = gumbel_integers_of_row(self.seed, self.sample, position, self.vocab_size)
-        bounds = np.exp(scores - most)
+        bounds = np.exp(scores - max_score)
         bounds *= _ROOM * np.float32(2**32)
         tokens = np.flatnonzero(integers.astype(np.float32) < bounds)
         noise = gumbel_ref(np.resize(integers[tokens], -(-len(tokens) // _RUN) * _RUN))
@@ -52,5 +52,5 @@ class Noise:
 
     def forget(self, position: int) -> None:
         """Drop the rows before a position."""
-        for old in [old for old in self._rows if old < position]:
-            del self._rows[old]
+        for old_position in [old_position for old_position in self._rows if old_position < position]:
+            del self._rows[old_position]

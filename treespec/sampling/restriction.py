@@ -44,9 +44,9 @@ class Restriction:
         excluded = self._excluded_if_known(tokens, path).numpy()
         if not isinstance(vocabulary, int):
             excluded = excluded[vocabulary]
-        if (left := probs.sum(where=~excluded)) > 0:
+        if (allowed_mass := probs.sum(where=~excluded)) > 0:
             probs[excluded] = 0
-            probs /= left
+            probs /= allowed_mass
 
     def _excluded_if_known(self, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
         """Return `excluded`, or no mask if the grammar rejects the text."""
@@ -59,22 +59,22 @@ class Restriction:
         """Remove nodes that the target may not choose, with their subtrees; random draws stay (`TokenTree.keep`)."""
         if tree.draw_rows is not None:
             return tree
-        fits = np.append(True, ~self._unlisted[tree.tokens[1:]])
+        is_allowed = np.append(True, ~self._unlisted[tree.tokens[1:]])
         if self.grammar is not None:
-            fits &= self._fits(self.grammar, tree, tokens)
-        if fits.all():
+            is_allowed &= self._fits(self.grammar, tree, tokens)
+        if is_allowed.all():
             return tree
-        reachable, parents = fits.tolist(), tree.parents.tolist()
+        reachable, parents = is_allowed.tolist(), tree.parents.tolist()
         for node in range(1, len(reachable)):
             reachable[node] = reachable[node] and reachable[parents[node]]
         return tree.keep(np.flatnonzero(reachable))
 
     def _fits(self, grammar: Grammar, tree: TokenTree, tokens: Sequence[int]) -> np.ndarray:
         """Return a mask of the nodes whose paths the grammar accepts, queried at the leaves: bool [num_nodes]."""
-        fits = np.zeros(len(tree), dtype=bool)
+        is_allowed = np.zeros(len(tree), dtype=bool)
         inner = np.zeros(len(tree), dtype=bool)
         inner[tree.parents[1:]] = True
         for leaf in np.flatnonzero(~inner).tolist():
             path = tree.path_to(leaf)
-            fits[path[: 1 + grammar.fitting(tokens, tree.tokens[path[1:]].tolist())]] = True
-        return fits
+            is_allowed[path[: 1 + grammar.fitting(tokens, tree.tokens[path[1:]].tolist())]] = True
+        return is_allowed

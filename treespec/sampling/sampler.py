@@ -56,7 +56,7 @@ class Sampler:
         # Compute noise and transforms on the logits' device, with the kernels of captured rounds. Their rounding may
         # differ from the host's, so an engine always uses the same ones
         kernel_noise: bool = False,
-        library: CDLL | None = None,  # from `growth_library`, for choosing faster on the CPU with the same bits
+        library: CDLL | None = None,  # `growth_library`, which chooses faster on the CPU with the same bits
     ):
         self.params, self.temperature, self._device = params, params.temperature, device
         self._end_tokens = frozenset(end_tokens)
@@ -85,8 +85,8 @@ class Sampler:
             return self._choose_by_scores(lambda: self.transforms.scores(logits, tokens, ancestors), logits, position)
         assert isinstance(self.transforms, Transforms)
         transforms, penalised = self.transforms, self.transforms.penalised(logits, tokens, ancestors)
-        if (chosen := self._native.choose(penalised, position)) is not None:
-            return chosen
+        if (choice := self._native.choose(penalised, position)) is not None:
+            return choice
         return self._choose_by_scores(lambda: transforms.truncated(penalised), logits, position)
 
     def _choose_by_scores(self, scores_of: Callable[[], Tensor], logits: Tensor, position: int) -> int:
@@ -94,11 +94,11 @@ class Sampler:
         with one_thread():
             scores = scores_of()
             if self.temperature > 0:
-                token, best = self.noise.choose(scores.cpu().numpy(), position)
+                token, score = self.noise.choose(scores.cpu().numpy(), position)
             else:
                 largest = scores.max(0)  # first on ties
-                token, best = int(largest.indices), float(largest.values)
-        self._check(best, logits, position)
+                token, score = int(largest.indices), float(largest.values)
+        self._check(score, logits, position)
         return token
 
     def _choose_by_kernel(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int], position: int) -> int:
@@ -124,18 +124,18 @@ class Sampler:
             self._check(float(scores.max()), logits, len(tokens) + len(ancestors))
             return torch.softmax(scores, -1).cpu().numpy()
 
-    def walk(self, tree: TokenTree, logits: Tensor, tokens: Sequence[int], most: int) -> tuple[np.ndarray, int]:
+    def walk(self, tree: TokenTree, logits: Tensor, tokens: Sequence[int], limit: int) -> tuple[np.ndarray, int]:
         """Verify naively: descend to the child that carries the target's choice until there is none.
 
         A node's choice depends only on its path and its own noise, so the emitted tokens equal plain decoding. The walk
         stops at a token that ends the request. If a choice below the root fails, the tokens before it are emitted, as
         in plain decoding, and the next walk fails at its root.
 
-        `logits` are [num_nodes, vocab], `tokens` prompt and output up to the root, `most` the request's remaining
+        `logits` are [num_nodes, vocab], `tokens` prompt and output up to the root, `limit` the request's remaining
         tokens. Returns the accepted path, int64 [1 + accepted], root first, and the next token.
         """
-        below = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
-        children = {key: node for node, key in enumerate(below) if node}
+        edges = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
+        children = {key: node for node, key in enumerate(edges) if node}
         path = [0]
         ancestors: list[int] = []
         while True:
@@ -146,7 +146,7 @@ class Sampler:
                     raise
                 return np.array(path[:-1], dtype=np.int64), ancestors[-1]
             child = children.get((path[-1], token))
-            if child is None or token in self._end_tokens or len(path) >= most:
+            if child is None or token in self._end_tokens or len(path) >= limit:
                 self.noise.forget(len(tokens) + len(ancestors))
                 return np.array(path, dtype=np.int64), token
             path.append(child)
@@ -196,13 +196,13 @@ class Sampler:
         seed, sample = self.key
         return np.random.Generator(np.random.Philox(key=np.array([seed, sample + stream], np.uint64)))
 
-    def _check(self, best: float, logits: Tensor, position: int) -> None:
+    def _check(self, score: float, logits: Tensor, position: int) -> None:
         """Raise RequestError if the best score is not finite."""
-        if math.isfinite(best):
+        if math.isfinite(score):
             return
         if not bool(torch.isfinite(logits.float().max())):
             raise RequestError(f"the target computed NaN or infinity at position {position - 1}")
-        if math.isnan(best) or best > 0:
+        if math.isnan(score) or score > 0:
             raise RequestError(
                 f"logit_bias, penalties or logits_processors produced NaN or infinity at position {position}"
             )

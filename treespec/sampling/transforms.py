@@ -158,8 +158,8 @@ class Transforms:
         if not self._num_counted:
             self._counts.copy_(torch.from_numpy(count_row(tokens, self._num_prompt, self._vocab_size))[None])
         elif self._num_counted < len(tokens):
-            new = torch.tensor(tokens[self._num_counted :], dtype=torch.int64, device=self._device)
-            self._counts[0].index_add_(0, new, torch.ones_like(new, dtype=torch.int32))
+            new_tokens = torch.tensor(tokens[self._num_counted :], dtype=torch.int64, device=self._device)
+            self._counts[0].index_add_(0, new_tokens, torch.ones_like(new_tokens, dtype=torch.int32))
         self._num_counted = len(tokens)
 
     def _padded(self, tokens: Sequence[int]) -> Tensor:
@@ -176,15 +176,15 @@ class _BadWords:
         self._ends: dict[tuple[int, ...], list[int]] = {}
         for word in words:
             self._ends.setdefault(tuple(word[:-1]), []).append(word[-1])
-        self._lengths = sorted({len(before) for before in self._ends})
+        self._lengths = sorted({len(prefix) for prefix in self._ends})
 
     def ends(self, tokens: Sequence[int], ancestors: Sequence[int]) -> list[int]:
         """Return the last tokens of all words whose other tokens end the text."""
         if not self._lengths:
             return []
-        near = (*tokens[len(tokens) - min(self._lengths[-1], len(tokens)) :], *ancestors)
-        fitting = [length for length in self._lengths if length <= len(near)]
-        return [end for length in fitting for end in self._ends.get(near[len(near) - length :], ())]
+        tail = (*tokens[len(tokens) - min(self._lengths[-1], len(tokens)) :], *ancestors)
+        fitting = [length for length in self._lengths if length <= len(tail)]
+        return [end for length in fitting for end in self._ends.get(tail[len(tail) - length :], ())]
 
 
 def _process(processor: object, scores: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
@@ -206,18 +206,18 @@ def truncate_rows(logits: Tensor, params: SamplingParams) -> None:
     Drafts are truncated approximately: ties at the threshold stay, and a nucleus of over `_NUCLEUS` tokens is not
     truncated.
     """
-    wide = logits.shape[1]
+    vocab_size = logits.shape[1]
     if params.min_p > 0:
         least = logits.amax(1, keepdim=True) + float(np.log(params.min_p))
         logits.masked_fill_(logits < least, -torch.inf)
-    if 0 < params.top_k < min(wide, _NUCLEUS):
+    if 0 < params.top_k < min(vocab_size, _NUCLEUS):
         least = topk_rows(logits, params.top_k)[0][:, -1:]
         logits.masked_fill_(logits < least, -torch.inf)
     if params.top_p < 1:
-        best = topk_rows(torch.softmax(logits, 1), _NUCLEUS)[0]
-        inside = (best.cumsum(1) - best < params.top_p).sum(1, keepdim=True).clamp(min=1)  # 0 if a row is NaN
-        values = topk_rows(logits, best.shape[1])[0]
-        least = torch.where(inside < best.shape[1], values.gather(1, inside - 1), -torch.inf)
+        top = topk_rows(torch.softmax(logits, 1), _NUCLEUS)[0]
+        count = (top.cumsum(1) - top < params.top_p).sum(1, keepdim=True).clamp(min=1)  # 0 if a row is NaN
+        values = topk_rows(logits, top.shape[1])[0]
+        least = torch.where(count < top.shape[1], values.gather(1, count - 1), -torch.inf)
         logits.masked_fill_(logits < least, -torch.inf)
 
 
@@ -234,6 +234,6 @@ def call_processor(name: str, call: Callable[[], Any], size: int, device: torch.
     except Exception as error:  # user code may raise anything; only this request fails
         raise RequestError(f"{name} failed: {describe_error(error)}") from error
     if isinstance(result, Tensor):
-        what = f"{result.dtype} {list(result.shape)}"
-        raise RequestError(f"{name} returned {what}; expected floating point [1, {size}]")
+        description = f"{result.dtype} {list(result.shape)}"
+        raise RequestError(f"{name} returned {description}; expected floating point [1, {size}]")
     raise RequestError(f"{name} returned {type(result).__name__} instead of a tensor")

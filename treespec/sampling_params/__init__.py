@@ -157,9 +157,9 @@ class SamplingParams(VllmSamplingParams):
     @property
     def transforms_logits(self) -> bool:
         """Whether anything besides temperature and truncation modifies the logits."""
-        others = self.bad_words or self.logit_bias or self.logits_processors or self.min_tokens
+        has_others = self.bad_words or self.logit_bias or self.logits_processors or self.min_tokens
         restricted = self.allowed_token_ids is not None or self.structured_outputs is not None
-        return self.has_penalties or restricted or bool(others)
+        return self.has_penalties or restricted or bool(has_others)
 
     @property
     def truncates(self) -> bool:
@@ -172,14 +172,14 @@ class SamplingParams(VllmSamplingParams):
         return self.temperature == 0 and not self.transforms_logits
 
 
-def _checked(stated: Field[Any], value: Any) -> Any:
+def _checked(info: Field[Any], value: Any) -> Any:
     """Validate a field and convert it to Python numbers, tuples (from lists) or copies of dicts. Raises ConfigError."""
-    if stated.name in _CONVERTED:
-        return _CONVERTED[stated.name](stated.name, value)
-    value = checked_value(stated, value)
-    if stated.name == "seed" and value == -1:
+    if info.name in _CONVERTED:
+        return _CONVERTED[info.name](info.name, value)
+    value = checked_value(info, value)
+    if info.name == "seed" and value == -1:
         return None
-    if stated.name == "temperature" and 0 < value < LEAST_TEMPERATURE:  # vLLM also has a minimum
+    if info.name == "temperature" and 0 < value < LEAST_TEMPERATURE:  # vLLM also has a minimum
         logger.warning("temperature=%r is raised to %r, the minimum above 0", value, LEAST_TEMPERATURE)
         return LEAST_TEMPERATURE
     return value

@@ -33,15 +33,14 @@ class Adapters:
         return iter(self._by_name)
 
     def get(self, name: str | None) -> LoRARequest | None:
-        """Return the adapter of this name."""
         return self._by_name.get(name or "")
 
     def has(self, lora: LoRARequest) -> bool:
-        """Return whether an adapter is still what its name stands for."""
+        """Return whether an adapter's name still refers to it."""
         return self._by_name.get(lora.lora_name) is lora
 
     async def load(self, body: LoadAdapterBody) -> Response:
-        """Load an adapter from its files, also if it is loaded already. Running requests keep the one they have."""
+        """Load an adapter from its files, even if it is loaded already; running requests keep the old one."""
         name = body.lora_name
         lora = LoRARequest(name, next(self._numbers), body.lora_path)
         async with self._updating:
@@ -56,7 +55,7 @@ class Adapters:
         return PlainTextResponse(f"loaded LoRA adapter {name!r}")
 
     async def unload(self, body: UnloadAdapterBody) -> Response:
-        """Forget an adapter; requests with it run to their ends."""
+        """Unload an adapter; running requests keep it."""
         async with self._updating:
             cache = self._updatable()
             if (lora := self._by_name.pop(body.lora_name, None)) is None:

@@ -36,9 +36,9 @@ class Answer:
     def response(self, outputs: Sequence[RequestOutput]) -> str:
         """Return the complete response as JSON, from the finished output of each prompt."""
         choices = []
-        for place, output in enumerate(outputs):
-            self._count(place, output)
-            choices += [self._choice(place, output, completion) for completion in output.outputs]
+        for prompt_index, output in enumerate(outputs):
+            self._count(prompt_index, output)
+            choices += [self._choice(prompt_index, output, completion) for completion in output.outputs]
         return self._json(self.kind, choices, usage=self._total())
 
     def opening(self) -> Iterator[dict[str, str]]:
@@ -46,19 +46,19 @@ class Answer:
         return iter(())
 
     def chunks(
-        self, place: int, output: RequestOutput, rounds: list[dict[str, Any]] | None = None
+        self, prompt_index: int, output: RequestOutput, rounds: list[dict[str, Any]] | None = None
     ) -> Iterator[dict[str, str]]:
         """Yield the events of a prompt's new output. The first event carries the rounds."""
         if output.finished or self._body.continues_usage:
-            self._count(place, output)
+            self._count(prompt_index, output)
         for completion in output.outputs:
-            choice = self._choice(place, output, completion)
-            extra: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
+            choice = self._choice(prompt_index, output, completion)
+            usage_field: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
             if self._body.continues_usage:
-                extra["usage"] = self._total()
+                usage_field["usage"] = self._total()
             if rounds is not None:
-                extra["rounds"], rounds = rounds, []
-            yield {"data": self._json(self.chunk_kind, [choice], **extra)}
+                usage_field["rounds"], rounds = rounds, []
+            yield {"data": self._json(self.chunk_kind, [choice], **usage_field)}
 
     def closing(self) -> Iterator[dict[str, str]]:
         """Yield the events after the last output."""
@@ -77,9 +77,9 @@ class Answer:
     def _encode(self, document: dict[str, Any]) -> str:
         return to_json(document, inf_nan_mode="null").decode()
 
-    def _count(self, place: int, output: RequestOutput) -> None:
+    def _count(self, prompt_index: int, output: RequestOutput) -> None:
         metrics = output.metrics
-        self._usage[place] = len(output.prompt_token_ids), metrics.generated_tokens, metrics.cached_tokens
+        self._usage[prompt_index] = len(output.prompt_token_ids), metrics.generated_tokens, metrics.cached_tokens
 
     def _total(self) -> dict[str, Any]:
         prompt, generated, cached = map(sum, zip(*self._usage.values(), strict=True))
@@ -90,8 +90,8 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _choice(self, place: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        index = place * (self._body.n or 1) + completion.index
+    def _choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        index = prompt_index * (self._body.n or 1) + completion.index
         choice: dict[str, Any] = {"index": index, "finish_reason": completion.finish_reason}
         if completion.finish_reason is not None:
             choice["stop_reason"] = completion.stop_reason
@@ -119,20 +119,20 @@ class CompletionAnswer(Answer):
         self._tokenizer = tokenizer
         self._shown: dict[int, int] = {}  # number of characters in tokens with log-probabilities, by choice
 
-    def _count(self, place: int, output: RequestOutput) -> None:
-        super()._count(place, output)
+    def _count(self, prompt_index: int, output: RequestOutput) -> None:
+        super()._count(prompt_index, output)
         if self._body.only_echoes:
-            prompt, _, cached = self._usage[place]
-            self._usage[place] = prompt, 0, cached
+            prompt, _, cached = self._usage[prompt_index]
+            self._usage[prompt_index] = prompt, 0, cached
 
-    def _choice(self, place: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         if self._body.only_echoes:
             ended = completion.finish_reason and "length"
             logprobs = completion.logprobs and completion.logprobs[:0]
             completion = replace(
                 completion, text="", token_ids=[], logprobs=logprobs, finish_reason=ended, stop_reason=None
             )
-        choice = super()._choice(place, output, completion)
+        choice = super()._choice(prompt_index, output, completion)
         if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = [
                 entry and {token: logprob._asdict() for token, logprob in entry.items()}
@@ -197,36 +197,36 @@ class ChatAnswer(Answer):
         part = self._read(index, output, completion)
         choice: dict[str, Any] = {"logprobs": self._logprobs(completion)}
         num_calls = self._readers[index].num_calls
-        if num_calls and completion.finish_reason == "stop" and self._parser.named is None:  # like OpenAI
+        if num_calls and completion.finish_reason == "stop" and self._parser.named is None:  # as in OpenAI's API
             choice["finish_reason"] = "tool_calls"
-        said: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if part.reasoning:
-            said["reasoning_content"] = part.reasoning
+            fields["reasoning_content"] = part.reasoning
         if part.calls:
-            said["tool_calls"] = [self._call(call) for call in part.calls]
+            fields["tool_calls"] = [self._call(call) for call in part.calls]
         if not self._body.stream:
             content = None if part.calls and not part.content else part.content
-            return choice | {"message": {**role, "content": content, "refusal": None, **said}}
-        if part.content or not said:
-            said["content"] = part.content
-        return choice | {"delta": role | said}
+            return choice | {"message": {**role, "content": content, "refusal": None, **fields}}
+        if part.content or not fields:
+            fields["content"] = part.content
+        return choice | {"delta": role | fields}
 
     def _call(self, call: CallPart) -> dict[str, Any]:
         """Return a call, or a continuation of its arguments. Ids have nine letters, as Mistral's templates require."""
-        place = {"index": call.place} if self._body.stream else {}
+        index_field = {"index": call.place} if self._body.stream else {}
         if call.name is None:
-            return {**place, "function": {"arguments": call.arguments}}
+            return {**index_field, "function": {"arguments": call.arguments}}
         function = {"name": call.name, "arguments": call.arguments}
-        return {**place, "id": uuid.uuid4().hex[:9], "type": "function", "function": function}
+        return {**index_field, "id": uuid.uuid4().hex[:9], "type": "function", "function": function}
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if completion.logprobs is None:
             return None
         content = []
         for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
-            most = self._body.num_logprobs or 0
-            best = sorted((logprob.rank, t, logprob) for t, logprob in entry.items() if logprob.rank <= most)
-            top = [_named(t, logprob) for _, t, logprob in best]
+            num_top = self._body.num_logprobs or 0
+            top_entries = sorted((logprob.rank, t, logprob) for t, logprob in entry.items() if logprob.rank <= num_top)
+            top = [_named(t, logprob) for _, t, logprob in top_entries]
             content.append(_named(token, entry[token]) | {"top_logprobs": top})
         return {"content": content}
 

@@ -100,11 +100,11 @@ class Server:
         if answer.needs_special_tokens and body.skip_special_tokens is None:
             params.skip_special_tokens = False
 
-        def ended(place: int, output: RequestOutput) -> None:
+        def ended(prompt_index: int, output: RequestOutput) -> None:
             self._metrics.observe(output)
             if self._audit is not None:
                 arguments = params, body.speculation, tokenization, lora
-                self._audit.add(streams[place], output, prompts[place], *arguments)
+                self._audit.add(streams[prompt_index], output, prompts[prompt_index], *arguments)
 
         with ExitStack() as ends:
             feed, streams = None, list[RequestStream]()
@@ -131,12 +131,11 @@ class Server:
         return Response(answer.response(outputs), media_type="application/json")
 
     async def _events(self, answer: Answer, reading: Reading, feed: RoundFeed | None) -> AsyncIterator[dict[str, str]]:
-        """Yield the events of a stream."""
         try:
             for event in answer.opening():
                 yield event
-            async for place, output in reading.merged():
-                for event in answer.chunks(place, output, None if feed is None else feed.take()):
+            async for prompt_index, output in reading.merged():
+                for event in answer.chunks(prompt_index, output, None if feed is None else feed.take()):
                     yield event
             for event in answer.closing():
                 yield event
@@ -152,9 +151,9 @@ class Server:
         """Return the parser of a request's answers. Raises ConfigError if the format of its calls is unknown."""
         if body.called is not None:
             return OutputParser(named=body.called)
-        most = 1 if body.parallel_tool_calls is False else None
+        max_calls = 1 if body.parallel_tool_calls is False else None
         if body.must_call:
-            return OutputParser(calls=REQUIRED_CALLS, functions=body.functions, most_calls=most)
+            return OutputParser(calls=REQUIRED_CALLS, functions=body.functions, most_calls=max_calls)
         if body.is_constrained:
             return OutputParser()
         calls = self._calls if body.tools_for_template else None
@@ -168,7 +167,7 @@ class Server:
         def last_turn(text: str) -> str:
             return self._conversation(body).last_turn(self._engine.llm.get_tokenizer(), text)
 
-        return OutputParser(self._reasoning, calls, functions=body.functions, most_calls=most, last_turn=last_turn)
+        return OutputParser(self._reasoning, calls, functions=body.functions, most_calls=max_calls, last_turn=last_turn)
 
     def _model_name(self, name: str | None) -> str:
         """Return the client's name for the model, or the first one. Raises HTTPException for an unknown name."""
@@ -236,8 +235,8 @@ class Server:
     def detokenize(self, body: DetokenizeBody) -> Response:
         """Return the text of token ids."""
         self._model_name(body.model)
-        if wrong := [token for token in body.tokens if not 0 <= token < self._vocab_size]:
-            raise RequestError(f"token {wrong[0]}; valid: 0 to {self._vocab_size - 1}")
+        if invalid := [token for token in body.tokens if not 0 <= token < self._vocab_size]:
+            raise RequestError(f"token {invalid[0]}; valid: 0 to {self._vocab_size - 1}")
         return JSONResponse({"prompt": self._require_tokenizer().decode(body.tokens)})
 
     def _require_tokenizer(self) -> UserTokenizer:
@@ -272,7 +271,7 @@ class Server:
         return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
 
     async def on_error(self, request: Request, error: Exception) -> Response:
-        """Answer a refused request, and count it unless the engine has counted it (invalid prompts)."""
+        """Return an error response; count the request unless the engine has (invalid prompts)."""
         generating = (self.completions, self.chat, self.responses)
         generates = request.scope.get("endpoint") in generating and request.method == "POST"
         if generates and not isinstance(error, RequestError | ServerError):

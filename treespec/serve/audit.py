@@ -109,14 +109,14 @@ class Audit:
             stream.close()
         self._compare(finished, stream.token_ids)
 
-    def _compare(self, finished: _Finished, again: list[list[int]]) -> None:
-        pairs = [pair for both in zip(finished.token_ids, again, strict=True) for pair in zip_longest(*both)]
-        differing = sum(token != plain for token, plain in pairs)
-        self._count(len(pairs), differing)
-        if differing:
+    def _compare(self, finished: _Finished, replay: list[list[int]]) -> None:
+        pairs = [pair for rows in zip(finished.token_ids, replay, strict=True) for pair in zip_longest(*rows)]
+        num_differing = sum(token != plain for token, plain in pairs)
+        self._count(len(pairs), num_differing)
+        if num_differing:
             logger.error(
                 "audit: %d of %d tokens of request %s (seed %s) differ from plain decoding; please report this",
-                differing,
+                num_differing,
                 len(pairs),
                 finished.request_id,
                 finished.params.seed,

@@ -61,18 +61,18 @@ def error_response(
 
 
 async def on_error(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request that was malformed, refused or failed later."""
+    """Return the error response for a malformed, rejected or failed request."""
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return error_response(f"the body is not JSON: {first['ctx']['error']}", 400)
-        path = [str(part) for part in first["loc"] if part != "body"]
+        path = [str(key) for key in first["loc"] if key != "body"]
         name = ".".join(path)[:_LONGEST_NAME] or "body"
         value = "" if first["type"] == "missing" else f"={short_repr(first['input'])}"
         return error_response(f"{name}{value}: {first['msg']}", 400, path[0] if path else None)
     if isinstance(error, StarletteHTTPException):
         message = f"{request.method} {request.url.path[:100]}: {error.detail}"
-        return error_response(message, error.status_code, headers=error.headers)  # for a 405: Allow
+        return error_response(message, error.status_code, headers=error.headers)  # the Allow header of a 405
     if isinstance(error, TreespecError):
         message = str(error)
         for term, replacement in _TERMS:
@@ -84,7 +84,7 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
 
 
 class Shutdown:
-    """Server shutdown: `begin` refuses new requests; `end` ends running requests with status 503.
+    """Server shutdown: `begin` rejects new requests; `end` ends running requests with status 503.
 
     Must be used in the event loop's thread.
     """
@@ -125,10 +125,10 @@ class Shutdown:
 
 
 class Guard:
-    """Middleware that refuses requests without API key, to other hosts, with large or slow bodies, or during shutdown.
+    """Middleware that rejects requests without API key, to other hosts, with large or slow bodies, or during shutdown.
 
     `/health`, `/ping` and the server's own page (which asks for the key) need no key. Without a key, a server on the
-    loopback interface refuses other names in `Host`, so that web pages cannot reach it by a name that points to
+    loopback interface rejects other names in `Host`, so that web pages cannot reach it by a name that points to
     127.0.0.1.
     """
 

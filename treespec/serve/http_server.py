@@ -56,9 +56,9 @@ class Protocol(HttpToolsProtocol):
             if not room:
                 self._refuse(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
                 return
-            part, data = data[:room], data[room:]
-            self._num_header_bytes += len(part)
-            super().data_received(part)
+            chunk, data = data[:room], data[room:]
+            self._num_header_bytes += len(chunk)
+            super().data_received(chunk)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -120,7 +120,7 @@ class Protocol(HttpToolsProtocol):
 class HttpServer(uvicorn.Server):
     """Serves an application of `create_app` until it is interrupted.
 
-    After an interrupt, it refuses new requests, gives running requests `grace` seconds, and then ends them. A second
+    After an interrupt, it rejects new requests, gives running requests `grace` seconds, and then ends them. A second
     signal ends them immediately.
     """
 
@@ -178,7 +178,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
-                absent = error  # such as ::1 of localhost with IPv6 disabled
+                absent = error  # for example ::1 with IPv6 disabled
         if not sockets and absent is not None:
             raise absent
     except OSError as error:
@@ -198,7 +198,7 @@ def _bind(family: int, kind: int, protocol: int, address: Any, reuses: bool = Fa
     try:
         if reuses:
             _reuse(bound)
-        if family == socket.AF_INET6:  # as in asyncio: IPv4 has its own sockets
+        if family == socket.AF_INET6:  # IPv4 has its own sockets, as in asyncio
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         bound.bind(address)
     except OSError as error:

@@ -20,16 +20,12 @@ class Strict(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """The function of a call in a message."""
-
     model_config = ConfigDict(extra="allow", strict=True)
     name: str
     arguments: str | dict[str, Any]
 
 
 class CallInMessage(BaseModel):
-    """A call in an assistant's message."""
-
     model_config = ConfigDict(extra="allow", strict=True)
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -51,21 +47,20 @@ class Message(BaseModel):
         message = self.model_dump(exclude_unset=True)
         if message["role"] == "developer":  # OpenAI's newer name for the system role
             message["role"] = "system"
-        if self.role == "assistant" and self.content is None:  # with calls; templates would print None
+        if self.role == "assistant" and self.content is None:  # a message of calls; templates would print None
             message["content"] = ""
         return message
 
 
 def _bounded(messages: list[Message]) -> list[Message]:
-    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
-    if parts > MOST_PARTS:
-        raise ValueError(f"the contents have {parts} parts; valid: at most {MOST_PARTS}")
+    num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    if num_parts > MOST_PARTS:
+        raise ValueError(f"the contents have {num_parts} parts; valid: at most {MOST_PARTS}")
     return messages
 
 
 Messages = TypeAliasType(
-    "Messages",
-    Annotated[list[Message], FailFast(), Field(max_length=MOST_MESSAGES), AfterValidator(_bounded)],
+    "Messages", Annotated[list[Message], FailFast(), Field(max_length=MOST_MESSAGES), AfterValidator(_bounded)]
 )
 
 
@@ -151,8 +146,6 @@ class TemplateFields(BaseModel):
 
 
 class ChosenFunction(Strict):
-    """The function named in `tool_choice`."""
-
     name: str
 
 
@@ -177,7 +170,7 @@ class AllowedToolsChoice(Strict):
     allowed_tools: AllowedTools
 
 
-def calls_schema(functions: list[Function], most: int | None, only_arguments: bool) -> dict[str, Any]:
+def calls_schema(functions: list[Function], max_calls: int | None, only_arguments: bool) -> dict[str, Any]:
     """Return the schema of calls, or of one function's arguments. Raises ConfigError if definitions share a name."""
     if only_arguments:
         return functions[0].parameters or {"type": "object", "properties": {}}
@@ -192,5 +185,5 @@ def calls_schema(functions: list[Function], most: int | None, only_arguments: bo
         properties = {"name": {"const": function.name}, "arguments": arguments}
         call = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         calls.append(call)
-    most_items = {} if most is None else {"maxItems": most}
+    most_items = {} if max_calls is None else {"maxItems": max_calls}
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most_items, **definitions}

@@ -26,7 +26,7 @@ class ServerMetrics(Collector):
 
     def __init__(self, engine: Engine, model: str):
         self.registry = registry = CollectorRegistry()
-        self.num_refused = 0  # requests refused before they reached the engine
+        self.num_refused = 0  # requests rejected before they reached the engine
         registry.register(self)
         self._engine, self._model, labels = engine, model, ["model_name"]
         self._times = [
@@ -44,10 +44,10 @@ class ServerMetrics(Collector):
             )
         )
 
-    def count_audit(self, tokens: int, differing: int) -> None:
+    def count_audit(self, tokens: int, num_differing: int) -> None:
         """Count the tokens of an audit."""
         self._audited.inc(tokens)
-        self._differing.inc(differing)
+        self._differing.inc(num_differing)
 
     def observe(self, output: RequestOutput) -> None:
         """Count a finished request whose output was read completely."""
@@ -78,14 +78,14 @@ class ServerMetrics(Collector):
         }
         passes = sum(list(stats.accepted_lengths.values()))
         drafts = dict(stats.drafts)
-        whole = drafts.get(WHOLE_TREE)
+        merged = drafts.get(WHOLE_TREE)
         counts = {
             "num_preemptions": ("Preemptions of requests for other requests' pages.", stats.num_preemptions),
             "prefill_tokens": ("Prompt tokens computed, of finished requests.", stats.prefill_tokens),
             "prompt_tokens_cached": ("Prompt tokens of cached prefixes, of finished requests.", stats.cached_tokens),
             "generation_tokens": ("Tokens generated, of finished requests.", stats.generated_tokens),
             "target_passes": ("Target passes, counted for each request in them.", passes),
-            "nodes_verified": ("Rows of target passes.", passes + (whole.num_tokens if whole else 0)),
+            "nodes_verified": ("Rows of target passes.", passes + (merged.num_tokens if merged else 0)),
             "failed_requests": ("Requests that were refused or failed.", stats.failed_requests + self.num_refused),
         }
         for kind, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counts)):
@@ -100,7 +100,7 @@ class ServerMetrics(Collector):
         accepted = CounterMetricFamily(
             "treespec:spec_decode_num_accepted_tokens", f"Accepted nodes. {by_source}", labels=labels
         )
-        places = CounterMetricFamily(
+        accepted_by_depth = CounterMetricFamily(
             "treespec:spec_decode_num_accepted_tokens_per_pos",
             f"Accepted nodes by depth, from 0. {by_source}",
             labels=[*labels, "position"],
@@ -111,5 +111,5 @@ class ServerMetrics(Collector):
             nodes.add_metric([self._model, source], draft.num_tokens)
             accepted.add_metric([self._model, source], sum(depths))
             for position, count in enumerate(depths):
-                places.add_metric([self._model, source, str(position)], count)
-        yield from (trees, nodes, accepted, places)
+                accepted_by_depth.add_metric([self._model, source, str(position)], count)
+        yield from (trees, nodes, accepted, accepted_by_depth)

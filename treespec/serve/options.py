@@ -96,10 +96,10 @@ class ServerOptions:
             name, _, path = module.partition("=")
             if module.lstrip().startswith("{"):  # vLLM's other form
                 try:
-                    stated = json.loads(module)
+                    fields = json.loads(module)
                 except ValueError:
-                    stated = {}
-                name, path = stated.get("name"), stated.get("path")
+                    fields = {}
+                name, path = fields.get("name"), fields.get("path")
             if not (isinstance(name, str) and name and isinstance(path, str) and path):
                 raise ConfigError(f'lora_modules={module!r}; valid: NAME=FOLDER, or {{"name": NAME, "path": FOLDER}}')
             if name in loras or name in self.served_model_name:
@@ -116,5 +116,5 @@ class ServerOptions:
     def uvicorn_settings(self) -> dict[str, Any]:
         """Keyword arguments for uvicorn."""
         names = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile")
-        other = {"root_path": self.root_path.rstrip("/"), "log_level": self.uvicorn_log_level}
-        return {name: getattr(self, name) for name in names} | other
+        settings = {"root_path": self.root_path.rstrip("/"), "log_level": self.uvicorn_log_level}
+        return {name: getattr(self, name) for name in names} | settings

@@ -92,7 +92,7 @@ class OutputParser:
 
     def value_types(self, function: str, parameter: str) -> frozenset[str]:
         """Return the JSON types that a function's schema allows for a parameter; all types if unspecified."""
-        root, seen = self.functions.get(function, {}), dict[str, frozenset[str]]()
+        root, resolved = self.functions.get(function, {}), dict[str, frozenset[str]]()
 
         def allowed(schema: Any) -> frozenset[str]:
             if not isinstance(schema, Mapping):
@@ -111,13 +111,13 @@ class OutputParser:
             for keyword in ("anyOf", "oneOf"):
                 if isinstance(schema.get(keyword), list):
                     types &= frozenset().union(*map(allowed, schema[keyword]))
-            for each in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-                types &= allowed(each)
+            for subschema in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+                types &= allowed(subschema)
             reference = schema.get("$ref")
-            if isinstance(reference, str) and reference not in seen and len(seen) < _MOST_REFERENCES:
-                seen[reference] = frozenset()  # ends recursive references
-                seen[reference] = allowed(_resolved({"$ref": reference}, root))
-            return types & seen.get(reference, JSON_TYPES) if isinstance(reference, str) else types
+            if isinstance(reference, str) and reference not in resolved and len(resolved) < _MOST_REFERENCES:
+                resolved[reference] = frozenset()  # ends recursive references
+                resolved[reference] = allowed(_resolved({"$ref": reference}, root))
+            return types & resolved.get(reference, JSON_TYPES) if isinstance(reference, str) else types
 
         try:
             return allowed(self.parameters(function).get(parameter, root.get("additionalProperties"))) or JSON_TYPES

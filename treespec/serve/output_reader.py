@@ -87,8 +87,8 @@ class OutputReader:
             if self._text.lstrip().startswith(tuple(form.bare)):
                 is_open = yield from self._read_calls(form, is_bare=True)
         tags = (*form.tags, *([_XML_FUNCTION] if form.is_xml else ()))
-        while (found := (yield from self._until(tags, self._add_content))) is not None:
-            space, tag = found
+        while (match := (yield from self._until(tags, self._add_content))) is not None:
+            space, tag = match
             is_bare = tag == _XML_FUNCTION  # models omit the tag before it
             self._text = tag + self._text if is_bare else self._text
             if is_open and tag == form.closing:
@@ -116,31 +116,31 @@ class OutputReader:
         self, tags: tuple[str, ...], add: Callable[[str], None], keeps_space: bool = True
     ) -> Generator[None, None, tuple[str, str] | None]:
         """Add the text before the first tag; return the white space between them and the tag, or None for no tag."""
-        while (first := min(((self._text.find(tag), tag) for tag in tags if tag in self._text), default=None)) is None:
+        while (match := min(((self._text.find(tag), tag) for tag in tags if tag in self._text), default=None)) is None:
             if self._ended:
                 add(self._take() if keeps_space else self._take().rstrip())
                 return None
             add(self._take(len(self._text[: self._certain(*tags)].rstrip()) if tags else None))
             yield
-        place, tag = first
-        before = self._take(place)
+        position, tag = match
+        text = self._take(position)
         self._take(len(tag))
-        add(before.rstrip())
-        return before[len(before.rstrip()) :], tag
+        add(text.rstrip())
+        return text[len(text.rstrip()) :], tag
 
     def _read_calls(self, form: CallFormat, is_bare: bool = False) -> _Decision:
         """Read calls at the beginning of the text. Return False, and leave the text unchanged, if there are none."""
-        num_calls, opened = self.num_calls, ""
+        num_calls, prefix = self.num_calls, ""
         while True:
             if self.num_calls == num_calls:
-                skipped = opened = yield from self._skip(r"\s*\[?\s*" if form.is_list else _SPACE)
+                skipped = prefix = yield from self._skip(r"\s*\[?\s*" if form.is_list else _SPACE)
             else:
                 skipped = yield from self._skip(rf"\s*[{form.separators}]?\s*" if form.separators else _SPACE)
             if not self._text or not (yield from self._read_call(form, is_bare, is_first=self.num_calls == num_calls)):
                 self._text = skipped + self._text
                 break
         if self.num_calls > num_calls:
-            yield from self._skip(r"\s*\]?\s*" if "[" in opened else _SPACE)
+            yield from self._skip(r"\s*\]?\s*" if "[" in prefix else _SPACE)
         return self.num_calls > num_calls
 
     def _skip(self, pattern: str) -> Generator[None, None, str]:
@@ -167,14 +167,14 @@ class OutputReader:
                 break
             yield
         head = None if brace is None else _HEAD.match(self._text, 0, brace.end())
-        read: list[str] = []
-        if head is None and not (yield from self._read_object(form.tags, read.append)):
-            self._text = "".join(read) + self._text
+        pieces: list[str] = []
+        if head is None and not (yield from self._read_object(form.tags, pieces.append)):
+            self._text = "".join(pieces) + self._text
             return False
-        call = _loads("".join(read)) if head is None else {"name": _loads(head[1])}
+        call = _loads("".join(pieces)) if head is None else {"name": _loads(head[1])}
         name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or (is_bare and name not in self.parser.functions):
-            self._text = "".join(read) + self._text
+            self._text = "".join(pieces) + self._text
             return False
         self._begin_call(_encodable(name))
         if head is None:
@@ -189,17 +189,17 @@ class OutputReader:
 
     def _read_rest(self, tags: tuple[str, ...]) -> _Steps:
         """Skip the rest of a call's object after the arguments, unless the brace is missing."""
-        while (rest := _REST.match(self._text)) is None and not self._ended and re.fullmatch(r"\s*,?\s*", self._text):
+        while (match := _REST.match(self._text)) is None and not self._ended and re.fullmatch(r"\s*,?\s*", self._text):
             yield
-        if rest is None:
+        if match is None:
             return
-        if rest[0].endswith("}"):
-            self._take(rest.end())
+        if match[0].endswith("}"):
+            self._take(match.end())
             return
-        read: list[str] = []
-        is_whole = yield from self._read_object(tags, read.append, opened='{"": 0')
-        if not is_whole or _loads('{"": 0' + "".join(read)) is None:
-            self._text = "".join(read) + self._text
+        pieces: list[str] = []
+        is_whole = yield from self._read_object(tags, pieces.append, opened='{"": 0')
+        if not is_whole or _loads('{"": 0' + "".join(pieces)) is None:
+            self._text = "".join(pieces) + self._text
 
     def _read_named(self, form: CallFormat) -> _Decision:
         """Read a name and an object with the arguments."""
@@ -220,26 +220,26 @@ class OutputReader:
 
         A tag inside a string is part of it if the object, with the following text, is JSON.
         """
-        nesting, read = _Nesting(len(opened[:1])), opened
+        nesting, consumed = _Nesting(len(opened[:1])), opened
         while True:
-            tag = min((place for each in tags if (place := self._text.find(each)) >= 0), default=None)
+            tag = min((position for tag_text in tags if (position := self._text.find(tag_text)) >= 0), default=None)
             certain = self._certain(*tags) if tag is None else tag
             end = nesting.end(self._text[:certain])
             piece = self._take(certain if end is None else end)
             add(piece)
-            read += piece
+            consumed += piece
             if end is not None or tag is not None or self._ended:
                 break
             yield
         if end is not None or tag is None or not nesting.is_string:
             return end is not None
-        seen = 0
-        while (end := nesting.end(self._text[seen:])) is None and not self._ended:
-            seen = len(self._text)
+        scanned = 0
+        while (end := nesting.end(self._text[scanned:])) is None and not self._ended:
+            scanned = len(self._text)
             yield
-        if end is None or _loads(read + self._text[: seen + end]) is None:
+        if end is None or _loads(consumed + self._text[: scanned + end]) is None:
             return False
-        add(self._take(seen + end))
+        add(self._take(scanned + end))
         return True
 
     def _read_xml(self, is_bare: bool) -> _Decision:
@@ -270,10 +270,10 @@ class OutputReader:
         self._go_on("}" if given_keys else "{}")
         return True
 
-    def _read_value(self, function: str, parameter: str, given: set[str]) -> _Decision:
+    def _read_value(self, function: str, parameter: str, given_keys: set[str]) -> _Decision:
         """Read a parameter's value: strings incrementally, other types as a whole. Return whether it is complete.
 
-        Without its own closing tag, it ends at the next parameter not yet `given`, or at the function's end.
+        Without its own closing tag, it ends at the next parameter not yet in `given_keys`, or at the function's end.
         """
         while not self._text and not self._ended:
             yield
@@ -282,12 +282,12 @@ class OutputReader:
         is_string = types == {"string"}
         self._go_on('"' if is_string else "")
         closing: int | None = None  # a tag of the function's end; part of the value if the value's own tag follows
-        seen = 0
+        scanned = 0
         while True:
             end = None
-            for tag in _XML_TAG.finditer(self._text, seen):
-                seen, (next_key, next_function) = tag.end(), tag.groups()
-                if tag[0] == _VALUE_END or (next_key is not None and self._is_next(function, next_key, given)):
+            for tag in _XML_TAG.finditer(self._text, scanned):
+                scanned, (next_key, next_function) = tag.end(), tag.groups()
+                if tag[0] == _VALUE_END or (next_key is not None and self._is_next(function, next_key, given_keys)):
                     end = tag.start()
                 elif next_function in self.parser.functions:
                     end = tag.start() if closing is None else closing
@@ -297,13 +297,13 @@ class OutputReader:
                     break
             if end is not None or self._ended:
                 break
-            begun = _XML_BEGUN.search(self._text, seen)
-            assert begun is not None, "the pattern matches an empty text"
-            seen = begun.start()
-            certain = seen if closing is None else closing - self._text[:closing].endswith("\n")
+            partial_tag = _XML_BEGUN.search(self._text, scanned)
+            assert partial_tag is not None, "the pattern matches an empty text"
+            scanned = partial_tag.start()
+            certain = scanned if closing is None else closing - self._text[:closing].endswith("\n")
             piece = self._take(certain)
             self._go_on(_escaped(piece) if is_string else "")
-            value, seen, closing = value + piece, seen - certain, None if closing is None else closing - certain
+            value, scanned, closing = value + piece, scanned - certain, None if closing is None else closing - certain
             yield
         end = closing if end is None else end
         piece = self._take(end)
@@ -315,9 +315,9 @@ class OutputReader:
             self._go_on(_json_value(value + piece, types))
         return end is not None
 
-    def _is_next(self, function: str, parameter: str, given: set[str]) -> bool:
+    def _is_next(self, function: str, parameter: str, given_keys: set[str]) -> bool:
         """Return whether this parameter may come next in a function."""
-        return parameter not in given and parameter in (self.parser.parameters(function) or {parameter})
+        return parameter not in given_keys and parameter in (self.parser.parameters(function) or {parameter})
 
     def _certain(self, *tags: str) -> int:
         """Return the length of the text's prefix that cannot be the start of any of the tags."""
@@ -326,9 +326,9 @@ class OutputReader:
 
     def _take(self, count: int | None = None) -> str:
         """Consume the next characters, or all, of the unclassified text."""
-        taken = self._text[:count]
-        self._text = self._text[len(taken) :]
-        return taken
+        text = self._text[:count]
+        self._text = self._text[len(text) :]
+        return text
 
     def _add_reasoning(self, text: str) -> None:
         self._new.reasoning += text
@@ -398,9 +398,9 @@ def _finite(text: str) -> float:
 def _json_value(text: str, types: Set[str]) -> str:
     """Return a parameter's value as JSON: in the first of its types that the text can be parsed as, or a string."""
     literal = _PYTHON.get(text.strip(), text.strip())
-    read = _loads(literal, strict=True)
-    is_json = read is not None or literal == "null"
-    if is_json and ("string" not in types or json_type(read) in types - {"string"} or types >= JSON_TYPES):
+    parsed = _loads(literal, strict=True)
+    is_json = parsed is not None or literal == "null"
+    if is_json and ("string" not in types or json_type(parsed) in types - {"string"} or types >= JSON_TYPES):
         return literal
     return json.dumps(text.strip() if types >= JSON_TYPES else text, ensure_ascii=False)
 

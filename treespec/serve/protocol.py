@@ -56,7 +56,7 @@ class ResponseFormat(Strict):
 class GenerationBody(BaseModel):
     """Fields common to all endpoints. Null or missing fields have the server's defaults."""
 
-    model_config = ConfigDict(extra="allow", strict=True)  # `check` refuses unknown names
+    model_config = ConfigDict(extra="allow", strict=True)  # `check` rejects unknown names
     endpoint: ClassVar[str]
     openai: ClassVar[type]  # the fields of OpenAI; those not defined below change no token
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]]  # no-op values, and the alternative
@@ -96,12 +96,12 @@ class GenerationBody(BaseModel):
 
     def check(self) -> None:
         """Raise ConfigError for unknown, unsupported and contradictory fields."""
-        extra, known = self.model_extra or {}, self.openai.__annotations__
+        extra, openai_fields = self.model_extra or {}, self.openai.__annotations__
         for name, (neutral, instead) in self.unsupported.items():
             if (vars(self) | extra).get(name) not in neutral:
                 raise ConfigError(f"{self.endpoint}: {name} is not supported; {instead}")
-        unknown = [name[:60] for name in extra if name not in known]
-        reject_unknown(self.endpoint, unknown[:3], type(self).model_fields | known)
+        unknown = [name[:60] for name in extra if name not in openai_fields]
+        reject_unknown(self.endpoint, unknown[:3], type(self).model_fields | openai_fields)
         if self.stream_options is not None and not self.stream:
             raise ConfigError("stream_options require stream=true")
         if self.rounds and not self.stream:
@@ -272,8 +272,8 @@ class ChatBody(TemplateFields, GenerationBody):
     @property
     def allowed(self) -> list[Tool]:
         """The tools that may be called."""
-        chosen = self._chosen
-        return [tool for tool in self.tools or () if chosen is None or tool.function.name in chosen]
+        chosen_names = self._chosen
+        return [tool for tool in self.tools or () if chosen_names is None or tool.function.name in chosen_names]
 
     @property
     def functions(self) -> dict[str, dict[str, Any]]:

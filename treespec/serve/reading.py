@@ -44,7 +44,7 @@ class Reading:
 
     async def outputs(self) -> list[RequestOutput]:
         """Return the finished outputs of all streams. Raises ServerError if the request fails or is too slow."""
-        return [await self._next(place) for place in range(len(self._streams))]
+        return [await self._next(index) for index in range(len(self._streams))]
 
     async def merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Yield the outputs of all streams as they arrive, with stream indices. Errors as in `outputs`."""
@@ -54,24 +54,24 @@ class Reading:
                 yield 0, output
                 if output.finished:
                     return
-        reading = {asyncio.ensure_future(self._next(place)): place for place in range(len(self._streams))}
+        reading = {asyncio.ensure_future(self._next(index)): index for index in range(len(self._streams))}
         try:
             while reading:
-                done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    place, output = reading.pop(task), task.result()
+                completed, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+                for task in completed:
+                    index, output = reading.pop(task), task.result()
                     if not output.finished:
-                        reading[asyncio.ensure_future(self._next(place))] = place
-                    yield place, output
+                        reading[asyncio.ensure_future(self._next(index))] = index
+                    yield index, output
         finally:
             for task in reading:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)  # asyncio logs unretrieved errors
 
-    async def _next(self, place: int) -> RequestOutput:
+    async def _next(self, index: int) -> RequestOutput:
         try:
             async with self._limit(self._deadline):
-                output = await anext(self._streams[place])
+                output = await anext(self._streams[index])
         except TimeoutError:
             raise ServerError(f"the request took more than {self._seconds:g} s (--request-timeout)", 504) from None
         except TreespecError as error:  # the client's error, such as a grammar that allows no token
@@ -79,7 +79,7 @@ class Reading:
         if any(completion.finish_reason == "abort" for completion in output.outputs):
             raise ServerError("the request was aborted", 503)
         if output.finished:
-            self._ended(place, output)
+            self._ended(index, output)
         return output
 
 

@@ -75,8 +75,8 @@ class ResponsesBody(GenerationBody):
 
     def chat(self) -> ChatBody:
         """Return the equivalent request to `/v1/chat/completions`. Raises RequestValidationError and ConfigError."""
-        same = self.model_fields_set & ChatBody.model_fields.keys() - self.unsupported.keys()
-        fields: _Document = {name: getattr(self, name) for name in same} | {
+        shared_fields = self.model_fields_set & ChatBody.model_fields.keys() - self.unsupported.keys()
+        fields: _Document = {name: getattr(self, name) for name in shared_fields} | {
             "messages": _messages(self.instructions, self.input),
             "max_completion_tokens": self.max_output_tokens,
             "tools": self.tools and [*map(_nested, self.tools)],
@@ -233,7 +233,7 @@ class ResponsesAnswer(ChatAnswer):
         yield self._event({"type": "response.created", "response": self._document})
         yield self._event({"type": "response.in_progress", "response": self._document})
 
-    def chunks(self, place: int, output: RequestOutput, rounds: Any = None) -> Iterator[dict[str, str]]:
+    def chunks(self, prompt_index: int, output: RequestOutput, rounds: Any = None) -> Iterator[dict[str, str]]:
         return map(self._event, self._read_output(output))
 
     def closing(self) -> Iterator[dict[str, str]]:
@@ -304,7 +304,6 @@ class ResponsesAnswer(ChatAnswer):
             yield {"type": f"response.{kind.part_event}.added", **self._place, "part": self._holder}
 
     def _grow(self, text: str) -> Iterator[_Document]:
-        """Append to the text of the last item."""
         if text:
             assert self._growing is not None, "begun"
             self._holder[self._growing.field] += text
@@ -314,9 +313,9 @@ class ResponsesAnswer(ChatAnswer):
         """Move pending log-probabilities into the message, and return the field of its event."""
         if "logprobs" not in self._holder:
             return {}
-        new, self._logprobs_due = self._logprobs_due, []
-        self._holder["logprobs"] += new
-        return {"logprobs": new}
+        logprobs, self._logprobs_due = self._logprobs_due, []
+        self._holder["logprobs"] += logprobs
+        return {"logprobs": logprobs}
 
     def _end(self, status: str) -> Iterator[_Document]:
         """End the last item, unless it has ended."""

@@ -1,9 +1,9 @@
-"""Builds an engine: loads and tests the models, measures their costs, and joins the parts."""
+"""Builds an engine: loads and tests its models, measures their costs and connects the parts."""
 
 import dataclasses
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from ctypes import CDLL
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from treespec.cache.prefix_cache import PrefixCache
 from treespec.cache.state_pool import StatePool
 from treespec.config.configs import EngineConfig
 from treespec.config.engine_options import EngineOptions
+from treespec.drafters.base import DraftSource
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter
 from treespec.drafters.custom_source import CustomSource
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
@@ -41,6 +43,7 @@ from treespec.models.decoder import Decoder
 from treespec.models.group_model import GroupModel
 from treespec.models.low_rank import Updates
 from treespec.models.model_config import ModelConfig
+from treespec.planning.planner import Planner
 from treespec.startup.cost_measurement import load_planner
 from treespec.startup.load import libraries_folder
 from treespec.startup.memory import MemoryPlan, plan_memory
@@ -64,7 +67,7 @@ ADAPTER_ROWS = 32  # rows of every pass of an adapter if no weaker padding is ex
 
 @dataclass(frozen=True)
 class Built:
-    """An engine and the settings it was built with. It keeps no model that the engine does not keep itself."""
+    """An engine and the settings it was built with. It adds no references to models."""
 
     engine: Engine
     config: EngineConfig
@@ -76,11 +79,10 @@ class Built:
     loras: LoraCache | None  # None without `enable_lora`
 
     def stats(self) -> dict[str, Any]:
-        """Return the document of `LLM.stats`."""
         config, sources, kernels = self.config, self.engine.sources, self.kernels
         drafts, curve = sources.ssms.names if sources.ssms else (), self.engine.host.planner.costs.curve
         return self.engine.stats.as_dict() | {
-            "frozen": {  # the settings that bits depend on
+            "frozen": {  # settings that affect bits
                 "dtype": str(config.dtype).removeprefix("torch."),
                 "device": str(config.device),
                 "threads": config.num_threads,
@@ -113,9 +115,10 @@ class Built:
 
 
 def load_target(resolved: Resolved, plan: MemoryPlan) -> tuple[Decoder, KVCache, int | None, str]:
-    """Load the target, allocate the KV cache, and run the self-test, which leaves it zeroed, unless exact=False.
+    """Load the target, allocate the KV cache and, unless exact=False, run the self-test, which zeroes the cache again.
 
-    Returns also the rows of every pass if exactness needs padding, else None, and the guarantee about output tokens.
+    Also returns the number of rows to which exactness pads every pass (None without padding), and the guarantee about
+    output tokens.
     """
     loader, config, fixed_rows = resolved.loader, resolved.target, resolved.fixed_rows
     min_rows = fixed_rows or 2
@@ -146,7 +149,7 @@ def load_target(resolved: Resolved, plan: MemoryPlan) -> tuple[Decoder, KVCache,
 def check_exact(decoder: Decoder, cache: KVCache, attention: str, largest_pass: int) -> None:
     """Run the self-test on a native decoder. attention="auto" falls back from packed to gathered attention."""
     try:
-        # torch's share of compiled passes is small: its threads would wake up for it, and take CPUs from the passes.
+        # torch computes little in compiled passes; waking up its threads would take CPUs from these passes.
         with nullcontext() if decoder.compiled is None else one_thread():
             differences = differing_rows(decoder, cache.pools[0], largest_pass)
     except Exception as error:
@@ -157,16 +160,16 @@ def check_exact(decoder: Decoder, cache: KVCache, attention: str, largest_pass: 
             'device="cpu"'
         ) from error
     if decoder.embed_blocks is not None:
-        decoder.embed_blocks.release()  # random tokens have read many of its pages
+        decoder.embed_blocks.release()  # the test's random tokens have read many of its pages
     if differences and attention == "auto" and decoder.attention.name == "cpu-packed":
         logger.warning("packed attention is not exact on this machine (%s); using gathered attention", differences[0])
         decoder.attention = make_attention("cpu-gathered", decoder.config.shape, decoder.dtype, decoder.device)
         differences = differing_rows(decoder, cache.pools[0], largest_pass)
     if differences:
-        shown = "; ".join(differences[:3])
+        examples = "; ".join(differences[:3])
         raise ExactnessError(
             f"trees would not be bit-identical to plain decoding with attention={decoder.attention.name!r}, "
-            f"linear={decoder.linear!r}, {decoder.dtype}, {torch.get_num_threads()} threads: {shown}. "
+            f"linear={decoder.linear!r}, {decoder.dtype}, {torch.get_num_threads()} threads: {examples}. "
             "Use exact=False to continue"
         )
 
@@ -202,10 +205,10 @@ def _exact_adapter(
             "reach; their bits depend on the number of rows routed to each. Use exact=False to continue"
         )
     # torch's matrix products are not row-invariant in float32 or on a GPU, so only a fixed number of rows can be exact.
-    free = decoder.linear == "onednn" or (decoder.device.type == "cpu" and decoder.dtype == torch.bfloat16)
+    is_row_invariant = decoder.linear == "onednn" or (decoder.device.type == "cpu" and decoder.dtype == torch.bfloat16)
     differences: list[str] = []
     for attention in attentions:
-        for min_rows, multiple in [*([(2, 1), (2, 16)] if free else []), (rows, 1)]:
+        for min_rows, multiple in [*([(2, 1), (2, 16)] if is_row_invariant else []), (rows, 1)]:
             decoder = adapt(attention, min_rows, multiple)
             differences = differing_rows(decoder, cache.pools[0], plan.largest_pass)
             if not differences:
@@ -227,7 +230,7 @@ def build(options: EngineOptions) -> Built:
         return assemble(resolved, plan)
     except ExactnessError as error:
         options = fallback_options(resolved, error)
-    # Outside of the `except` block, because the error's traceback keeps the rejected decoder and its cache in memory.
+    # Not in the `except` block: the traceback would keep the rejected decoder and its cache in memory.
     del resolved, plan
     return build(options)
 
@@ -247,32 +250,16 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
             logger.warning("%s", issue)
     sizes_of_steps = options.max_num_seqs, chunk, plan.scratch
     scheduler = Scheduler(cache, *sizes_of_steps, resolved.target.short_context, options.max_loras)
-
-    def load_cross_tokenizer(draft: Draft, positions: int) -> tuple[Decoder, KVCache]:
-        model, pages = loader.load_draft(draft, positions), options.max_num_seqs * pages_for(positions)
-        return model, KVCache([draft.config.shape], pages, plan.cache_dtype, model.device)
-
-    sizes, others = (length, plan.scratch), bool(resolved.drafters)
-    cross_tokenizer = cross_tokenizer_drafters(
-        resolved.cross_tokenizer, load_cross_tokenizer, resolved.target, *sizes, planner, ssms, others
-    )
+    cross_tokenizer = _load_cross_tokenizer(resolved, plan, planner, ssms)
     custom = [CustomSource(drafter, decoder.vocab_size) for drafter in resolved.drafters]
-    sources = DraftSources(ssms, [*custom, *cross_tokenizer])
-    if options.suffix_tokens or resolved.spec.allows("lookup", "lookup"):
-        sources.others.append(LookupDrafter(_search_library(options.compile, lookup_library), options.suffix_tokens))
-    if resolved.table is not None:
-        stored = StoredTable.empty()
-        if isinstance(resolved.table, Path):
-            stored = StoredTable.load(resolved.table, resolved.target.shape.vocab_size)
-        library = _search_library(options.compile, table_library)
-        sources.others.append(TableDrafter(stored, library, options.suffix_tokens))
+    sources = DraftSources(ssms, [*custom, *cross_tokenizer, *_model_free_sources(resolved)])
     host = HostExecutor(runner, planner, sources, length)
     captured = None
     if rounds := _capture_rounds(resolved, plan, host, scheduler):
         runner = Runner(decoder, cache, fixed_rows, rounds.target_pass)
         host = HostExecutor(runner, planner, sources, length)
         captured = GraphExecutor(runner, sources, rounds, length)
-    if options.enable_prefix_caching:  # from now on, so that measurements and proofs compute their prompts
+    if options.enable_prefix_caching:  # only now: measurements and self-tests must compute their prompts
         cache.prefixes = PrefixCache(plan.num_pages + 1, 0 if ssms is None else len(ssms.models))
     drafts = [*(ssms.models if ssms else ()), *(drafter.model for drafter in cross_tokenizer)]
     state_pools = [*([] if cache.states is None else [cache.states]), *(ssms.state_pools.values() if ssms else ())]
@@ -314,19 +301,19 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
 def _lora_cache(
     options: EngineOptions, config: ModelConfig | AdapterConfig, target: Decoder, limits: SlotLimits | None
 ) -> LoraCache | None:
-    """Return what loads adapters of the target; None without `enable_lora`."""
+    """Return the cache that loads the target's adapters, or None without `enable_lora`."""
     if not options.enable_lora or isinstance(config, AdapterConfig):
         return None
-    most, exact = options.max_lora_rank if limits is None else limits.rank, options.exact
+    limit, exact = options.max_lora_rank if limits is None else limits.rank, options.exact
 
     def load(path: str) -> Lora:
-        # Threads of OpenMP would wait for one another in small operations, beside those of the passes.
+        # In small operations, OpenMP's threads would compete with those of the passes.
         with own_passes(target.device), nullcontext() if target.compiled is None else one_thread():
             weights = load_lora(local_folder(path), config.shape, config.rules, target.dtype)
-            if most is not None and weights.rank > most:
-                raise ConfigError(f"{path}: an adapter of rank {weights.rank}, above max_lora_rank={most}; raise it")
+            if limit is not None and weights.rank > limit:
+                raise ConfigError(f"{path}: an adapter of rank {weights.rank}, above max_lora_rank={limit}; raise it")
             updates = target.updates(weights.matrices)
-            if exact and isinstance(updates, Updates) and target.min_rows <= 2:  # otherwise, all passes have these rows
+            if exact and isinstance(updates, Updates) and target.min_rows <= 2:  # else all passes have `min_rows` rows
                 updates.check_rows(target.dtype)
             return Lora(weights.digest, updates)
 
@@ -345,8 +332,35 @@ def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Decoder, cache: KVC
     return SsmDrafter(models, names, cache, states) if models else None
 
 
+def _load_cross_tokenizer(
+    resolved: Resolved, plan: MemoryPlan, planner: Planner, ssms: SsmDrafter | None
+) -> list[CrossTokenizerDrafter]:
+    """Load the drafts with another tokenizer than the target's, each with a KV cache of its own."""
+
+    def load(draft: Draft, positions: int) -> tuple[Decoder, KVCache]:
+        model = resolved.loader.load_draft(draft, positions)
+        pages = resolved.options.max_num_seqs * pages_for(positions)
+        return model, KVCache([draft.config.shape], pages, plan.cache_dtype, model.device)
+
+    sizes, has_custom_drafters = (plan.max_model_len, plan.scratch), bool(resolved.drafters)
+    drafts = resolved.cross_tokenizer
+    return cross_tokenizer_drafters(drafts, load, resolved.target, *sizes, planner, ssms, has_custom_drafters)
+
+
+def _model_free_sources(resolved: Resolved) -> Iterator[DraftSource]:
+    """Yield lookup and the n-gram table, if the options enable them."""
+    options = resolved.options
+    if options.suffix_tokens or resolved.spec.allows("lookup", "lookup"):
+        yield LookupDrafter(_search_library(options.compile, lookup_library), options.suffix_tokens)
+    if resolved.table is not None:
+        stored = StoredTable.empty()
+        if isinstance(resolved.table, Path):
+            stored = StoredTable.load(resolved.table, resolved.target.shape.vocab_size)
+        yield TableDrafter(stored, _search_library(options.compile, table_library), options.suffix_tokens)
+
+
 def _search_library(compile: bool | str, library: Callable[[tuple[str, ...], Path], CDLL]) -> CDLL | None:
-    """Return the C++ library of a source without a model, or None if it cannot be built: Python searches, slowly."""
+    """Return the C++ library of a model-free source; None if it cannot be built, so that (slower) Python searches."""
     if compile is False:
         return None
     try:
@@ -357,16 +371,16 @@ def _search_library(compile: bool | str, library: Callable[[tuple[str, ...], Pat
 
 
 def _capture_rounds(resolved: Resolved, plan: MemoryPlan, host: HostExecutor, scheduler: Scheduler) -> Rounds | None:
-    """Capture an engine's rounds; None without Triton, or if they do not run or are not exact."""
+    """Capture an engine's rounds; None without Triton, or if they fail to run or are not exact."""
     configs, options, ssms = resolved.loader.configs, resolved.options, host.sources.ssms
     if configs is None:
         return None
     drafts = {} if ssms is None else dict(zip(ssms.names, ssms.models, strict=True))
-    if others := [name for name, model in drafts.items() if not runs_on_device(model)]:
-        logger.info("rounds are not captured: %s draft step by step", ", ".join(others))
+    if uncapturable := [name for name, model in drafts.items() if not runs_on_device(model)]:
+        logger.info("rounds are not captured: %s draft step by step", ", ".join(uncapturable))
         return None
     sizes = plan.max_model_len, plan.scratch, options.max_num_seqs
     capture = partial(captured_rounds, host.runner, ssms, configs, resolved.spec, *sizes, options.cuda_graphs)
     if resolved.loader.device.type == "cuda" and not is_interpreted():
         return proven_rounds(host, scheduler, capture, options.exact)
-    return capture()  # proving them takes minutes in the interpreter
+    return capture()  # the self-test takes minutes in the interpreter

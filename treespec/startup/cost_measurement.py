@@ -1,4 +1,4 @@
-"""Measures and stores the cost curve of this machine: target passes over 1 to N rows, draft levels and their start."""
+"""Measures and stores this machine's cost curve: target passes over 1 to N rows, draft levels and their start."""
 
 import json
 import logging
@@ -34,29 +34,29 @@ logger = logging.getLogger("treespec")
 
 CONTEXT = 128  # committed positions of each request during the measurement
 LONG_CONTEXT = 1024  # committed positions at which the cost of a position is measured
-# Passes step where products begin another tile: behind 16, 32 and 48 rows in tiles of AMX, behind 6 where AVX-512 keeps
-# the sums in registers (SmolLM2-135M, two threads: 6, 7 and 8 rows take 1.35, 1.79 and 1.80 times as long as one row).
+# Costs jump where matrix products start another tile: after 16, 32 and 48 rows with AMX, after 6 where AVX-512 keeps
+# the sums in registers (SmolLM2-135M, two threads: 6, 7 and 8 rows take 1.35, 1.79 and 1.80 times as long as one).
 ROWS = (1, 2, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64)
-# Row counts for slow models. At 0.5B parameters 4 rows take as long as one, and 8 rows 1.3 times as long: including 4,
-# nodes="auto" gains 2.94 instead of 2.86 (modelled seconds).
+# Row counts for slow models. At 0.5B parameters, 4 rows take as long as one and 8 rows 1.3 times as long; with 4 among
+# them, nodes="auto" gains 2.94 instead of 2.86 (modelled seconds).
 FEW_ROWS = (1, 2, 4, 6, 8, 16, 17, 32, 33, 64)
-SLOWEST_ROWS = (1, 4, 8, 16, 17, 32)  # for models of which each pass is timed once
-SCRATCH = 64  # slots behind the rows, for drafting
+SLOWEST_ROWS = (1, 4, 8, 16, 17, 32)  # row counts for models so slow that each pass is timed once
+SCRATCH = 64  # slots after the rows, for drafting
 DRAFT_LEVELS = 3
-REQUESTS = 4  # batch size that measures the marginal cost of a request in a draft pass
-LONG_ROWS = 8  # rows of the pass that measures the cost of a position for further rows
-ROUND_ROWS = 16  # rows of the pass by which numbers of threads are compared
-PATIENCE = 3  # measures for at most this multiple of the intended time, see `least_seconds`
-START_SECONDS = 0.5  # intended duration of measuring costs that are not stored
-THREADS_MARGIN = 0.9  # recommend another number of threads below this fraction of the current round time
-_BUSY = 0.05  # share of the time that threads may wait for a CPU on a machine that counts as quiet
-_AGREEMENT = 1.1  # largest ratio of the two lowest times of each run that counts as undisturbed
-# Factor by which stored ratios may be off. On a shared machine, short measurements differ by a tenth, and a curve of a
-# start beside other work was off by a half.
+REQUESTS = 4  # batch size for measuring the marginal cost of a request in a draft pass
+LONG_ROWS = 8  # rows of the pass that measures how the cost of a position grows with rows
+ROUND_ROWS = 16  # rows of the pass for comparing numbers of threads
+PATIENCE = 3  # maximum measuring time as a multiple of the intended one, see `least_seconds`
+START_SECONDS = 0.5  # intended duration of a measurement at engine start
+THREADS_MARGIN = 0.9  # recommend another number of threads if its rounds take less than this fraction of the time
+_BUSY = 0.05  # a machine is idle if threads wait for a CPU for at most this share of the time
+_AGREEMENT = 1.1  # a run was undisturbed if its two lowest times differ by at most this factor
+# Tolerated error factor of stored ratios. On a shared machine, short measurements differ by a tenth, and a curve
+# measured beside other work was off by a half.
 _STORED_MARGIN = 1.25
 _NUMBERS = tuple(field.name for field in fields(CostCurve))[2:]  # all fields but `rows` and `verify_seconds`
 _WRITE_LOCK_TIMEOUT = 10.0  # seconds to wait for another process's write
-STARTS = "starts"  # folder of what starts store: costs, apart from those of `treespec autotune`, and ranks of tokens
+STARTS = "starts"  # cache folder of engine starts: their costs (not those of `treespec autotune`) and token ranks
 _MAX_STORED = 1000  # curves in a file; the oldest are dropped
 
 
@@ -88,9 +88,9 @@ def cost_key(runner: Runner, ssms: SsmDrafter | None, num_threads: int) -> dict[
 
 
 def start_key(runner: Runner, key: dict[str, Any]) -> dict[str, Any]:
-    """Return the key of costs that a start measures: `key`, and what limits a measurement in the engine's own cache.
+    """Return the key of costs measured at engine start: `key`, and the size limits of the engine's cache.
 
-    It contains treespec's version, because users do not ask for these measurements and would not repeat them.
+    It contains treespec's version, since users did not request these measurements and would not repeat them.
     """
     pages = REQUESTS * pages_for(CONTEXT + ROWS[-1] + SCRATCH) + pages_for(LONG_CONTEXT + LONG_ROWS)
     return key | {
@@ -112,21 +112,21 @@ def processor() -> str:
 
 
 class MachineClock:
-    """The time on this machine, and how much of it threads of this process spend waiting for a CPU."""
+    """Clock of this machine; also tells how long this process's threads have waited for a CPU."""
 
     def now(self) -> float:
         return time.perf_counter()
 
     def waited(self) -> float:
-        """Return for how long threads were ready and had no CPU, summed; 0.0 where Linux does not tell."""
+        """Return the total seconds that runnable threads had no CPU; 0.0 where the kernel does not report them."""
         waited = 0
         for file in Path("/proc/self/task").glob("*/schedstat"):
-            with suppress(OSError, IndexError, ValueError):  # of a thread that has ended, or a kernel without figures
+            with suppress(OSError, IndexError, ValueError):  # the thread has ended, or the kernel has no statistics
                 waited += int(file.read_text().split()[1])
         return waited / 1e9
 
     def watch_other_work(self) -> Callable[[], bool]:
-        """Return a function that tells whether other work has taken CPUs from this process since this call."""
+        """Return a function that tells whether other processes have taken CPU time from this one since this call."""
         waited, start = self.waited(), self.now()
         return lambda: self.waited() - waited > _BUSY * (self.now() - start)
 
@@ -136,11 +136,10 @@ CLOCK = MachineClock()
 
 @torch.inference_mode()
 def measure(
-    runner: Runner,  # of an idle engine
+    runner: Runner,  # must belong to an idle engine
     ssms: SsmDrafter | None,
     # Approximate duration; on a busy machine up to `PATIENCE` times as long. Every row count is measured at least once.
-    # Slow models are measured with fewer row counts, the slowest without those beyond an automatic tree, and a small
-    # cache limits their size
+    # Slow models have fewer row counts, the slowest none above an automatic tree; a small cache limits them, too
     seconds: float = 1.0,
     advance: Callable[[float], None] = lambda fraction: None,  # progress callback, called with the completed fraction
     clock: MachineClock = CLOCK,
@@ -155,37 +154,37 @@ def measure(
     count = 1 if ssms is None else min([REQUESTS, *(pool.num_requests for pool in ssms.state_pools.values())])
     requests = [Request([1] * (context + 1), SamplingParams(), SpecConfig()) for _ in range(count)]
     requests = requests[: cache.num_free // pages_for(slots)]
-    long = _long_request(runner, len(requests) * pages_for(slots))
-    scratch = requests if long is None else [*requests, long]
+    long_request = _long_request(runner, len(requests) * pages_for(slots))
+    scratch = requests if long_request is None else [*requests, long_request]
     try:
         for request in requests:
-            _occupy(runner, request, slots, has_state=request is requests[0])  # the others are for drafts
-        if long is not None:
-            _occupy(runner, long, len(long.tokens) - 1 + LONG_ROWS)
-        [first] = least_seconds([partial(star_pass, runner, requests[0], 1)], 1, clock=clock)
-        quick = _is_quick(first, len(fitting), seconds)
-        slow = not quick and first * len(FEW_ROWS) * 5 > seconds
-        most = ROWS[-1] if first * ROWS[-1] < 2 * seconds else AUTO_NODES  # a pass over n rows takes at most n * first
+            _occupy(runner, request, slots, has_state=request is requests[0])  # the others only draft
+        if long_request is not None:
+            _occupy(runner, long_request, len(long_request.tokens) - 1 + LONG_ROWS)
+        [one_row] = least_seconds([partial(star_pass, runner, requests[0], 1)], 1, clock=clock)
+        quick = _is_quick(one_row, len(fitting), seconds)
+        slow = not quick and one_row * len(FEW_ROWS) * 5 > seconds
+        limit = ROWS[-1] if one_row * ROWS[-1] < 2 * seconds else AUTO_NODES  # n rows take at most n * one_row
         measured = fitting if quick else SLOWEST_ROWS if slow else FEW_ROWS
-        rows = tuple(n for n in fitting if n in measured and (quick or n <= most))
-        # Keys: n rows; "n far": of the request with the long context.
+        rows = tuple(n for n in fitting if n in measured and (quick or n <= limit))
+        # Keys: n, a pass over n rows; "n far", the same for the request with the long context.
         runs: dict[Any, Callable[[], None]] = {n: partial(star_pass, runner, requests[0], n) for n in rows}
-        if long is not None:
-            runs |= {f"{n} far": partial(star_pass, runner, long, n) for n in (1, LONG_ROWS)}
+        if long_request is not None:
+            runs |= {f"{n} far": partial(star_pass, runner, long_request, n) for n in (1, LONG_ROWS)}
         before: list[Callable[[], None] | None] = []
         if ssms is not None:
-            # "root": one level of one SSM; "one", "every": DRAFT_LEVELS of one SSM, of all SSMs; "batch": for all
-            # requests; "read": all SSMs read a prompt.
+            # "root": one level of one SSM. "one", "every": DRAFT_LEVELS levels of one SSM or of all. "batch": these
+            # levels for all requests. "read": all SSMs read a prompt.
             runs["root"] = partial(_draft, ssms, requests[:1], 1, levels=1)
             runs["one"] = partial(_draft, ssms, requests[:1], 1)
             if len(ssms.models) > 1:
                 runs["every"] = partial(_draft, ssms, requests[:1], None)
             runs["batch"], runs["read"] = partial(_draft, ssms, requests, None), partial(_read, ssms, requests[:1])
-        # A round drafts behind a target pass, which leaves little of the drafts in the caches.
+        # Drafting follows a target pass, which evicts most of the drafts from the CPU's caches.
         drafts, target_pass = runs.keys() & {"root", "one", "every", "batch"}, runs[rows[0]]
         before = [target_pass if name in drafts else None for name in runs]
-        # First runs compile kernels and allocate. On a CPU, those of the target take hardly longer, once a pass has
-        # read all weights; a draft of 0.5B parameters takes 1.4 times as long for one request, and 3.6 times for four.
+        # First runs compile kernels and allocate memory. On a CPU, they hardly slow the target once a pass has read all
+        # weights, but a draft of 0.5B parameters takes 1.4 times as long for one request, and 3.6 times for four.
         cold = () if quick or runner.target.device.type != "cpu" else runs.keys() - drafts if slow else rows
         for name, run in runs.items():
             if name not in cold:
@@ -195,27 +194,27 @@ def measure(
             least = least_seconds(calls, 2 if quick else 1, seconds, advance, before=before, clock=clock)
         else:
             least = least_seconds(calls, 1, 0.0, advance, 1, before, clock)
-            if is_busy():  # again, and for longer
-                again = least_seconds(calls, 1, seconds, advance, before=before, clock=clock)
-                least = [min(times) for times in zip(least, again, strict=True)]
+            if is_busy():  # measure again, for longer
+                longer_run = least_seconds(calls, 1, seconds, advance, before=before, clock=clock)
+                least = [min(times) for times in zip(least, longer_run, strict=True)]
     finally:
         _release(runner, ssms, scratch)
     times = dict(zip(runs, least, strict=True))
     if ssms is not None and len(ssms.models) == 1:
         times["every"] = times["one"]
     curve = CostCurve(rows, tuple(times[n] for n in rows), 0.0, context=context)
-    if long is not None:
-        curve = with_positions(curve, times, long.context_len)
+    if long_request is not None:
+        curve = with_positions(curve, times, long_request.context_len)
     return curve if ssms is None else with_drafting(curve, times, len(ssms.models), requests)
 
 
 @torch.inference_mode()
 def is_outdated(runner: Runner, ssms: SsmDrafter | None, curve: CostCurve, clock: MachineClock = CLOCK) -> bool:
-    """Return whether costs relative to a pass over one row clearly differ from a curve: of 8 rows, and of drafting.
+    """Return whether the costs of 8 rows and of drafting, relative to one row, clearly differ from those of a curve.
 
-    A curve also is outdated if passes are so fast now that more row counts can be measured. Otherwise the speed of the
-    whole machine changes no decision. On a busy machine the curve stays, and rounds correct it. Each run is timed
-    twice, and four times if they differ and are short.
+    A curve is also outdated if passes have become so fast that more row counts can be measured. A uniform change of the
+    machine's speed affects no decision. On a busy machine the curve stays, and rounds correct it. Each run is timed
+    twice, or four times if the times are short and differ.
     """
     slots = curve.context + (LONG_ROWS if ssms is None else SCRATCH)
     if slots > runner.cache.num_free * PAGE_SIZE:
@@ -229,32 +228,31 @@ def is_outdated(runner: Runner, ssms: SsmDrafter | None, curve: CostCurve, clock
     try:
         _occupy(runner, request, slots)
         is_busy = clock.watch_other_work()
-        now = least_seconds(runs, 1, before=before, clock=clock)
-        if _differ(now, expected) and 4 * sum(expected) < START_SECONDS / 2:
-            now = [*map(min, now, least_seconds(runs, 1, before=before, clock=clock))]
+        measured = least_seconds(runs, 1, before=before, clock=clock)
+        if _differ(measured, expected) and 4 * sum(expected) < START_SECONDS / 2:
+            measured = [*map(min, measured, least_seconds(runs, 1, before=before, clock=clock))]
     finally:
         _release(runner, ssms, [request])
     missing = {rows for rows in ROWS if rows <= curve.rows[-1]} - {*curve.rows}
-    is_coarse = bool(missing) and _is_quick(_STORED_MARGIN * now[0], len(ROWS))
-    return (_differ(now, expected) or is_coarse) and not is_busy()
+    is_coarse = bool(missing) and _is_quick(_STORED_MARGIN * measured[0], len(ROWS))
+    return (_differ(measured, expected) or is_coarse) and not is_busy()
 
 
 def _is_quick(one_row: float, num_rows: int, seconds: float = START_SECONDS) -> bool:
-    """Return whether there is time to measure so many row counts, by the seconds of a pass over one row."""
+    """Return whether `num_rows` row counts can be measured in time if a pass over one row takes `one_row` seconds."""
     return one_row * num_rows * 12 < seconds
 
 
 def _occupy(runner: Runner, request: Request, slots: int, has_state: bool = True) -> None:
-    """Reserve slots for a request, with zeros as K/V of its context; they cost as much as those of a prefill."""
+    """Reserve slots for a request and zero the K/V of its context; attending to zeros takes as long as to other K/V."""
     request.pages = runner.cache.reserve(request.request_id, slots)
     request.context_len = len(request.tokens) - 1
-    runner.cache.scrub(request.pages)  # pages of a CPU that were never written share one page of memory
+    runner.cache.scrub(request.pages)  # on a CPU, pages never written to would all map to one page of zeros
     if has_state:
         request.state = runner.cache.reserve_state(request.request_id, request.context_len)
 
 
 def _release(runner: Runner, ssms: SsmDrafter | None, requests: Sequence[Request]) -> None:
-    """Release the slots of those requests that have any."""
     for request in requests:
         if len(request.pages):
             runner.cache.release(request.request_id, scrub=True)
@@ -263,31 +261,31 @@ def _release(runner: Runner, ssms: SsmDrafter | None, requests: Sequence[Request
 
 
 def _differ(seconds: Sequence[float], expected: Sequence[float]) -> bool:
-    """Return whether the ratios of some times clearly differ from the expected ones."""
+    """Return whether the times clearly differ from the expected ones by other than a common factor."""
     slowdowns = np.array(seconds) / expected
     return bool(slowdowns.max() > _STORED_MARGIN * slowdowns.min())
 
 
 def _long_request(runner: Runner, pages_taken: int) -> Request | None:
-    """Return a request with a context of up to `LONG_CONTEXT`; None if the model or the cache has too little room."""
+    """Return a request with a context of up to `LONG_CONTEXT`; None if model or cache hold too few positions."""
     room = min((runner.cache.num_free - pages_taken) * PAGE_SIZE, runner.target.config.max_positions)
     context = min(LONG_CONTEXT, room - LONG_ROWS)
     return Request([1] * (context + 1), SamplingParams(), SpecConfig()) if context >= 4 * CONTEXT else None
 
 
 def with_positions(curve: CostCurve, times: dict[Any, float], context: int) -> CostCurve:
-    """Return the curve with the marginal costs of a committed position, from passes at `context` positions."""
-    further = context - curve.context
-    one_row = max(times["1 far"] - float(curve.verify(1)), 0.0) / further
-    rows = max(times[f"{LONG_ROWS} far"] - float(curve.verify(LONG_ROWS)), 0.0) / further
+    """Add the marginal costs of a committed position to a curve, from passes at `context` positions."""
+    extra_positions = context - curve.context
+    one_row = max(times["1 far"] - float(curve.verify(1)), 0.0) / extra_positions
+    rows = max(times[f"{LONG_ROWS} far"] - float(curve.verify(LONG_ROWS)), 0.0) / extra_positions
     return replace(curve, position_seconds=one_row, row_position_seconds=max(rows - one_row, 0.0) / (LONG_ROWS - 1))
 
 
 def with_drafting(curve: CostCurve, times: dict[Any, float], ssms: int, requests: Sequence[Request]) -> CostCurve:
-    """Return the curve with the costs of drafting: its start, a level, a request, an SSM, and reading a token."""
-    further = max(len(requests) - 1, 1)
+    """Add the costs of drafting to a curve: its start, a level, a request, an SSM and reading a token."""
+    extra_requests = max(len(requests) - 1, 1)
     start, level = split_drafting(times["root"], times["one"], DRAFT_LEVELS)
-    further_request = max(times["batch"] - times["every"], 0.0) / (DRAFT_LEVELS * ssms * further)
+    further_request = max(times["batch"] - times["every"], 0.0) / (DRAFT_LEVELS * ssms * extra_requests)
     return replace(
         curve,
         draft_seconds=level,
@@ -301,8 +299,8 @@ def with_drafting(curve: CostCurve, times: dict[Any, float], ssms: int, requests
 def star_pass(runner: Runner, request: Request, rows: int) -> None:
     """Run a target pass over a star of `rows` nodes (a root and its children), up to the argmax.
 
-    Their tokens are random, because rows of one token would read the same experts. The first tokens are those of
-    smaller stars.
+    Tokens are random, since equal tokens would route to the same experts. A larger star starts with the tokens of a
+    smaller one.
     """
     parents, state = np.minimum(np.arange(rows), 1) - 1, request.state_rows()
     star = RequestRows.tree(request.context_len, parents, request.pages, state=state)
@@ -337,17 +335,17 @@ def _read(ssms: SsmDrafter, requests: Sequence[Request]) -> None:
 
 def least_seconds(
     runs: Sequence[Callable[[], object]],
-    least_runs: int,  # of turns
-    # intended duration. Continues up to `PATIENCE` times as long with the callables whose two lowest times differ by
-    # more than a factor of `_AGREEMENT`. 0 = only `least_runs` turns
+    least_runs: int,  # minimum number of turns
+    # Intended duration. Callables whose two lowest times differ by more than a factor of `_AGREEMENT` run for up to
+    # `PATIENCE` times as long. 0: only `least_runs` turns
     seconds: float = 0.0,
     # Progress callback, called with the completed fraction after each turn
     advance: Callable[[float], None] = lambda fraction: None,
-    repeats: int = 2,  # runs in a turn: the first one finds caches and clock rate as another callable left them
-    before: Sequence[Callable[[], object] | None] = (),  # by callable, what is called before it and not timed
+    repeats: int = 2,  # runs per turn; the first one restores caches and clock rate after the other callables
+    before: Sequence[Callable[[], object] | None] = (),  # an untimed call before each callable, or None
     clock: MachineClock = CLOCK,
 ) -> list[float]:
-    """Return the minimum seconds of each callable over interleaved runs, over which interference spreads."""
+    """Return the minimum seconds of each callable; runs are interleaved, so that interference affects all."""
     best, start, count, share = [(float("inf"), float("inf"))] * len(runs), clock.now(), 0, 0.0
     turn = list(range(len(runs)))
     while count < least_runs or share < PATIENCE:
@@ -370,15 +368,15 @@ def least_seconds(
 
 
 def costs_file(folder: Path | str = "") -> Path:
-    """Return the file in which cost curves are stored: of `treespec autotune`, or of another folder of the cache."""
+    """Return the file of stored cost curves: those of `treespec autotune`, or those in a folder of the cache."""
     return cache_folder() / folder / "costs.json"
 
 
 @contextmanager
 def measuring_alone(seconds: float) -> Iterator[None]:
-    """Wait for other measurements of this user, for as long as one of `seconds` may take, and keep others waiting.
+    """Hold a lock against this user's other measurements, waiting as long as one of `seconds` may take.
 
-    Without working locks, nobody waits.
+    Has no effect where file locks do not work.
     """
     try:
         folder = cache_folder()
@@ -425,7 +423,6 @@ def _is_entry(entry: Any) -> bool:
 
 
 def curve_of(entry: dict[str, Any]) -> CostCurve:
-    """Return the curve of a stored entry."""
     rows, times = tuple(entry["rows"]), tuple(entry["verify_seconds"])
     return CostCurve(rows, times, **{name: entry[name] for name in _NUMBERS})
 
@@ -441,7 +438,7 @@ def round_seconds(curve: CostCurve) -> float:
 
 
 def by_threads(key: dict[str, Any]) -> dict[int, float]:
-    """Return `round_seconds` by number of threads, ascending, of the stored curves that equal `key` in all else."""
+    """Return `round_seconds` by number of threads, ascending, of the stored curves that otherwise match `key`."""
     seconds_by_threads = {
         entry["key"]["threads"]: round_seconds(curve_of(entry))
         for entry in load_all()
@@ -458,9 +455,9 @@ def load_planner(
     seconds: float = START_SECONDS,
     clock: MachineClock = CLOCK,
 ) -> Planner:
-    """Return a planner with the costs of these models. It stores them as its rounds correct them.
+    """Return a planner with the costs of these models; it stores the corrections that rounds make to them.
 
-    Costs measured by `treespec autotune` stay as they are stored.
+    Costs measured by `treespec autotune` are not overwritten.
     """
     planner = Planner(load_costs(runner, ssms, threads, interpreted, seconds, clock))
     key = cost_key(runner, ssms, threads)
@@ -484,10 +481,10 @@ def load_costs(
     seconds: float = START_SECONDS,
     clock: MachineClock = CLOCK,
 ) -> CostCurve:
-    """Return the costs of these models: stored by `treespec autotune`, or by an earlier start, or measured and stored.
+    """Return the costs of these models, as stored by `treespec autotune` or an earlier start, else measured and stored.
 
-    Costs of an earlier start have been corrected by its rounds. They are measured again if they are outdated, since the
-    machine may have been busy then.
+    Costs of an earlier start include its rounds' corrections. Outdated ones are measured again, since the machine may
+    have been busy then.
     """
     if interpreted:
         return CostCurve((1,), (1.0,), 0.1)  # times in Triton's interpreter are slow and meaningless
@@ -502,7 +499,7 @@ def load_costs(
         if stored is not None and not is_outdated(runner, ssms, stored, clock):
             return stored
         with measuring_alone(seconds):
-            # Another process may have measured meanwhile.
+            # Another process may have stored them while this one waited.
             curve = load(key) or load(key_of_start, STARTS)
             if curve is not None and curve != stored:
                 return curve
@@ -516,13 +513,13 @@ def load_costs(
 
 
 def warn_of_threads(seconds: dict[int, float], threads: int) -> None:
-    """Recommend another number of threads if its rounds were clearly faster. Bits may depend on it, so it stays."""
+    """Recommend another number of threads if its rounds were clearly faster; bits may depend on it, so only log it."""
     if threads not in seconds:
         return
-    best = min(seconds, key=lambda number: seconds[number])
-    if seconds[best] < THREADS_MARGIN * seconds[threads]:
+    best_threads = min(seconds, key=lambda number: seconds[number])
+    if seconds[best_threads] < THREADS_MARGIN * seconds[threads]:
         logger.warning(
             "with %d threads a round took %.3g ms here, with %d %.3g ms (treespec autotune); "
             "set OMP_NUM_THREADS=%d, or call torch.set_num_threads(%d) before LLM",
-            *(threads, 1000 * seconds[threads], best, 1000 * seconds[best], best, best),
+            *(threads, 1000 * seconds[threads], best_threads, 1000 * seconds[best_threads], best_threads, best_threads),
         )

@@ -58,39 +58,40 @@ from treespec_weights.vocabularies import Connection, connect
 
 logger = logging.getLogger("treespec")
 
-_FACTORS = ("_scale", "_zero")  # endings of the names of a quantised weight's other tensors
-_ANY_HEAD = 16  # head size of the library build; linear layers do not use it
+_FACTORS = ("_scale", "_zero")  # suffixes of a quantised weight's other tensors
+_ANY_HEAD = 16  # arbitrary head size for building the library; linear layers do not use it
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A draft head, or block draft, and what it reads of its target."""
+    """Config of a draft head or block draft, and the target states that it reads."""
 
-    form: DraftForm  # of the published folder
-    # Config of its layers, with the target's vocabulary size; of a head without attention, the target's with no layers
+    form: DraftForm  # layout of the published folder
+    # Config of its layers, with the target's vocabulary size; for a head without attention, the target's config without
+    # layers
     decoder: ModelConfig | AdapterConfig
-    layers: tuple[int, ...]  # of the target, whose inputs it reads; see `HeadForm.read_layers`
+    layers: tuple[int, ...]  # target layers whose inputs it reads; see `HeadForm.read_layers`
     target_hidden: int  # the target's hidden size
-    # int64, ascending, the tokens whose rows of a whole vocabulary head stay, also of the target's; None for all
+    # int64, ascending, tokens whose rows of a full vocabulary head (or the target's) remain; None for all
     kept: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def num_parameters(self) -> int:
-        """Number of values of its layers and its projections, without embeddings; at most."""
+        """Upper bound on the parameters of layers and projections, without embeddings."""
         decoder, shape = self.decoder, self.decoder.shape
         if isinstance(self.form, StateForm):
             inner, rows = self.form.inner_size or self.target_hidden, shape.vocab_size
             rows = rows if self.kept is None else len(self.kept)
             return self.form.depths * inner * (rows + max(self.form.num_layers, 1) * self.target_hidden)
         qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.hidden_size
-        own = decoder.num_parameters if isinstance(decoder, ModelConfig) else shape.num_parameters()
-        return own + qkv + len(self.layers) * self.target_hidden * shape.hidden_size
+        num_layer_parameters = decoder.num_parameters if isinstance(decoder, ModelConfig) else shape.num_parameters()
+        return num_layer_parameters + qkv + len(self.layers) * self.target_hidden * shape.hidden_size
 
     def cut(self, limit: HeadLimit | None, name: str, target: ModelConfig) -> "HeadConfig":
-        """Return the config with the tokens that `limit` keeps, the same for all heads of a target.
+        """Reduce the vocabulary head to the tokens that `limit` keeps, which are the same for all heads of a target.
 
-        Heads that were trained with fewer tokens, or that score groups of tokens, stay whole. Raises DraftError if no
-        tokenizer tells which tokens to keep.
+        Heads trained with fewer tokens, and heads that score groups of tokens, stay whole. Raises DraftError without a
+        tokenizer to rank the tokens.
         """
         config = self.decoder
         assert isinstance(config, ModelConfig)
@@ -103,7 +104,7 @@ class HeadConfig:
 
     @property
     def shares_head(self) -> bool:
-        """Whether it may use the target's vocabulary head."""
+        """Whether the draft may use the target's vocabulary head."""
         return isinstance(self.form, MtpForm) or getattr(self.form, "kind", None) in ("eagle", "dflash")
 
     @classmethod
@@ -112,12 +113,12 @@ class HeadConfig:
         layers = form.read_layers(target.shape.num_layers)
         if isinstance(form, StateForm):
             shape = replace(target.shape, num_layers=0)
-            stub = (
+            layerless = (
                 replace(target, shape=shape, layers=())
                 if isinstance(target, ModelConfig)
                 else replace(target, shape=shape, masks=(), sinks=())
             )
-            return cls(form, stub, layers, shape.hidden_size)
+            return cls(form, layerless, layers, shape.hidden_size)
         if isinstance(form, MtpForm):
             assert isinstance(target, ModelConfig), "`Loader.open_mtp` opens the layers that transformers' code runs"
             shape, rules = predictor_of(form.folder, target.shape, target.rules)
@@ -150,7 +151,7 @@ def libraries_folder() -> Path:
 
 
 def _is_quantized(config: ModelConfig) -> bool:
-    """Return whether a checkpoint's layers stay quantised when they are loaded."""
+    """Return whether a checkpoint's layers stay quantised in memory."""
     return config.quantization is not None and not config.quantization.floating
 
 
@@ -158,23 +159,23 @@ def _is_quantized(config: ModelConfig) -> bool:
 class Loader:
     """Loads the models of an engine."""
 
-    device: torch.device  # of the passes, as dtype
+    device: torch.device  # device of the passes
     dtype: torch.dtype
     attention: str  # implementation of tree attention
-    # Implementation of native models' linear layers; "compiled" runs whole passes in C++
+    # implementation of native models' linear layers; "compiled" runs whole passes in C++
     linear: LinearImpl | Literal["compiled", "triton"]
     exact: bool  # as in `LLM`
-    configs: KernelConfigs | None  # None without Triton
+    configs: KernelConfigs | None  # Triton's kernel configurations; None without Triton
     int8_drafts: bool = False  # quantise drafts while loading, and their activations; compiled passes only
-    # Quantise the target's activations to int8 before products with quantised weights; compiled passes only
+    # quantise the target's activations to int8 before products with quantised weights; compiled passes only
     integer: bool = False
-    adapters: SlotLimits | None = None  # of the target on Triton kernels, if requests may have adapters
-    shared: Weights = field(default_factory=dict)  # the target's head, cut, until draft heads have copied it
+    adapters: SlotLimits | None = None  # limits of the target's LoRA adapters on Triton kernels; None without
+    shared: Weights = field(default_factory=dict)  # rows of the target's head, until draft heads have copied them
     _modules: dict[Source, nn.Module] = field(default_factory=dict)
     _layers: dict[MtpForm, nn.Module] = field(default_factory=dict)
 
     def open(self, model: ModelConfig | Source) -> ModelConfig | AdapterConfig:
-        """Return the config of a model. Models for the adapter are loaded, because their config comes from a trace."""
+        """Return a model's config. A transformers model is loaded, because its config is traced."""
         if isinstance(model, ModelConfig):
             return model
         config, self._modules[model] = open_adapter(model, self.dtype, self.device, self.attention)
@@ -188,12 +189,12 @@ class Loader:
     def load(
         self,
         config: ModelConfig | AdapterConfig,  # result of `open`; its vocabulary size may be the target's
-        vocab_size: int,  # the model's own, as stored
+        vocab_size: int,  # vocabulary size in the checkpoint
         positions: int,  # maximum context length
-        min_rows: int,  # number of rows to which smaller passes are padded
+        min_rows: int,  # smaller passes are padded to this number of rows
         quantization: str | None = None,  # quantisation to apply to unquantised weights
         draft: Draft | None = None,  # the model as a draft; None for the target
-        shared: np.ndarray | None = None,  # tokens of the target's head that draft heads score with it, if not all
+        shared: np.ndarray | None = None,  # tokens that draft heads score with the target's head; None for all
     ) -> Decoder:
         """Load a model's weights and return its decoder."""
         if isinstance(config, AdapterConfig):
@@ -223,7 +224,7 @@ class Loader:
     ) -> FeatureHead | BlockDraft:
         """Load a draft head or a block draft.
 
-        `features` are the states of the target that are stored for all heads, `pool` is the target's K/V.
+        `features` are the target states stored for all heads; `pool` is the target's K/V.
         """
         columns = [] if features is None else [features.layers.index(layer) for layer in config.layers]
         if isinstance(config.form, BlockForm):
@@ -275,7 +276,7 @@ class Loader:
     def _make_head_decoder(
         self, head: HeadConfig, weights: Weights, tokens: np.ndarray | None, positions: int | None, target: Decoder
     ) -> Decoder:
-        """Return the decoder of a head's layers, with the target's head if that is cut and it has none of its own."""
+        """Return the decoder of a head's layers; one without a vocabulary head gets the target's if that is reduced."""
         config = head.decoder
         assert isinstance(config, ModelConfig)
         if tokens is not None and "lm_head" not in weights:
@@ -289,10 +290,10 @@ class Loader:
         config, blocks = head.decoder, self.linear == "compiled"
         assert isinstance(config, ModelConfig)
         weights = load_predictor(form.folder, config.shape, config.rules, self.dtype, self.device, blocks)
-        added = float(config.rules.norm == "rms_plus_one")  # as `prepare` adds it to the other norms
+        added = float(config.rules.norm == "rms_plus_one")  # `prepare` adds it to the other norms
         norms = weights.pop("embed_norm").float() + added, weights.pop("feature_norm").float() + added
         fc = take_projection(weights, "", ("fc",))
-        # A placeholder: embedding and head are the target's. Compiled growth needs a multiple of 16 rows.
+        # Placeholder, since embedding and head are the target's; compiled growth needs a multiple of 16 rows.
         weights["embed"] = torch.zeros(16, config.shape.hidden_size, dtype=self.dtype, device=self.device)
         decoder = self._make_head_decoder(head, weights, head.kept, positions, target)
         pairs = self._pairs(decoder, fc, None, None, target, norms, "product")
@@ -302,9 +303,9 @@ class Loader:
     def _pairs(
         self,
         decoder: Decoder,  # the head's layers
-        product: Any,  # this and the next: weight and bias of `PairInputs`
+        product: Any,  # weight of `PairInputs`; the next argument is its bias
         bias: Tensor | None,
-        embed: Tensor | None,  # None for the target's
+        embed: Tensor | None,  # embedding; None for the target's
         target: Decoder,
         norms: tuple[Tensor, Tensor],
         stream: str,  # as in `PairInputs`
@@ -353,7 +354,7 @@ class Loader:
 
         def linear(weight: Tensor | None, bias: Tensor | None = None) -> AnyLinear:
             assert weight is not None
-            if id(weight) not in linears:  # depths may share it
+            if id(weight) not in linears:  # depths may share weights
                 linears[id(weight)] = self._linear(target, weight, bias)
             return linears[id(weight)]
 
@@ -368,11 +369,11 @@ class Loader:
         return MlpSpeculator(heads, steps, form.scale_input)
 
     def _fitted(self, weight: Any) -> Any:
-        """Return a draft head's projection as its layers' matrices are kept."""
+        """Convert a draft head's projection to the format of its layers' matrices."""
         return QuantizedWeight(*quantize(weight, 8)) if self.int8_drafts and isinstance(weight, Tensor) else weight
 
     def _linear(self, decoder: Decoder, weight: Any, bias: Tensor | None = None) -> AnyLinear:
-        """Return a draft's linear layer beside the layers of `decoder`."""
+        """Return a linear layer of a draft outside the layers of `decoder`."""
         if isinstance(decoder, CompiledDecoder):
             sizes = self.dtype, torch.get_num_threads(), self.int8_drafts
             return CompiledLinear(decoder.library, self._fitted(weight), bias, *sizes)
@@ -382,15 +383,15 @@ class Loader:
 
     @property
     def _impl(self) -> LinearImpl:
-        """Implementation of linear layers that are not compiled."""
+        """Implementation of uncompiled linear layers."""
         return "onednn" if self.linear == "onednn" else "torch"
 
     def _make_decoder(
         self,
         config: ModelConfig,
         weights: Weights,
-        tokens: np.ndarray | None,  # of the rows of a reduced head; None for a whole one
-        positions: int | None,  # longest context of a decoder that captured rounds may use; None for an eager one
+        tokens: np.ndarray | None,  # tokens of a reduced head's rows; None for a full head
+        positions: int | None,  # maximum context of a decoder for captured rounds; None for an eager decoder
         is_draft: bool = True,
         min_rows: int = 2,
         library: CDLL | None = None,
@@ -417,7 +418,7 @@ class Loader:
         return decoder
 
     def _library(self, config: ModelConfig, quantization: str | None) -> CDLL | None:
-        """Return the library of an eager decoder's quantised layers, or None if it has none or cannot be built."""
+        """Return the library for an eager decoder's quantised layers, or None if unneeded or impossible to build."""
         eager = self.linear != "compiled" and self.configs is None
         if not eager or (quantization is None and not _is_quantized(config)):
             return None
@@ -440,7 +441,7 @@ class Loader:
 
 
 def quantize_matrices(weights: Weights) -> None:
-    """Quantise a draft's matrices, the head's too, to int8 with a scale per row, in place; quantised ones stay."""
+    """Quantise a draft's matrices and head to int8 with a scale per row, in place; skip quantised ones."""
     if not isinstance(weights["embed"], Blocks):
         weights.setdefault("lm_head", weights["embed"])
     names = [name for name in weights if name == "lm_head" or name.startswith("layers.")]

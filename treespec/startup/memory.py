@@ -28,9 +28,9 @@ from treespec_weights.rules import ModelShape
 logger = logging.getLogger("treespec")
 
 PREFILL_CHUNK = 512
-# Of kernels on a GPU: more rows for one read of the weights from memory, and for one launch of every kernel.
+# Prefill rows on a GPU: with more rows, each read of the weights and each kernel launch does more work.
 GPU_PREFILL_CHUNKS = (2048, 1024)
-CHUNK_SHARE = 8  # a larger chunk may take this part of the free memory
+CHUNK_SHARE = 8  # buffers of a larger chunk may take 1 / CHUNK_SHARE of the free memory
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class MemoryPlan:
     num_pages: int
     cache_dtype: torch.dtype
     shapes: list[ModelShape]  # shapes of the models in the KV cache, target first
-    stacks: list[int] | None  # numbers of consecutive models that share a tensor of the KV cache (see `KVCache`)
+    stacks: list[int] | None  # sizes of groups of models that share a tensor of the KV cache (see `KVCache`)
     features: FeatureShape | None  # hidden states of the target that draft heads read; None without heads
-    state: StateShape | None  # sizes of a request's state of recurrent layers; None without any
-    num_kept_states: int  # copies of states after prompts and prefixes
-    draft_states: dict[int, StateShape]  # the same of SSMs with recurrent layers, which have copies after prompts
+    state: StateShape | None  # shape of a request's recurrent state; None without recurrent layers
+    num_kept_states: int  # number of copies of states after prompts and prefixes
+    draft_states: dict[int, StateShape]  # state shapes of SSMs with recurrent layers, by index
 
     @property
     def positions(self) -> int:
@@ -82,7 +82,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
             reserved += loader.adapters.nbytes(target, loader.dtype)
     max_num_seqs, cache_bytes = options.max_num_seqs, options.kv_cache_memory_bytes
     state = None if isinstance(target, AdapterConfig) else state_shape(target, scratch, loader.dtype)
-    num_kept = max_num_seqs * (2 if options.enable_prefix_caching else 1)  # for prompts of samples, and for prefixes
+    num_kept = max_num_seqs * (2 if options.enable_prefix_caching else 1)  # after prompts, and after prefixes
     reserved += 0 if state is None else (max_num_seqs + num_kept) * state.nbytes
     ssms = _natives(draft.config for draft in resolved.ssms)
     draft_states = {
@@ -106,7 +106,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         num_pages=num_pages,
         cache_dtype=cache_dtype,
         shapes=shapes,
-        stacks=[1, *stack_sizes(ssms), *[1] * len(resolved.heads)] if triton else None,  # each head alone
+        stacks=[1, *stack_sizes(ssms), *[1] * len(resolved.heads)] if triton else None,  # heads share nothing
         features=features,
         state=state,
         num_kept_states=num_kept,
@@ -115,15 +115,15 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
 
 
 def resolve_max_model_len(
-    # The user's value; None means the model's maximum, or fewer if half of the free memory holds fewer
-    asked: int | None,
+    # max_model_len as requested; None is the model's maximum, or as much as half of the free memory holds
+    value: int | None,
     target: ModelConfig | AdapterConfig,
     bytes_per_page: int,  # bytes per page of all models in the KV cache
     seqs: int,
     scratch: int,  # slots after each request
     device: torch.device,
     reserved: int,  # bytes reserved for weights, captured rounds and recurrent states
-    cache_bytes: int | None,  # of a cache that must hold one request; None = of one that must hold all of them
+    cache_bytes: int | None,  # size of a cache that must hold one request; None: the cache must hold `seqs` of them
 ) -> int:
     """Return the maximum number of positions of a request."""
     free = free_memory(device) - reserved
@@ -133,33 +133,33 @@ def resolve_max_model_len(
             f"{(free + reserved) / 2**30:.1f} GiB of {device} are free; use a smaller model, or lower max_num_seqs, "
             "max_model_len or nodes"
         )
-    share = 2  # of the free memory
+    share = 2  # the cache may take half of the free memory
     if cache_bytes is not None:
         if cache_bytes > free:
             raise CacheMemoryError(
                 f"kv_cache_memory_bytes={cache_bytes}, and {free / 2**30:.1f} GiB of {device} are free; lower it"
             )
         free, share, seqs = cache_bytes, 1, 1
-    if asked is not None:
-        if not 2 <= asked <= target.max_positions:
-            raise ConfigError(f"max_model_len={asked!r}; valid: an int from 2 to the model's {target.max_positions}")
-        needed = seqs * pages_for(asked + scratch) * bytes_per_page
+    if value is not None:
+        if not 2 <= value <= target.max_positions:
+            raise ConfigError(f"max_model_len={value!r}; valid: an int from 2 to the model's {target.max_positions}")
+        needed = seqs * pages_for(value + scratch) * bytes_per_page
         if needed > free:
             raise CacheMemoryError(
-                f"max_num_seqs={seqs} requests of max_model_len={asked} need {needed / 2**30:.1f} GiB of cache, and "
+                f"max_num_seqs={seqs} requests of max_model_len={value} need {needed / 2**30:.1f} GiB of cache, and "
                 f"{free / 2**30:.1f} GiB are free; lower one of them, or let them share kv_cache_memory_bytes"
                 if cache_bytes is None
-                else f"a request of max_model_len={asked} needs {needed} bytes of cache; kv_cache_memory_bytes={free}"
+                else f"a request of max_model_len={value} needs {needed} bytes of cache; kv_cache_memory_bytes={free}"
             )
-        return asked
-    fits = free // share // bytes_per_page // seqs * PAGE_SIZE - scratch
-    if fits < 2 and cache_bytes is not None:
+        return value
+    fitting = free // share // bytes_per_page // seqs * PAGE_SIZE - scratch
+    if fitting < 2 and cache_bytes is not None:
         least = pages_for(2 + scratch) * bytes_per_page
         raise ConfigError(f"kv_cache_memory_bytes={cache_bytes} holds no context; valid: {least} or more")
-    if fits < 2:
+    if fitting < 2:
         raise ConfigError(f"half of the free memory holds no context for max_num_seqs={seqs}; lower max_num_seqs")
-    length = min(target.max_positions, fits)
-    logger.info("max_model_len=%d (the model's %d, memory for %d)", length, target.max_positions, fits)
+    length = min(target.max_positions, fitting)
+    logger.info("max_model_len=%d (the model's %d, memory for %d)", length, target.max_positions, fitting)
     return length
 
 
@@ -171,18 +171,18 @@ def _weight_bytes(resolved: Resolved) -> int:
 
 
 def _prefill_chunk(resolved: Resolved, scratch: int) -> int:
-    """Return the rows of a prefill pass on a GPU: the most whose buffers leave enough memory."""
+    """Return the largest number of prefill rows on a GPU whose buffers leave enough memory."""
     spare = (free_memory(resolved.loader.device) - _weight_bytes(resolved)) // CHUNK_SHARE
     least = _round_bytes(resolved, scratch, PREFILL_CHUNK)
-    fits = (rows for rows in GPU_PREFILL_CHUNKS if _round_bytes(resolved, scratch, rows) - least <= spare)
-    return next(fits, PREFILL_CHUNK)
+    fitting = (rows for rows in GPU_PREFILL_CHUNKS if _round_bytes(resolved, scratch, rows) - least <= spare)
+    return next(fitting, PREFILL_CHUNK)
 
 
 def _round_bytes(resolved: Resolved, scratch: int, prefill_chunk: int) -> int:
     """Return the bytes of captured rounds and of a prefill pass for the maximum context length."""
-    options, most, models = resolved.options, resolved.target.max_positions, [resolved.target, *resolved.group]
-    longest = min(options.max_model_len or most, most)
-    limits, natives = round_limits(resolved.spec, longest, scratch, len(resolved.group)), _natives(models)
+    options, max_positions, models = resolved.options, resolved.target.max_positions, [resolved.target, *resolved.group]
+    max_context = min(options.max_model_len or max_positions, max_positions)
+    limits, natives = round_limits(resolved.spec, max_context, scratch, len(resolved.group)), _natives(models)
     return planned_bytes(natives, limits, options.max_num_seqs, prefill_chunk, resolved.loader.dtype)
 
 

@@ -41,15 +41,15 @@ from treespec_weights.quant_schemes import METHODS
 logger = logging.getLogger("treespec")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DTYPE_NAMES = DTYPES | {"half": torch.float16, "float": torch.float32}  # as in vLLM and torch
+_DTYPE_NAMES = DTYPES | {"half": torch.float16, "float": torch.float32}  # names in vLLM and torch
 EMBEDDED = "embedded"
-# The group of SSMs (see `default_names`) of each target that is known by name.
+# SSM group (see `default_names`) of each target known by name.
 _GROUPS: dict[object, str] = {None: "default", EMBEDDED: "default", smollm2.NAME: smollm2.NAME}
 FIXED_ROWS = 64  # rows of every pass if the linear layers are not row-invariant
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device with its index. "auto" is this thread's current GPU, or the CPU. Raises ConfigError."""
+    """Return the device with its index. "auto" is this thread's current GPU, or else the CPU. Raises ConfigError."""
     has_gpu = torch.cuda.is_available()
     try:
         resolved = torch.device(("cuda" if has_gpu else "cpu") if device == "auto" else device)
@@ -80,15 +80,15 @@ def resolve_dtype(dtype: str | torch.dtype, stored: torch.dtype) -> torch.dtype:
 
 
 def is_slow(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether torch's passes in a dtype are slower than in float32: bfloat16 and float16 on some CPUs."""
+    """Return whether torch is slower in a dtype than in float32, as bfloat16 and float16 are on some CPUs."""
     return device.type == "cpu" and dtype != torch.float32 and not onednn_available(dtype)
 
 
 def resolve_model(model: str | os.PathLike[str] | None) -> Path:
     """Return the path of a model: one known by name, a folder or GGUF file, or a hub id (cached or downloaded).
 
-    None and "embedded" are the embedded target, "smollm2" is the installed SmolLM2-135M-Instruct. A name has precedence
-    over a folder of the same name in the working directory.
+    None and "embedded" are the embedded target, "smollm2" is the installed SmolLM2-135M-Instruct. These names take
+    precedence over folders in the working directory.
     """
     if model is None or model == EMBEDDED:
         return default_folder("target")
@@ -118,7 +118,7 @@ def local_folder(model: str | os.PathLike[str]) -> Path:
 def resolve_drafts(
     target: object, drafts: Sequence[Any] | None
 ) -> tuple[list[tuple[str, Path | tuple[nn.Module, Any] | str]], list[Drafter]]:
-    """Split `drafts` into draft models (in memory, with their tokenizer or None) with unique names, and drafters."""
+    """Split `drafts` into uniquely named draft models (in-memory ones with tokenizer or None) and drafters."""
     if drafts is not None and (isinstance(drafts, str) or not isinstance(drafts, Sequence)):
         raise ConfigError(f"drafts={drafts!r}; valid: a list of folders, hub ids, models or Drafter objects, or None")
     group = _GROUPS.get(target)
@@ -128,7 +128,7 @@ def resolve_drafts(
     objects: list[Drafter] = []
 
     def add(name: str, model: Path | tuple[nn.Module, Any] | str) -> None:
-        count = sum(1 for taken, _ in models if taken == name or taken.startswith(f"{name}#"))
+        count = sum(1 for other_name, _ in models if other_name == name or other_name.startswith(f"{name}#"))
         models.append((name if not count else f"{name}#{count + 1}", model))
 
     for draft in drafts:
@@ -153,9 +153,9 @@ def resolve_drafts(
 
 
 def _resolve_draft(draft: str | os.PathLike[str], group: str) -> list[Path]:
-    """Return the folder of a draft: an SSM of the group by name, otherwise as `resolve_model`.
+    """Return the folders of a draft: an SSM of the group by name, otherwise as in `resolve_model`.
 
-    The output folder of `treespec train` stands for the drafts in it.
+    The output folder of `treespec train` stands for all drafts in it.
     """
     name = os.fspath(draft)
     if not Path(name).exists():
@@ -167,7 +167,7 @@ def _resolve_draft(draft: str | os.PathLike[str], group: str) -> list[Path]:
                 f"no embedded draft {name!r}; valid: {', '.join(valid) or 'none, none is installed'}"
             )
     folder = resolve_model(draft)
-    trained = [place.parent for name in ("ssm-*", TABLE) for place in folder.glob(f"{name}/config.json")]
+    trained = [config_file.parent for name in ("ssm-*", TABLE) for config_file in folder.glob(f"{name}/config.json")]
     return sorted(trained) if trained and not (folder / "config.json").exists() else [folder]
 
 
@@ -184,7 +184,7 @@ def resolve_folders(model: object, drafts: Sequence[Any] | None) -> list[tuple[s
 def resolve_compile(
     options: EngineOptions, models: Sequence[ModelConfig | Source], dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Return whether passes run in compiled libraries, and build those. If that fails, True raises, "auto" logs why."""
+    """Build the libraries of compiled passes; return whether to use them. On failure, True raises and "auto" logs."""
     if options.compile is False or (options.compile == "auto" and device.type != "cpu"):
         return False
     try:
@@ -206,7 +206,7 @@ def resolve_compile(
 def resolve_linear(
     linear: str, attention: str, dtype: torch.dtype, device: torch.device, exact: bool, spec: SpecConfig
 ) -> tuple[LinearImpl | Literal["compiled", "triton"], int | None]:
-    """Return the implementation of linear layers, and the rows to pad every pass to if exactness needs padding."""
+    """Return the implementation of linear layers, and the rows to which exactness pads every pass, or None."""
     is_fast = device.type == "cpu" and onednn_available(dtype)
     if linear == "onednn" and not is_fast:
         raise KernelError(f"linear='onednn' needs a CPU with fast {dtype}, the device is {device}; use linear='auto'")
@@ -224,7 +224,7 @@ def resolve_linear(
 
 
 def resolve_quantization(quantization: str | None, target: ModelConfig | Source, dtype: torch.dtype) -> str | None:
-    """Return the quantisation to apply at load time, or None to keep the checkpoint's weights. Raises ConfigError."""
+    """Return the quantisation to apply when loading, or None for the checkpoint's format. Raises ConfigError."""
     stored = None if isinstance(target, Source) else target.quantization
     method = str(quantization).removesuffix("_marlin")
     if (
@@ -259,7 +259,7 @@ def resolve_quantization(quantization: str | None, target: ModelConfig | Source,
 class Resolved:
     """Options of an engine with every "auto" replaced and every config read. No native weights are loaded."""
 
-    options: EngineOptions  # what the user asked for
+    options: EngineOptions  # options as given by the user
     spec: SpecConfig
     loader: Loader  # loads models with the resolved device, dtype and implementations
     compile: bool  # whether passes run in compiled libraries
@@ -268,8 +268,8 @@ class Resolved:
     target: ModelConfig | AdapterConfig
     drafts: list[Draft]  # draft models, connected to the target's vocabulary
     heads: list[tuple[str, HeadConfig]]
-    table: Path | str | None  # folder of the table, or `TABLE` for one that is only filled while serving
-    drafters: list[Drafter]  # the user's own `Drafter` objects
+    table: Path | str | None  # folder of the n-gram table; `TABLE` for an empty one that learns while serving
+    drafters: list[Drafter]  # custom drafters
 
     @property
     def ssms(self) -> list[Draft]:
@@ -278,17 +278,17 @@ class Resolved:
 
     @property
     def group(self) -> list[ModelConfig | AdapterConfig]:
-        """Configs of the models that grow trees together: the SSMs, then the layers of the heads."""
+        """Configs of the models that draft in lockstep: the SSMs, then the layers of the heads."""
         return [*(draft.config for draft in self.ssms), *(head.decoder for _, head in self.heads)]
 
     @property
     def shared_tokens(self) -> np.ndarray | None:
-        """Tokens that draft heads score with the target's head, int64 ascending; None for all, or if none uses it."""
+        """Tokens that draft heads score with the target's head, int64 ascending; None for all or if no head uses it."""
         return next((head.kept for _, head in self.heads if head.kept is not None and head.shares_head), None)
 
     @property
     def cross_tokenizer(self) -> list[Draft]:
-        """Drafts with another tokenizer than the target's."""
+        """Drafts whose tokenizer differs from the target's."""
         return [draft for draft in self.drafts if draft.is_cross_tokenizer]
 
 
@@ -336,7 +336,7 @@ def resolve(options: EngineOptions) -> Resolved:
     configs = KernelConfigs.load(device) if linear == "triton" else None
     if options.draft_quantization == "int8" and not compiles:
         raise ConfigError("draft_quantization='int8' is for compiled passes on a CPU; leave it at 'auto'")
-    # Compiled passes of few rows are bound by reading weights.
+    # Compiled passes over few rows are memory-bound.
     int8_drafts = options.draft_quantization is not None and compiles
     int8_target = _quantises_activations(options.activations, compiles, target, quantization)
     adapters = None
@@ -360,7 +360,7 @@ def resolve(options: EngineOptions) -> Resolved:
 def _resolve_passes(
     options: EngineOptions, models: Sequence[ModelConfig | Source], stored: torch.dtype, device: torch.device
 ) -> tuple[torch.dtype, bool]:
-    """Return the dtype of passes, and whether they are compiled: then bfloat16, too, is fast on every CPU."""
+    """Return the dtype of passes and whether they are compiled, which makes bfloat16 fast on every CPU."""
     dtype = resolve_dtype(options.dtype, stored)
     if options.dtype != "auto" or isinstance(options.model, nn.Module) or not is_slow(dtype, device):
         return dtype, resolve_compile(options, models, dtype, device)
@@ -370,9 +370,9 @@ def _resolve_passes(
     return torch.float32, resolve_compile(options, models, torch.float32, device)
 
 
-def _quantises_activations(asked: str, compiles: bool, target: ModelConfig | Source, quantization: str | None) -> bool:
+def _quantises_activations(value: str, compiles: bool, target: ModelConfig | Source, quantization: str | None) -> bool:
     """Return whether the target's activations are quantised to int8."""
-    if asked == "model":
+    if value == "model":
         return False
     if not compiles:
         raise ConfigError("activations='int8' is for compiled passes on a CPU; leave it at 'model'")
@@ -391,11 +391,9 @@ def _read_models(
     Path | str | None,
     list[Drafter],
 ]:
-    """Read the configs of the target and of the draft models, and the forms of the heads, allowed by `spec`.
+    """Read the configs of the target and of the draft models, and the forms of the heads, that `spec` allows.
 
-    `on_triton` says whether native models run on Triton kernels.
-
-    Returns also the table of `Resolved`, and the drafters.
+    `on_triton` tells whether native models run on Triton kernels. Also returns `Resolved.table` and the drafters.
     """
     model, length, backend = options.model, options.max_model_len, options.backend
     source = model if isinstance(model, nn.Module) else resolve_model(model)
@@ -446,8 +444,8 @@ def _read_model(
         return Source.from_folder(model)
     try:
         config = ModelConfig.from_hf(model, max_model_len)
-        if on_triton and (part := config.without_kernel):
-            raise VariantError(f"{config.folder}: there is no Triton kernel for its {part}")
+        if on_triton and (unsupported := config.without_kernel):
+            raise VariantError(f"{config.folder}: there is no Triton kernel for its {unsupported}")
         return config
     except (UnsupportedModelError, VariantError) as error:
         if backend == "native":
@@ -466,10 +464,7 @@ def _read_model(
 def _check_layers(
     models: Sequence[ModelConfig | Source], device: torch.device, linear: str, enable_lora: bool, on_triton: bool
 ) -> None:
-    """Raise an error for a target's layers that take no adapters, and for recurrent ones without kernels.
-
-    The target is the first model.
-    """
+    """Raise an error if the target (the first model) cannot have adapters, or recurrent layers lack kernels."""
     for i, model in enumerate(models):
         if not isinstance(model, ModelConfig):
             continue

@@ -1,9 +1,9 @@
 """Start-up self-test: tree nodes are bit-identical to plain decoding on this machine.
 
-Computes one layer of each kind, the final norm and the head for the same rows alone, in a tree, in a batch and in
-prompt chunks of several sizes, around the boundaries of attention tiles and windows, and compares the bits. The other
-steps of a captured round (draft, merge, select, walk and commit on the device) are tested by the tokens that they emit:
-a few requests are decoded plainly step by step, and then by captured rounds, plainly and with trees.
+The same rows are computed alone, in a tree, in a batch and in prompt chunks of several sizes, around the boundaries of
+attention tiles and windows, by one layer of each kind, the final norm and the head; their bits must be equal. The other
+steps of a captured round (draft, merge, select, walk and commit on the device) are tested by their tokens: a few
+requests are decoded plainly by the host executor, and then by captured rounds, plainly and with trees.
 """
 
 import copy
@@ -37,23 +37,23 @@ from treespec_kernels.recurrent.request_state import RecurrentState, StateRows
 
 logger = logging.getLogger("treespec")
 
-# Around tile boundaries, and six tiles, because torch sums more than four tiles in another order.
+# Prefix lengths around tile boundaries, up to six tiles, because torch sums more than four tiles in another order.
 PREFIXES = (1, PAGE_SIZE - 4, 2 * PAGE_SIZE - 1, 5 * PAGE_SIZE + 30)
 _PARENTS = np.array([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7, 8, 9, 11])  # 13 nodes of up to 7 levels, to cross tile boundaries
 _WIDE = np.maximum(np.arange(2 * PAGE_SIZE) - 9, 0)  # parents of a tree too large for packed attention
 _WIDE[0] = -1
-_ALONE = (10, 5)  # nodes that are also decoded alone with their ancestors, besides the last
+_ALONE = (10, 5)  # leaves decoded one token at a time, besides the last node
 _PAGES = 8  # pages per request
 _FEW = 24  # rows of a small matrix product; AMX kernels block the sum of more than 32 rows differently
-# Rows of the passes into which a prompt's last tokens are split. Kernels differ by the number of rows.
+# Rows of the passes that compute a prompt's last tokens. Kernels differ by the number of rows.
 _SPLITS = ((1, 2, 3, 4, 5, 6, 7, 8), (9, 16, 17, 28))
 _LAST = max(map(sum, _SPLITS))
-_HEAD_ROWS = 40  # rows of a compiled head's largest product, which has the same tiles for more rows
+_HEAD_ROWS = 40  # largest product of a compiled head; more rows have the same tiles
 _WINDOW = 90  # maximum window in the test; sums within a tile do not depend on the number of tiles
-# Of captured rounds:
-PROMPTS = (60, 3)  # lengths in tokens; the first repeats, so that lookup proposes; outputs cross a page boundary
-_PERIOD = 16  # tokens after which a prompt repeats
-_NODES = 16  # tree size, unless the largest of the rounds is smaller
+# For captured rounds:
+PROMPTS = (60, 3)  # prompt lengths; the first prompt repeats itself, for lookup; its output crosses a page boundary
+_PERIOD = 16  # tokens after which a prompt repeats itself
+_NODES = 16  # maximum tree size
 _TEMPERATURES = (0.0, 0.8)
 
 
@@ -62,7 +62,7 @@ def differing_rows(
 ) -> list[str]:
     """Compare passes on one layer of each kind; returns a line for each difference. Zeroes the pages that it uses.
 
-    Trees are computed behind prompts of `prefixes` tokens, and around the ends of windows.
+    Trees follow prompts of `prefixes` tokens, and of lengths around the ends of windows.
     """
     rng = np.random.default_rng(0)
     model, num_layers = model.layer_subset(_WINDOW)
@@ -75,9 +75,9 @@ def differing_rows(
     twin = _Place(place.pages + count, states[1]) if available >= 2 * count else None
     differences = []
     ends = [end for window in model.windows if window is not None for end in (window, window + PAGE_SIZE)]
-    borders = {end - 4 for end in ends if end > 4}  # so that the first position leaves the window of deeper nodes
+    borders = {end - 4 for end in ends if end > 4}  # position 0 leaves the window within the tree
     prefixes = [p for p in sorted({*prefixes, *borders}) if p + len(_PARENTS) <= room]
-    for prefix in prefixes:  # the head does not read the context, so that one prompt suffices
+    for prefix in prefixes:  # one prompt suffices for the head, which does not read the context
         prompt, head_rows = rng.integers(model.vocab_size, size=prefix), len(_PARENTS) * (prefix == prefixes[0])
         differences += _compare_after_prompt(model, pool, prompt, _PARENTS, place, twin, head_rows)
     if model.min_rows <= 2 and 30 + len(_WIDE) <= room:  # with fixed rows, no pass is larger
@@ -86,8 +86,8 @@ def differing_rows(
         differences += _compare_after_prompt(model, pool, prompt, _WIDE, place, None, head_rows)
     if model.min_rows <= 2 and model.compiled is None:  # compiled products have the same tiles for more than `_WIDE`
         prompt = rng.integers(model.vocab_size, size=min(largest_pass, room))
-        few = [_FEW] * (len(prompt) // _FEW)
-        if not torch.equal(_prefill(model, pool, prompt, few, place), _prefill(model, pool, prompt, (), place)):
+        chunks = [_FEW] * (len(prompt) // _FEW)
+        if not torch.equal(_prefill(model, pool, prompt, chunks, place), _prefill(model, pool, prompt, (), place)):
             differences.append(f"a pass of {len(prompt)} rows")
     touched = place.pages if twin is None else np.union1d(place.pages, twin.pages)
     pool[:, :, torch.from_numpy(touched).to(pool.device)] = 0
@@ -98,7 +98,7 @@ class _Place(NamedTuple):
     """Memory of a request."""
 
     pages: np.ndarray
-    state: RecurrentState | None  # of recurrent layers, if the model has any
+    state: RecurrentState | None  # state of recurrent layers, if the model has any
 
     def chain(self, context_len: int, num_rows: int, commits: bool = False) -> RequestRows:
         return RequestRows.chain(context_len, num_rows, self.pages, state=self.rows(num_rows if commits else 0))
@@ -118,17 +118,16 @@ def _hidden(model: Decoder, pool: Tensor, rows: list[RequestRows], tokens: np.nd
     """Return hidden states after all layers of `pool`, [num tokens, hidden_size]; NaN, never equal, becomes 0."""
     ids = torch.from_numpy(tokens).to(model.device)
     shape = model.config.shape
-    num_layers = None if shape.recurrent or shape.sizes else len(pool)  # such a model has only the layers of the test
+    num_layers = None if shape.recurrent or shape.sizes else len(pool)  # `layer_subset` has shortened such a model
     return model.forward(ids, model.plan(rows, pool), pool, num_layers)[: len(tokens)].nan_to_num()
 
 
 def _prefill(
     model: Decoder, pool: Tensor, prompt: np.ndarray, split: Sequence[int], place: _Place, begin: int = 0
 ) -> Tensor:
-    """Return the hidden states of a prompt's tokens from `begin` on; those before are in the cache.
+    """Return the hidden states of a prompt's tokens from `begin` on; earlier ones are in the cache.
 
-    The last tokens are computed in passes of `split` rows, and those before, if there are any, in one pass; with fixed
-    rows, no pass is larger.
+    Computes the last tokens in passes of `split` rows and any others in one pass; with fixed rows, no pass is larger.
     """
     if place.state is not None and not begin:
         place.state.reset()
@@ -143,9 +142,9 @@ def _prefill(
 
 
 def _fill(model: Decoder, pool: Tensor, prompt: np.ndarray, place: _Place) -> int:
-    """Fill the cache in front of a prompt's last tokens, and return how many positions it filled.
+    """Fill the cache up to a prompt's last tokens, and return the number of filled positions.
 
-    K and V of the first page are copied to the others, which takes less time: sums over them depend on their order too.
+    Copies K and V of the first page to the others, to save time: sums over them still depend on their order.
     """
     filled = max(len(prompt) - _LAST, 0)
     if filled:
@@ -163,8 +162,8 @@ def _compare_after_prompt(
     prompt: np.ndarray,
     parents: np.ndarray,
     place: _Place,
-    twin: _Place | None,  # of a second request in the batch
-    head_rows: int,  # number of last nodes whose logits are compared as well
+    twin: _Place | None,  # memory of a second request in the batch
+    head_rows: int,  # number of last nodes whose logits are also compared
 ) -> list[str]:
     """Compare a prompt and a tree after it."""
     prefix, differences = len(prompt), []
@@ -173,47 +172,47 @@ def _compare_after_prompt(
     assert rows.visible is not None
     begin = _fill(model, pool, prompt, place)
     filled = place.saved()
-    whole = _prefill(model, pool, prompt, (), place, begin)
-    after = place.saved()
+    reference = _prefill(model, pool, prompt, (), place, begin)
+    state_after = place.saved()
     for split in _SPLITS:
         first = max(prefix - sum(split), 0)
-        if after is not None and first > begin:
+        if state_after is not None and first > begin:
             place.restore(filled)
             _prefill(model, pool, prompt[:first], (), place, begin)
         elif first:
             place.restore(filled)
-        if not torch.equal(_prefill(model, pool, prompt, split, place, first), whole[first - begin :]):
+        if not torch.equal(_prefill(model, pool, prompt, split, place, first), reference[first - begin :]):
             differences.append(f"a prompt of {prefix} tokens in passes of {', '.join(map(str, split))}")
-    place.restore(after)
+    place.restore(state_after)
     hidden = _hidden(model, pool, [rows], tree)
-    shown = slice(len(tree) - head_rows, len(tree))
-    logits = model.logits(hidden[shown]) if head_rows else None
+    head_slice = slice(len(tree) - head_rows, len(tree))
+    logits = model.logits(hidden[head_slice]) if head_rows else None
     if logits is not None:
-        _check_head(model, logits[hidden[shown].isfinite().all(1)])
+        _check_head(model, logits[hidden[head_slice].isfinite().all(1)])
     if twin is not None:
         for source, copied in zip(place.pages, twin.pages, strict=True):
             pool[:, :, copied] = pool[:, :, source]
-        twin.restore(after)
-        other = replace(rows, pages=twin.pages, state=twin.rows())
-        both = _hidden(model, pool, [other, rows], np.concatenate([tree, tree]))
-        is_equal = torch.equal(both[len(tree) :], hidden)
+        twin.restore(state_after)
+        twin_rows = replace(rows, pages=twin.pages, state=twin.rows())
+        batched = _hidden(model, pool, [twin_rows, rows], np.concatenate([tree, tree]))
+        is_equal = torch.equal(batched[len(tree) :], hidden)
         if logits is not None:
-            is_equal = is_equal and torch.equal(model.logits(both)[len(tree) :][shown], logits)
+            is_equal = is_equal and torch.equal(model.logits(batched)[len(tree) :][head_slice], logits)
         if not is_equal:
             differences.append(f"a tree of {len(tree)} nodes after {prefix} tokens, in a batch")
-    computed: list[int] = []  # nodes whose K/V are in the slots behind the prompt
+    computed: list[int] = []  # nodes whose K/V are in the slots after the prompt
     for leaf in (len(tree) - 1, *_ALONE):
         path = np.flatnonzero(rows.visible[leaf]).tolist()
-        if after is not None:
+        if state_after is not None:
             computed = []
-            place.restore(after)
+            place.restore(state_after)
         pairs = zip(computed, path, strict=False)
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         for depth, node in enumerate(path[shared:], shared):
-            alone = _hidden(model, pool, [place.chain(prefix + depth, 1)], tree[node : node + 1])
-            is_equal = torch.equal(alone[0], hidden[node])
-            if logits is not None and node == leaf >= shown.start:
-                is_equal = is_equal and torch.equal(model.logits(alone)[0], logits[node - shown.start])
+            decoded = _hidden(model, pool, [place.chain(prefix + depth, 1)], tree[node : node + 1])
+            is_equal = torch.equal(decoded[0], hidden[node])
+            if logits is not None and node == leaf >= head_slice.start:
+                is_equal = is_equal and torch.equal(model.logits(decoded)[0], logits[node - head_slice.start])
             if not is_equal:
                 differences.append(f"node {node} of a tree of {len(tree)} nodes after {prefix} tokens")
         computed = path
@@ -221,7 +220,7 @@ def _compare_after_prompt(
 
 
 def _check_head(model: Decoder, logits: Tensor) -> None:
-    """Raise ModelError if a token's logit is NaN in every row; all rows are computed from finite states."""
+    """Raise ModelError if a token's logit is NaN in every row, although all states are finite."""
     if not len(logits) or not bool((broken := logits.isnan().all(0)).any()):
         return
     config, name = model.config, "its output head"
@@ -240,8 +239,8 @@ def proven_rounds(
 ) -> Rounds | None:
     """Capture the rounds of an engine and compare their tokens with plain decoding.
 
-    Returns None and logs a warning if they do not run on this GPU, or if they emit other tokens and `exact` is set. The
-    engine then goes step by step, which uses none of the graphs and passed the self-test of its own passes.
+    Returns None and logs a warning if they do not run on this GPU, or if `exact` is set and they emit other tokens. The
+    engine then uses the host executor, whose passes have their own self-test.
     """
     try:
         rounds = capture()
@@ -254,9 +253,9 @@ def proven_rounds(
     else:
         if not differences or not exact:
             return rounds
-        words = "captured rounds give other tokens than plain decoding here; going step by step, which is slower: %s"
-        logger.warning(words, "; ".join(differences))
-    # Failed rounds may have left NaN in the cache, which must not reach the next holder of the pages.
+        message = "captured rounds give other tokens than plain decoding here; going step by step, which is slower: %s"
+        logger.warning(message, "; ".join(differences))
+    # Failed rounds may have left NaN in the cache, which must not reach the pages' next holder.
     host.runner.cache.scrub(np.arange(host.runner.cache.num_pages + 1))
     return None
 
@@ -266,7 +265,7 @@ def differing_rounds(
     scheduler: Scheduler,
     rounds: Rounds,
     max_tokens: int = 12,
-    lengths: Sequence[int] = PROMPTS,  # of the prompts
+    lengths: Sequence[int] = PROMPTS,  # prompt lengths
 ) -> list[str]:
     """Compare captured rounds with plain decoding on an idle engine; returns a line for each difference."""
     runner, length = host.runner, host.max_model_len
@@ -283,10 +282,10 @@ def differing_rounds(
 
 
 def _differing(host: Engine, captured: Engine, nodes: int, max_tokens: int, lengths: Sequence[int]) -> list[str]:
-    """Return the differences between an engine without and one with captured rounds of `nodes` nodes."""
-    longest = host.host.max_model_len
-    max_tokens = min(max_tokens, longest - 1)
-    lengths = [min(length, longest - max_tokens) for length in lengths]
+    """Return the differences between engines without and with captured rounds of `nodes` nodes."""
+    max_model_len = host.host.max_model_len
+    max_tokens = min(max_tokens, max_model_len - 1)
+    lengths = [min(length, max_model_len - max_tokens) for length in lengths]
     period = np.random.default_rng(0).integers(host.runner.target.vocab_size, size=_PERIOD)
     prompts = [np.resize(period, length).tolist() for length in lengths]
     plain = SpecConfig.resolve("off", SpecConfig())

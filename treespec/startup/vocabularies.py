@@ -1,4 +1,4 @@
-"""Connects drafts to the target: as members of the SSM group, or as cross-tokenizer drafts with another tokenizer."""
+"""Connects drafts to the target: as members of the SSM group, or as cross-tokenizer drafts."""
 
 import hashlib
 import logging
@@ -40,25 +40,25 @@ from treespec_weights.vocabularies import REDUCED, Connection, connect
 
 logger = logging.getLogger("treespec")
 
-# "auto" cuts heads of at least so many tokens that have at least this share of the weights of a pass.
+# "auto" reduces heads of at least this many tokens that are at least this share of the weights of a pass.
 LEAST_VOCABULARY, LEAST_SHARE = 65_536, 0.25
-# Share of the tokens that stay, if no number is given. Drafting for Qwen2.5-Coder-1.5B on six questions in trees of 8
-# nodes, the 0.5B (q4_k_m) then gives 3.73 tokens per pass instead of 3.80, and a pass reads 320 MB instead of 392. In
-# ten languages and code, half of the tokens cost 3 to 12 % of the tokens per pass of a chain of 4; fewer gain no more.
+# Default share of tokens to keep. Drafting for Qwen2.5-Coder-1.5B on six questions in trees of 8 nodes, the 0.5B
+# (q4_k_m) then gives 3.73 tokens per pass instead of 3.80, and a pass reads 320 MB instead of 392. In ten languages and
+# code, keeping half costs 3 to 12 % of the tokens per pass of a chain of 4; keeping fewer gains nothing more.
 KEPT = 0.5
-MULTIPLE = 64  # of kept rows, for vectorised heads
+MULTIPLE = 64  # the number of kept rows is a multiple of this, for vectorised heads
 
 
 class HeadLimit(NamedTuple):
-    """Which rows of their heads draft models keep."""
+    """Number and choice of the head rows that draft models keep."""
 
-    rows: int | None = None  # None for `KEPT` of the vocabulary
-    texts: Sequence[str] = ()  # whose tokens are kept first
-    always: bool = False  # whether also small heads are cut
+    rows: int | None = None  # number of rows; None for the share `KEPT` of the vocabulary
+    texts: Sequence[str] = ()  # texts whose tokens are kept first
+    always: bool = False  # whether small heads are reduced too
 
     @classmethod
     def resolve(cls, option: object) -> "HeadLimit | None":
-        """Return what `LLM(draft_vocabulary=...)` states; None for whole heads. Raises ConfigError."""
+        """Parse `LLM(draft_vocabulary=...)`; None for full heads. Raises ConfigError."""
         if option in (None, "none"):
             return None
         if option == "auto":
@@ -76,17 +76,17 @@ class HeadLimit(NamedTuple):
         return cls(texts=texts, always=True)
 
     def applies_to(self, config: ModelConfig) -> bool:
-        """Return whether a draft's head is large enough to be cut."""
+        """Return whether a draft's head is large enough to be reduced."""
         shape = config.shape
-        if (experts := shape.experts) is not None:  # a row reads those that it chooses
+        if (experts := shape.experts) is not None:  # a row reads only the chosen experts
             shape = replace(shape, experts=replace(experts, count=experts.top_k))
         head = shape.vocab_size * shape.hidden_size
-        others = [size for name, size in shape.parameters().items() if name not in ("embed", "lm_head")]
-        in_pass = head + sum(map(math.prod, others))  # of the embedding, a few rows
+        layer_shapes = [size for name, size in shape.parameters().items() if name not in ("embed", "lm_head")]
+        in_pass = head + sum(map(math.prod, layer_shapes))  # a pass reads only a few rows of the embedding
         return self.always or (shape.vocab_size >= LEAST_VOCABULARY and head >= LEAST_SHARE * in_pass)
 
     def kept(self, folder: Path, size: int, ends: Sequence[int]) -> np.ndarray | None:
-        """Return the ids below `size` whose rows stay, int64, ascending; None for all. `ends` are among them."""
+        """Return the ids below `size` to keep, int64, ascending, including `ends`; None for all."""
         rows = self.rows or max(int(KEPT * size) // MULTIPLE * MULTIPLE, 1)
         if rows >= size:
             return None
@@ -95,12 +95,12 @@ class HeadLimit(NamedTuple):
 
 
 def _ranked(folder: Path, ends: Sequence[int], texts: Sequence[str]) -> np.ndarray:
-    """Return `rank_tokens`, stored by an earlier start unless a file changed: for 150,000 tokens it takes 0.7 s."""
+    """Return `rank_tokens`, cached until a file changes: it takes 0.7 s for 150,000 tokens."""
     files = [folder, folder.parent / TOKENIZER] if folder.is_file() else sorted(folder.iterdir())
     states = [(str(file), (state := file.stat()).st_size, state.st_mtime_ns) for file in files if file.is_file()]
     key = int.from_bytes(hashlib.sha256(repr((__version__, states, [*ends], [*texts])).encode()).digest()[:7], "big")
     name = f"tokens-{hashlib.sha256(str(folder).encode()).hexdigest()[:24]}.npy"
-    with suppress(OSError, ValueError, EOFError, IndexError):  # no such file, or a damaged one
+    with suppress(OSError, ValueError, EOFError, IndexError):  # missing or damaged file
         stored: np.ndarray = np.load(cache_folder() / STARTS / name)
         if stored[0] == key:
             return stored[1:]
@@ -118,26 +118,26 @@ def _ranked(folder: Path, ends: Sequence[int], texts: Sequence[str]) -> np.ndarr
 class Draft(NamedTuple):
     """A draft and its connection to the target."""
 
-    name: str  # for attribution
-    config: ModelConfig | AdapterConfig  # with the target's vocabulary size if the draft joins the SSM group
-    connection: Connection  # between the vocabularies
-    vocab_size: int  # of the draft itself
-    # int64 [vocab_size], target token of each row of a reduced vocabulary, -1 for all others; None if ids are equal
+    name: str  # name in statistics
+    config: ModelConfig | AdapterConfig  # has the target's vocabulary size if the draft joins the SSM group
+    connection: Connection  # relation of the two vocabularies
+    vocab_size: int  # the draft's own vocabulary size
+    # int64 [vocab_size], target token of each row of a reduced vocabulary, -1 for others; None if ids are equal
     target_ids: np.ndarray | None = None
-    kept: np.ndarray | None = None  # int64, ascending, the draft's tokens whose rows of the head stay; None for all
+    kept: np.ndarray | None = None  # int64, ascending, draft tokens whose head rows are kept; None for all
 
     def __str__(self) -> str:
-        """How it proposes tokens for the target."""
+        """Describe how the draft proposes tokens."""
         cut = "" if self.kept is None else f", {len(self.kept):,} of {self.vocab_size:,} tokens"
         return f"{self.connection}{cut}"
 
     @property
     def is_cross_tokenizer(self) -> bool:
-        """Whether the draft has another tokenizer than the target."""
+        """Whether the draft's tokenizer differs from the target's."""
         return self.connection.kind in ("translated", "text")
 
     def capacity(self, length: int) -> int:
-        """Return the maximum draft tokens of a request, if the target has `length` positions."""
+        """Return a request's maximum number of draft tokens if the target has `length` positions."""
         return min(self.config.max_positions, int(CAPACITY_FACTOR * length))
 
 
@@ -146,9 +146,9 @@ def connect_drafts(
     drafts: Sequence[tuple[str, ModelConfig | AdapterConfig]],
     limit: HeadLimit | None = None,
 ) -> list[Draft]:
-    """Return how each draft proposes tokens of the target: in the SSM group, at its vocabulary size, or translated.
+    """Connect each draft to the target: in the SSM group, with the target's vocabulary size, or through translation.
 
-    `limit` cuts the heads of native models, but not of those with a reduced vocabulary of their own.
+    `limit` reduces the heads of native models, except those that already have a reduced vocabulary.
     """
     connected = []
     size = target.shape.vocab_size
@@ -185,12 +185,12 @@ def connect_drafts(
 def kept_tokens(
     limit: HeadLimit, name: str, target: ModelConfig | AdapterConfig, config: ModelConfig, connection: Connection
 ) -> np.ndarray | None:
-    """Return `HeadLimit.kept` of a draft; None for all without `HeadLimit.always` and a tokenizer that ranks them.
+    """Return `HeadLimit.kept` of a draft; None for all, also if no tokenizer can rank the tokens.
 
-    With it, raises DraftError if there is no tokenizer, and the errors of `rank_tokens`.
+    With `HeadLimit.always`, raises DraftError for a missing tokenizer, and the errors of `rank_tokens`.
     """
     folder, size, ends = config.folder, config.shape.vocab_size, config.eos_token_ids
-    if connection.kind in ("same", "padded"):  # with the target's ids
+    if connection.kind in ("same", "padded"):  # equal ids
         size, ends = min(size, target.shape.vocab_size), (*ends, *target.eos_token_ids)
         if not has_tokenizer(folder) and isinstance(target, ModelConfig):
             folder = target.folder
@@ -210,7 +210,7 @@ def kept_tokens(
 
 
 def _connect(target: ModelConfig | AdapterConfig, draft: ModelConfig | AdapterConfig) -> Connection:
-    """Compare the tokenizers of target and draft. Those of models in memory are saved to files meanwhile."""
+    """Compare the tokenizers of target and draft; those of in-memory models are saved to temporary files."""
     with TemporaryDirectory(prefix="treespec-tokenizers-") as root:
         folders = [
             config.folder if isinstance(config, ModelConfig) else config.source.tokenizer_folder(Path(root, name))
@@ -224,8 +224,8 @@ def fit_weights(
 ) -> np.ndarray | None:
     """Resize a draft's embedding and head to a vocabulary of `size` tokens, in place.
 
-    The embedding gets a row for every token, so that the draft can process any text; the head keeps the rows of tokens
-    that the draft has, or of those `kept`. Returns those, int64, ascending; None if they are all.
+    The embedding gets a row for every token, so that the draft can read any text; the head keeps the rows of the
+    draft's own tokens, or of `kept`. Returns the tokens of the head's rows, int64, ascending; None for all.
     """
     embed = weights["embed"]
     rows = embed.rows if isinstance(embed, Blocks) else embed
@@ -236,7 +236,7 @@ def fit_weights(
         weights |= rows_of_head(weights, of_head)
     if target_ids is None and len(rows) >= size:
         weights["embed"] = _rows_of(embed, slice(size))
-    elif isinstance(embed, Blocks):  # a GGUF file's vocabulary is never a reduced one; other tokens get zeros
+    elif isinstance(embed, Blocks):  # GGUF files have no reduced vocabularies; missing tokens get zeros
         weights["embed"] = embed._replace(rows=F.pad(rows, (0, 0, 0, size - len(rows))))
     else:
         weights["embed"] = expand_embedding(embed, ids, size)
@@ -244,18 +244,18 @@ def fit_weights(
 
 
 def rows_of_head(weights: Weights, rows: np.ndarray) -> Weights:
-    """Return the parameters of a head of these rows of a model's, int64: copies."""
+    """Return a head's parameters with copies of only these rows, int64."""
     names = weights.keys() & {"lm_head", "lm_head_scale", "lm_head_zero"}
-    whole = {name: weights[name] for name in names} if names else {"lm_head": weights["embed"]}
-    return {name: _rows_of(matrix, rows) for name, matrix in whole.items()}
+    full_head = {name: weights[name] for name in names} if names else {"lm_head": weights["embed"]}
+    return {name: _rows_of(matrix, rows) for name, matrix in full_head.items()}
 
 
 def _rows_of(matrix: Any, rows: np.ndarray | slice) -> Any:
-    """Return some rows of a Tensor or Blocks: a view of a slice, or else a copy."""
+    """Return rows of a Tensor or Blocks: a view for a slice, else a copy."""
     if isinstance(matrix, Blocks):
-        taken = matrix._replace(rows=_rows_of(matrix.rows, rows))
-        matrix.release()  # the pages from which rows were copied
-        return taken
+        selected = matrix._replace(rows=_rows_of(matrix.rows, rows))
+        matrix.release()  # drops the pages that were read
+        return selected
     return matrix[rows if isinstance(rows, slice) else torch.from_numpy(rows).to(matrix.device)]
 
 
@@ -271,15 +271,15 @@ def cross_tokenizer_drafters(
 ) -> list[CrossTokenizerDrafter]:
     """Create the drafters of cross-tokenizer drafts, translated ones first.
 
-    `load` loads a draft's decoder, with a cache for a number of positions of every concurrent request: the longest has
-    `length` and `scratch` slots for its tree. `has_others` says whether there are custom drafters, which may draw at
-    random too.
+    `load` loads a draft's decoder with a cache for a number of positions per concurrent request. A request has at most
+    `length` positions in the target, and `scratch` slots for its tree. `has_others` tells whether there are custom
+    drafters, which may also draw at random.
     """
     drafters: list[CrossTokenizerDrafter] = []
 
     def draws_for(name: str, request: Request) -> bool:
-        """Return whether a translated draft draws at random for a request, which depends on the request only."""
-        # Only one source may, because random draws cannot be cut to a node budget: the SSMs, or the first draft.
+        """Return whether a translated draft draws at random for a request; depends only on the request."""
+        # Random draws cannot be pruned to a node budget, so only one source may draw: the SSMs or the first draft.
         if has_others or (ssms is not None and ssms.may_draft(request)):
             return False
         translated = (d for d in drafters if isinstance(d, TranslatedDrafter) and d.may_draft(request))

@@ -78,13 +78,13 @@ class Conversation(NamedTuple):
 
     def last_turn(self, tokenizer: Any, text: str) -> str:
         """Return the part of the rendered `text` after the messages, including the last message if it is continued."""
-        place = len(self.messages) - 1 - self.options.continue_final_message
-        if place < 0:
+        message_index = len(self.messages) - 1 - self.options.continue_final_message
+        if message_index < 0:
             return text
-        content = self.messages[place].get("content")
+        content = self.messages[message_index].get("content")
         marked = [*content, _MARK] if isinstance(content, list | tuple) else f"{content or ''}\n{_MARK}"
         messages = [*self.messages]
-        messages[place] = {**messages[place], "content": marked}
+        messages[message_index] = {**messages[message_index], "content": marked}
         try:
             return self._replace(messages=messages).render(tokenizer).rpartition(_MARK)[2]
         except RequestError:  # the template accepts only certain contents
@@ -196,8 +196,8 @@ def _readable(messages: Sequence[Message], apply: Callable[[Sequence[Message]], 
             text = apply(fill(forms, probes))
         except Exception:  # templates may raise anything
             return set(forms)
-        shown = {*re.findall(r"probe\d+\.\d+\.|key\d+\.", text)}
-        return {i for i in forms if f"key{i}." in shown or any(item["text"] not in shown for item in probes[i])}
+        rendered = {*re.findall(r"probe\d+\.\d+\.|key\d+\.", text)}
+        return {i for i in forms if f"key{i}." in rendered or any(item["text"] not in rendered for item in probes[i])}
 
     missing = unread(original)
     forms = original | dict.fromkeys(missing, _as_text)
@@ -218,11 +218,11 @@ def _as_object(arguments: str | Mapping[str, Any]) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        read = json.loads(arguments or "{}")
+        parsed = json.loads(arguments or "{}")
     except ValueError as error:
         raise RequestError(f"arguments of a tool call: {arguments[:80]!r} is not JSON: {error}") from error
-    # A model may have written half of a surrogate pair, which the tokenizer would refuse.
-    return json.loads(json.dumps(read, ensure_ascii=False).encode(errors="replace")) if "\\u" in arguments else read
+    # A model may have written half of a surrogate pair, which the tokenizer would reject.
+    return json.loads(json.dumps(parsed, ensure_ascii=False).encode(errors="replace")) if "\\u" in arguments else parsed
 
 
 def _as_json(arguments: str | Mapping[str, Any]) -> str:

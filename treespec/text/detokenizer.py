@@ -52,10 +52,10 @@ class Detokenizer:
             self._window, decoded, previous = [], self._decode([token]), ""
         self._window.append(token)
         self._decoded, self._shows = decoded, True
-        whole = decoded.rstrip(_BROKEN)
-        if len(whole) == len(decoded) and len(self._window) >= 2 * _WINDOW:
+        complete = decoded.rstrip(_BROKEN)
+        if len(complete) == len(decoded) and len(self._window) >= 2 * _WINDOW:
             self._shorten()
-        return whole[len(previous) :]
+        return complete[len(previous) :]
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
         """Return the end of the prompt, long enough to begin with a complete character."""

@@ -49,7 +49,7 @@ def read_prompts(path: Path, chat: bool = False) -> list[Prompt]:
         raise ConfigError(
             f"{path} is neither UTF-8 nor has a byte order mark: {error.reason} at byte {error.start}"
         ) from None
-    prompts = [_prompt(entry, f"{path}, {where}", chat) for entry, where in _entries(text, path)]
+    prompts = [_prompt(entry, f"{path}, {location}", chat) for entry, location in _entries(text, path)]
     if not prompts:
         raise ConfigError(f"{path} contains no prompt; {VALID}")
     return prompts
@@ -74,10 +74,10 @@ def _entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
     """Yield the parsed entries of a JSON list or of JSON lines with their locations."""
     if text.lstrip().startswith("["):
         try:
-            listed = json.loads(text)
+            entries = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from None
-        yield from ((entry, f"entry {i}") for i, entry in enumerate(listed, start=1))
+        yield from ((entry, f"entry {i}") for i, entry in enumerate(entries, start=1))
         return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
@@ -87,12 +87,12 @@ def _entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
                 raise ConfigError(f"{path}, line {number}: not JSON ({error.msg}); {VALID}") from None
 
 
-def _prompt(entry: Any, where: str, chat: bool) -> Prompt:
+def _prompt(entry: Any, location: str, chat: bool) -> Prompt:
     if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: a JSON {type(entry).__name__}, not an object; {VALID}")
+        raise ConfigError(f"{location}: a JSON {type(entry).__name__}, not an object; {VALID}")
     name = next((key for key in FORMS if key in entry), None)
     if name is None:
-        raise ConfigError(f"{where}: keys {', '.join(map(repr, entry)) or 'none'}; {VALID}")
+        raise ConfigError(f"{location}: keys {', '.join(map(repr, entry)) or 'none'}; {VALID}")
     content = entry[name]
     if name == "turns":
         content = content[0] if isinstance(content, list) and content else None
@@ -102,7 +102,7 @@ def _prompt(entry: Any, where: str, chat: bool) -> Prompt:
     else:
         valid = isinstance(content, str)
     if not valid or not content:
-        raise ConfigError(f"{where}: {name!r} holds {str(content)[:40]!r}, which is not a prompt; {VALID}")
+        raise ConfigError(f"{location}: {name!r} holds {str(content)[:40]!r}, which is not a prompt; {VALID}")
     if chat and name in ("turns", "prompt"):
         content = [{"role": "user", "content": content}]
     kind, package = entry.get("kind", entry.get("category")), entry.get("package")

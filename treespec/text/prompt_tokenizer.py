@@ -37,10 +37,10 @@ def load_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> Any:
         return tokenizer
     source = os.fspath(tokenizer if tokenizer is not None else folder)
     if is_gguf(source):
-        with TemporaryDirectory(prefix="treespec-gguf-") as written:
-            built = write_tokenizer(resolve_folder(source), Path(written))
+        with TemporaryDirectory(prefix="treespec-gguf-") as folder_name:
+            built = write_tokenizer(resolve_folder(source), Path(folder_name))
             return _load_folder(
-                tokenizer, written, source, {} if built is None else {"tokenizer_object": _Built(built)}
+                tokenizer, folder_name, source, {} if built is None else {"tokenizer_object": _Built(built)}
             )
     return _load_folder(tokenizer, source, source)
 
@@ -55,13 +55,13 @@ class _Built:
         return self.tokenizer
 
 
-def _load_folder(tokenizer: Any, source: str, shown: str, options: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Load a tokenizer from the folder `source`, named `shown` in error messages, with transformers' options."""
+def _load_folder(tokenizer: Any, source: str, label: str, options: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Load a tokenizer from the folder `source`, named `label` in error messages, with transformers' options."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     if not any(os.path.isfile(os.path.join(source, name)) for name in names):
         if tokenizer is not None:
             raise ConfigError(f"tokenizer={tokenizer!r} is not a folder with tokenizer files ({', '.join(names)})")
-        logger.info("%s has no tokenizer: prompts and outputs are token ids", shown)
+        logger.info("%s has no tokenizer: prompts and outputs are token ids", label)
         return None
     check_sentencepiece(source)
     import transformers
@@ -71,9 +71,9 @@ def _load_folder(tokenizer: Any, source: str, shown: str, options: Mapping[str, 
     try:
         loaded = kind.from_pretrained(source, local_files_only=True, **options)
     except Exception as error:  # damaged files may raise anything: KeyError, TypeError, a plain Exception
-        reason = f"the tokenizer files of {shown} cannot be read ({describe_error(error)})"
+        reason = f"the tokenizer files of {label} cannot be read ({describe_error(error)})"
         raise ConfigError(f"{reason}; repair or remove them, or pass LLM(tokenizer=...)") from error
-    loaded.name_or_path = shown  # the GGUF file instead of its temporary folder
+    loaded.name_or_path = label  # the GGUF file instead of its temporary folder
     if isinstance(warned := getattr(loaded, "deprecation_warnings", None), dict):
         # treespec raises an error for such prompts
         warned["sequence-length-is-longer-than-the-specified-maximum"] = True
@@ -97,7 +97,7 @@ def _is_fast_only(folder: str) -> bool:
 
 
 class UserTokenizer:
-    """Common interface to user tokenizers, whatever options their methods accept.
+    """Common interface to user tokenizers with different options.
 
     The tokenizer has `encode(text)`, returning token ids or (like `tokenizers.Tokenizer`) an object with `ids`, and
     `decode(ids)`, returning text. `add_special_tokens` and `skip_special_tokens` are passed if supported;
@@ -244,15 +244,15 @@ class TokenizerThreads:
 
     def submit(self, prompt: Any, call: Callable[[], _Result]) -> Future[_Result]:
         """Submit a call that tokenizes a prompt: text, token ids, or a conversation with its options."""
-        length, parts = 0, [prompt]
-        while parts:
-            part = parts.pop()
-            if isinstance(part, Mapping):
-                parts.extend(part.values())
-            elif isinstance(part, list | tuple) and not (part and isinstance(part[0], int)):
-                parts.extend(part)
-            elif isinstance(part, str | list | tuple):
-                length += len(part)
+        length, pending = 0, [prompt]
+        while pending:
+            item = pending.pop()
+            if isinstance(item, Mapping):
+                pending.extend(item.values())
+            elif isinstance(item, list | tuple) and not (item and isinstance(item[0], int)):
+                pending.extend(item)
+            elif isinstance(item, str | list | tuple):
+                length += len(item)
         return (self._short if length < _LONG else self._long).submit(call)
 
     def shutdown(self) -> None:
@@ -283,16 +283,16 @@ def longest_token(tokenizer: Any) -> _LongestToken | None:
     if not isinstance(tokenizer, Tokenizer) or tokenizer.truncation is not None:
         return None
     shrinking, kinds, skips_spaces = 1, set(), False
-    for part in (*_parts(tokenizer.normalizer, "normalizers"), *_parts(tokenizer.pre_tokenizer, "pretokenizers")):
-        kind = part["type"]
+    for settings in (*_parts(tokenizer.normalizer, "normalizers"), *_parts(tokenizer.pre_tokenizer, "pretokenizers")):
+        kind = settings["type"]
         kinds.add(kind)
         if kind in ("NFC", "NFKC"):
             shrinking *= 4  # maximum number of characters that compose into one
         elif kind == "Strip":
             skips_spaces = True
-        elif kind == "Replace" and "String" in part["pattern"] and part["content"]:
-            shrinking *= -(-len(part["pattern"]["String"]) // len(part["content"]))
-        elif kind not in _KEEPING and not (kind in ("Split", "Punctuation") and part["behavior"] != "Removed"):
+        elif kind == "Replace" and "String" in settings["pattern"] and settings["content"]:
+            shrinking *= -(-len(settings["pattern"]["String"]) // len(settings["content"]))
+        elif kind not in _KEEPING and not (kind in ("Split", "Punctuation") and settings["behavior"] != "Removed"):
             return None
     model, vocabulary = tokenizer.model, tokenizer.get_vocab()
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
@@ -310,15 +310,15 @@ def longest_token(tokenizer: Any) -> _LongestToken | None:
     return _LongestToken(shrinking * max(map(len, vocabulary)), skips_spaces)
 
 
-def _parts(part: Any, several: str) -> list[dict[str, Any]]:
+def _parts(component: Any, several: str) -> list[dict[str, Any]]:
     """Return the settings of a normalizer or pre-tokenizer, or of all members of a sequence."""
-    if part is None:
+    if component is None:
         return []
-    left, parts = [json.loads(part.__getstate__())], []
-    while left:
-        settings = left.pop(0)
+    pending, parts = [json.loads(component.__getstate__())], []
+    while pending:
+        settings = pending.pop(0)
         if settings["type"] == "Sequence":
-            left.extend(settings[several])
+            pending.extend(settings[several])
         else:
             parts.append(settings)
     return parts

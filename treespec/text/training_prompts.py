@@ -44,7 +44,7 @@ def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPro
         for path in sorted(file for file in root.rglob("*") if file.is_file()) if root.is_dir() else [root]:
             folders = path.relative_to(root).parts if root.is_dir() else ()
             group = folders[0] if len(folders) > 1 else path.stem
-            before = len(prompts)
+            count_before = len(prompts)
             if path.suffix in LISTS:
                 for entry in read_prompts(path, chat):
                     cut = list(_passages(entry.content)) if isinstance(entry.content, str) else [entry.content]
@@ -54,7 +54,7 @@ def read_training_prompts(paths: Sequence[Path], chat: bool) -> list[TrainingPro
                     prompts += [TrainingPrompt(passage, group) for passage in _passages(_raw_text(path))]
                 except ConfigError as error:
                     left_out[str(error)].append(path)
-            skipped += len(prompts) == before
+            skipped += len(prompts) == count_before
     for reason, files in left_out.items():
         logger.warning("skipped %d of the files, such as %s: %s", len(files), files[0], reason)
     if not prompts:
@@ -70,11 +70,11 @@ def user_turn(tokenizer: Any) -> tuple[list[int], int]:
     2406.08464). Raises ConfigError for a template that does not render messages literally.
     """
     message = "message"
-    before, found, after = Conversation([{"role": "user", "content": message}]).render(tokenizer).rpartition(message)
-    ends = tokenizer.encode(after, add_special_tokens=False)
-    if not (found and before and ends):
+    prefix, found, suffix = Conversation([{"role": "user", "content": message}]).render(tokenizer).rpartition(message)
+    ends = tokenizer.encode(suffix, add_special_tokens=False)
+    if not (found and prefix and ends):
         raise ConfigError("the target's chat template does not render user messages literally; pass data")
-    return list(tokenizer.encode(before, add_special_tokens=False)), ends[0]
+    return list(tokenizer.encode(prefix, add_special_tokens=False)), ends[0]
 
 
 def _raw_text(path: Path) -> str:
@@ -96,9 +96,9 @@ def _passages(text: str) -> Iterator[str]:
     """Cut a text into passages at line ends, and overlong lines at spaces or else anywhere."""
     start = 0
     while start < len(text):
-        last, most = start + PASSAGE - 1, start + 2 * PASSAGE
-        ends = (text.find(mark, last, most) + 1 for mark in "\n ")
-        end = next(filter(None, ends), most)
+        earliest_end, latest_end = start + PASSAGE - 1, start + 2 * PASSAGE
+        ends = (text.find(mark, earliest_end, latest_end) + 1 for mark in "\n ")
+        end = next(filter(None, ends), latest_end)
         if (passage := text[start:end]).strip():
             yield passage
         start = end

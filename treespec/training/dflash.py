@@ -23,8 +23,6 @@ EVALUATED_ROOTS = 48
 
 
 class Roots(NamedTuple):
-    """Roots in the lessons of a batch."""
-
     positions: Tensor  # int64 [rows, roots], positions in the lesson; lessons with fewer roots repeat some
     first: Tensor  # int64 [rows], index of each row's first target in the batch
     counts: Tensor  # int64 [rows], number of each row's targets
@@ -44,7 +42,7 @@ def draw_roots(batch: LessonBatch, count: int, seed: Sequence[int]) -> Roots:
     first = np.concatenate(([0], np.cumsum(counts)[:-1]))
     begins = batch.positions[:, 1].cpu().numpy()[first]
     positions = [begin + np.sort(generator.permutation(n)[:count]) for begin, n in zip(begins, counts, strict=True)]
-    padded = np.stack([np.resize(drawn, count) for drawn in positions])
+    padded = np.stack([np.resize(row, count) for row in positions])
     return Roots(*(torch.from_numpy(array).to(batch.tokens.device) for array in (padded, first, counts, begins)))
 
 
@@ -66,10 +64,10 @@ class _BlockAttention(nn.Module):
         `rotations` cosine and sine of the rows, and of tokens and rows; `visible` is bool [batch, 1, rows, length +
         rows].
         """
-        read = torch.cat((context, x), 1)
+        context_and_rows = torch.cat((context, x), 1)
         q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
-        k = self.k_norm(self._heads(self.k_proj(read))).transpose(1, 2)
-        v = self._heads(self.v_proj(read)).transpose(1, 2)
+        k = self.k_norm(self._heads(self.k_proj(context_and_rows))).transpose(1, 2)
+        v = self._heads(self.v_proj(context_and_rows)).transpose(1, 2)
         (q, _), (_, k) = (apply_rotary_pos_emb(t, t, *rotation) for t, rotation in zip((q, k), rotations, strict=True))
         out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, visible, enable_gqa=True)
         attended: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
@@ -80,8 +78,6 @@ class _BlockAttention(nn.Module):
 
 
 class _BlockLayer(nn.Module):
-    """A decoder layer over the rows of blocks."""
-
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = (
@@ -155,10 +151,10 @@ class DFlashModule(nn.Module):
         steps = torch.arange(BLOCK, dtype=torch.int64, device=tokens.device)
         positions = torch.arange(length, dtype=torch.int64, device=tokens.device)
         row_positions = (roots[:, :, None] + steps).flatten(1)
-        before = positions[None, None] < roots[:, :, None].expand(-1, -1, BLOCK).reshape(batch, -1, 1)
+        before_root = positions[None, None] < roots[:, :, None].expand(-1, -1, BLOCK).reshape(batch, -1, 1)
         block = torch.arange(count, dtype=torch.int64, device=tokens.device).repeat_interleave(BLOCK)
         same_block = (block[:, None] == block[None]).expand(batch, -1, -1)
-        visible = torch.cat((before, same_block), 2)[:, None]
+        visible = torch.cat((before_root, same_block), 2)[:, None]
         x = F.embedding(ids.flatten(1), self.embed).to(context.dtype)
         key_positions = torch.cat((positions.expand(batch, -1), row_positions), 1)
         rotations = self._rotary(x, row_positions), self._rotary(x, key_positions)
@@ -181,15 +177,15 @@ def make_dflash(target: Any, target_ids: np.ndarray, num_states: int) -> DFlashM
         nn.init.zeros_(draft.fc.weight)[:, -config.hidden_size :].fill_diagonal_(1.0)
         draft.lm_head.weight.copy_(target.get_output_embeddings().weight[vocab.to(draft.embed.device)])
         draft.norm.weight.copy_(decoder.norm.weight)
-        last = decoder.layers[-len(draft.layers) :]
-        draft.hidden_norm.weight.copy_(last[0].input_layernorm.weight)
+        last_layers = decoder.layers[-len(draft.layers) :]
+        draft.hidden_norm.weight.copy_(last_layers[0].input_layernorm.weight)
         draft_layer: Any
-        for draft_layer, layer in zip(draft.layers, last, strict=True):
+        for draft_layer, layer in zip(draft.layers, last_layers, strict=True):
             draft_layer.load_state_dict(layer.state_dict(), strict=False)
             if hasattr(layer.self_attn, "q_norm"):
                 continue
-            new, old, gain = draft_layer.self_attn, layer.self_attn, layer.input_layernorm.weight.float()
-            for norm, projection in ((new.q_norm, old.q_proj), (new.k_norm, old.k_proj)):
+            student, teacher, gain = draft_layer.self_attn, layer.self_attn, layer.input_layernorm.weight.float()
+            for norm, projection in ((student.q_norm, teacher.q_proj), (student.k_norm, teacher.k_proj)):
                 # Expected size of this projection of normalised rows; the head norm would otherwise remove it.
                 norm.weight.fill_(float((projection.weight.float() * gain).square().sum(1).mean().sqrt()))
     return draft

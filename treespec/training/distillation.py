@@ -49,14 +49,7 @@ class Curriculum:
     batch.
     """
 
-    def __init__(
-        self,
-        lessons: Lessons,
-        target_ids: np.ndarray,
-        target_size: int,
-        seed: int,
-        device: torch.device,
-    ):
+    def __init__(self, lessons: Lessons, target_ids: np.ndarray, target_size: int, seed: int, device: torch.device):
         self.lessons, self.seed, self.device = lessons, seed, device
         self._rows = rows_of_tokens(target_ids, target_size)
         self._ids = self._rows[lessons.top_ids]
@@ -75,8 +68,8 @@ class Curriculum:
 
     def batches(self, step: int) -> list[LessonBatch]:
         """Return a step's lessons in batches of similar length, to save padding."""
-        drawn = np.random.default_rng((self.seed, 2, step)).choice(len(self.lessons), self.count, p=self.odds)
-        ordered = drawn[np.argsort(np.diff(self.lessons.starts)[drawn], kind="stable")]
+        indices = np.random.default_rng((self.seed, 2, step)).choice(len(self.lessons), self.count, p=self.odds)
+        ordered = indices[np.argsort(np.diff(self.lessons.starts)[indices], kind="stable")]
         return [self.of(group) for group in np.array_split(ordered, -(-len(ordered) // BATCH_ROWS))]
 
     def of(self, indices: Sequence[int] | np.ndarray) -> LessonBatch:
@@ -129,8 +122,8 @@ def distillation_losses(logits: Tensor, batch: LessonBatch) -> Tensor:
     top_ids = batch.ids.clamp(max=logits.shape[1] - 1)
     logprobs = logits.gather(1, top_ids) - logits.logsumexp(1, keepdim=True)
     soft = -(batch.probs * logprobs).sum(1)
-    hard = -logprobs[:, 0] * (batch.ids[:, 0] < logits.shape[1])
-    return (1 - ARGMAX_SHARE) * soft + ARGMAX_SHARE * hard
+    argmax_loss = -logprobs[:, 0] * (batch.ids[:, 0] < logits.shape[1])
+    return (1 - ARGMAX_SHARE) * soft + ARGMAX_SHARE * argmax_loss
 
 
 @dataclass(frozen=True)

@@ -59,23 +59,23 @@ class _PairAttention(nn.Module):
         )
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kept: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attend from pairs at depth `len(kept)` below verified pairs, and append their keys and values to `kept`.
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Attend from pairs at depth `len(kv)` below verified pairs, and append their keys and values to `kv`.
 
         Pair p at depth d attends to verified pairs up to p - d and to pairs p - d + 1 to p of depths 1 to d, like a
-        tree node to its ancestors. `x` is [batch, pairs, 2 * hidden]; `kept` has the keys and values of shallower
+        tree node to its ancestors. `x` is [batch, pairs, 2 * hidden]; `kv` has the keys and values of shallower
         depths, [batch, heads, pairs, head_dim].
         """
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q, k = apply_rotary_pos_emb(q, k, *rotation)
         shared = self.heads // self.kv_heads
-        kept.append((k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)))
-        depth, scale, pairs = len(kept) - 1, self.head_dim**-0.5, x.shape[1]
+        kv.append((k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)))
+        depth, scale, pairs = len(kv) - 1, self.head_dim**-0.5, x.shape[1]
         above = [
-            tuple(F.pad(tensor, (0, 0, depth - d, 0))[:, :, :pairs] for tensor in kept[d]) for d in range(1, depth + 1)
+            tuple(F.pad(tensor, (0, 0, depth - d, 0))[:, :, :pairs] for tensor in kv[d]) for d in range(1, depth + 1)
         ]
-        keys, values = kept[0]
+        keys, values = kv[0]
         hidden = torch.ones(pairs, pairs, dtype=torch.bool, device=x.device).triu(1 - depth)
         scores = [(q @ keys.transpose(2, 3)).float().masked_fill(hidden, -torch.inf)]
         scores += [(q * key).sum(3, keepdim=True).float() for key, _ in above]
@@ -98,10 +98,10 @@ class _PairLayer(nn.Module):
         self.self_attn, self.mlp = _PairAttention(config), LlamaMLP(config)
 
     def forward(
-        self, embedded: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], kept: list[tuple[Tensor, Tensor]]
+        self, embedded: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], kv: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
         x = torch.cat((self.input_layernorm(embedded), self.hidden_norm(features)), 2)
-        features = features + self.self_attn(x, rotation, kept)
+        features = features + self.self_attn(x, rotation, kv)
         result: Tensor = features + self.mlp(self.post_attention_layernorm(features))
         return result
 
@@ -133,9 +133,9 @@ class Eagle3Module(nn.Module):
     def predict(self, batch: LessonBatch, states: TargetStates, seed: Sequence[int]) -> Iterator[Prediction]:
         """Yield the logits of a batch's targets after 0, 1, ... drafted tokens; `seed` is unused."""
         pairs = batch.positions[:, 1] - 1
-        read = states.of(batch)[:, :-1]
+        inputs = states.of(batch)[:, :-1]
         with mixed_precision(batch.inputs.device):
-            for depth, hidden in enumerate(self(read, batch.tokens, DEPTHS)):
+            for depth, hidden in enumerate(self(inputs, batch.tokens, DEPTHS)):
                 targets = batch.select(pairs >= depth)
                 rows, columns = targets.positions[:, 0], targets.positions[:, 1] - 1
                 yield self.lm_head(hidden[rows, columns]).float(), targets
@@ -145,8 +145,8 @@ class Eagle3Module(nn.Module):
         names = {"architectures": ["LlamaForCausalLMEagle3"], "dtype": "bfloat16", "torch_dtype": "bfloat16"}
         sizes = {"vocab_size": int(target.vocab_size), "draft_vocab_size": self.config.vocab_size}
         layers = list(head_layers(target.num_hidden_layers))
-        read = {"eagle_aux_hidden_state_layer_ids": layers} if target.num_hidden_layers < 7 else {}
-        return self.config.to_dict() | names | sizes | read
+        layer_field = {"eagle_aux_hidden_state_layer_ids": layers} if target.num_hidden_layers < 7 else {}
+        return self.config.to_dict() | names | sizes | layer_field
 
     def forward(self, states: Tensor, tokens: Tensor, depths: int) -> Iterator[Tensor]:
         """Yield the normalised outputs [batch, pairs, hidden] of the pairs after 0, 1, ... drafted tokens.
@@ -157,9 +157,9 @@ class Eagle3Module(nn.Module):
         embedded = F.embedding(tokens[:, 1:], self.embed)
         positions = torch.arange(states.shape[1], dtype=torch.int64, device=states.device)[None]
         rotation = self._rotary(embedded, positions)
-        features, kept = self.fc(states.to(self.fc.weight.dtype)), list[tuple[Tensor, Tensor]]()
+        features, kv = self.fc(states.to(self.fc.weight.dtype)), list[tuple[Tensor, Tensor]]()
         for _ in range(depths):
-            out = self.midlayer(embedded, features, rotation, kept)
+            out = self.midlayer(embedded, features, rotation, kv)
             yield self.norm(out)
             features = F.pad(out, (0, 0, 1, 0))[:, :-1]
 

@@ -96,8 +96,6 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 class _Continuation(NamedTuple):
-    """A prompt with the target's output."""
-
     prompt: list[int]
     tokens: list[int]
     logprobs: np.ndarray  # `LogprobRows.packed` by token
@@ -161,14 +159,14 @@ class LessonWriter:
                 self._take([i for i, request in self._running.items() if request.finished])
                 for i in [i for i, request in self._asking.items() if request.finished]:
                     self._answer(i, self._asking.pop(i))
-            ended = sum(len(one.tokens) for one in self._ended.values() if one is not None)
+            ended = sum(len(output.tokens) for output in self._ended.values() if output is not None)
             goes_on = on_pass(ended + sum(request.num_generated for request in self._running.values()))
         if not goes_on:
             with self.llm.between_rounds():
                 self._take([i for i, request in self._running.items() if request.num_generated])
         entries = [(i, self._ended.pop(i)) for i in (shard if goes_on else sorted(self._ended))]
-        new = [(one, self._group(i)) for i, one in entries if one is not None and self._is_new(i, one)]
-        lessons = _collect(new)
+        fresh = [(output, self._group(i)) for i, output in entries if output is not None and self._is_new(i, output)]
+        lessons = _collect(fresh)
         lessons.save(shard_path(self.folder, number))
         return int(lessons.generated.sum())
 
@@ -180,7 +178,6 @@ class LessonWriter:
             self._ended[i] = _Continuation.of(request)
 
     def close(self) -> None:
-        """Abort all running requests."""
         with self.llm.rounds.turn():
             self.llm.rounds.end([*self._running.values(), *self._asking.values()])
 
@@ -230,8 +227,8 @@ class LessonWriter:
         if self._is_synthetic(i):
             is_sampled = self._num_synthetic(i) % 2
         else:
-            repeats, place = divmod(i - self._num_synthetic(i), len(self.prompts))
-            is_sampled = (place + repeats) % 2
+            repeats, prompt_index = divmod(i - self._num_synthetic(i), len(self.prompts))
+            is_sampled = (prompt_index + repeats) % 2
         temperature = self.llm.get_default_sampling_params().temperature or 0.7
         params = SamplingParams(
             temperature=temperature if is_sampled else 0.0,
@@ -287,26 +284,26 @@ def synthetic_prompts(shards: Iterable[Lessons]) -> set[bytes]:
     return prompts
 
 
-def best_batch(curve: CostCurve, most: int) -> int:
+def best_batch(curve: CostCurve, max_batch: int) -> int:
     """Return the smallest number of requests whose passes decode nearly the maximum tokens per second."""
-    batches = [batch for batch in BATCHES if batch <= most] or [most]
+    batches = [batch for batch in BATCHES if batch <= max_batch] or [max_batch]
     rates = [batch / float(curve.verify(batch)) for batch in batches]
     return next(batch for batch, rate in zip(batches, rates, strict=True) if rate >= GOOD_RATE * max(rates))
 
 
 def _collect(continuations: Sequence[tuple[_Continuation, str]]) -> Lessons:
     """Convert continuations and their groups to lessons; skip failed ones."""
-    kept = [(one, group) for one, group in continuations if one.error is None]
-    if not kept:
+    succeeded = [(output, group) for output, group in continuations if output.error is None]
+    if not succeeded:
         reason = continuations[0][0].error if continuations else "the target wrote no new prompt that ends; give data"
         raise RequestError(f"no prompt of the shard could be continued: {reason}")
-    sequences = [one.prompt + one.tokens for one, _ in kept]
-    rows = LogprobRows.unpacked(np.concatenate([one.logprobs for one, _ in kept]))
+    sequences = [output.prompt + output.tokens for output, _ in succeeded]
+    rows = LogprobRows.unpacked(np.concatenate([output.logprobs for output, _ in succeeded]))
     return Lessons(
         np.array([token for sequence in sequences for token in sequence], dtype=np.int32),
         np.concatenate([[0], np.cumsum([len(sequence) for sequence in sequences])]),
-        np.array([len(one.prompt) for one, _ in kept]),
+        np.array([len(output.prompt) for output, _ in succeeded]),
         rows.tokens.numpy().astype(np.int32),
         rows.values.numpy().astype(np.float16),
-        np.array([group for _, group in kept]),
+        np.array([group for _, group in succeeded]),
     )

@@ -80,8 +80,8 @@ class Budget:
 
     def progress(self, step: int, elapsed: float) -> float:
         """Return the completed fraction of the schedule, in [start, end]."""
-        spent = step / self.max_steps if self.max_steps is not None else elapsed / (60 * self.minutes)
-        return min(self.end, self.start + spent)
+        fraction = step / self.max_steps if self.max_steps is not None else elapsed / (60 * self.minutes)
+        return min(self.end, self.start + fraction)
 
 
 @dataclass
@@ -172,14 +172,14 @@ def train(
     model.train()
     log = ProgressLog(name, progress)
     last_save = time.monotonic()
-    while (done := budget.progress(progress.step, progress.elapsed)) < budget.end:
+    while (fraction := budget.progress(progress.step, progress.elapsed)) < budget.end:
         if pause.requested:
             log.close()
             save_checkpoint(checkpoint, model, optimizers, progress)
             raise Paused
         started = time.monotonic()
-        rate = learning_rate(done, peak_rate)
-        loss = loss_of(model, progress.step, done)
+        rate = learning_rate(fraction, peak_rate)
+        loss = loss_of(model, progress.step, fraction)
         loss.mean.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -190,7 +190,7 @@ def train(
         progress.step += 1
         progress.tokens += loss.tokens
         progress.elapsed += time.monotonic() - started
-        log.update(done, progress, loss)
+        log.update(fraction, progress, loss)
         if time.monotonic() - last_save > CHECKPOINT_SECONDS:
             save_checkpoint(checkpoint, model, optimizers, progress)
             if held_out is not None:
@@ -210,12 +210,12 @@ class ProgressLog:
         self._means: dict[str, float] = {}
         self._start = replace(progress)
         is_terminal = sys.stderr.isatty()
-        shown = "{desc}: {percentage:.1f}% {bar}{postfix}, {remaining} left" + "\n" * (not is_terminal)
+        bar_format = "{desc}: {percentage:.1f}% {bar}{postfix}, {remaining} left" + "\n" * (not is_terminal)
         seconds = 1.0 if is_terminal else LOG_SECONDS
-        self.bar = tqdm(total=1.0, desc=name, mininterval=seconds, bar_format=shown)
+        self.bar = tqdm(total=1.0, desc=name, mininterval=seconds, bar_format=bar_format)
         self._is_first = True
 
-    def update(self, done: float, progress: TrainingProgress, loss: StepLoss | None = None) -> None:
+    def update(self, fraction: float, progress: TrainingProgress, loss: StepLoss | None = None) -> None:
         """Move the bar to the completed fraction and show the metrics of a training step or of lessons."""
         for name, value in (("loss", loss.mean.item()), ("agreement", loss.agreement)) if loss is not None else ():
             if value is not None:
@@ -226,9 +226,9 @@ class ProgressLog:
         figures += [] if self.held_out is None else [f"held-out {self.held_out:.3f}"]
         self.bar.set_postfix_str(", ".join(figures), refresh=False)
         if self._is_first:  # exclude steps of earlier runs from the speed
-            self.bar.initial = self.bar.n = self.bar.last_print_n = min(done, 1.0)
+            self.bar.initial = self.bar.n = self.bar.last_print_n = min(fraction, 1.0)
             self._is_first = False
-        self.bar.update(min(done, 1.0) - self.bar.n)
+        self.bar.update(min(fraction, 1.0) - self.bar.n)
 
     def close(self) -> None:
         self.bar.close()

@@ -80,7 +80,7 @@ def measure_drafts(
     called after every output, and may raise.
     """
     params = SamplingParams(max_tokens=max_tokens, detokenize=False)
-    rows, rates, differing = [], list[float](), 0
+    rows, rates, num_differing = [], list[float](), 0
     reference: list[list[int]] | None = None
     for count in range(len(drafts) + 1):
         logger.info("measuring with %d of %d drafts", count, len(drafts))
@@ -95,15 +95,15 @@ def measure_drafts(
 
         if not count:
             params.max_tokens = LEAST_TOKENS
-            _, spent, tokens = decode("off")
+            _, plain_seconds, tokens = decode("off")
             decodes = (3 + 2 * repeats) * (1 + len(drafts))
-            affordable = int(seconds / decodes / spent * sum(map(len, tokens)) / len(prompts))
-            params.max_tokens = min(max(affordable, LEAST_TOKENS), max_tokens)
+            num_tokens = int(seconds / decodes / plain_seconds * sum(map(len, tokens)) / len(prompts))
+            params.max_tokens = min(max(num_tokens, LEAST_TOKENS), max_tokens)
         tau = []
         for sources in (llm.draft_names or ("lookup",), (*llm.draft_names, "lookup")):
             outputs, _, tokens = decode(SpecConfig(nodes=NODES, sources=sources))
             reference = reference or tokens
-            differing += sum(a != b for a, b in zip(tokens, reference, strict=True))
+            num_differing += sum(a != b for a, b in zip(tokens, reference, strict=True))
             passes = sum(output.metrics.target_passes for output in outputs)
             tau.append(sum(map(len, tokens)) / passes)
         decode(SpecConfig())  # lets the planner learn
@@ -112,7 +112,7 @@ def measure_drafts(
             _, plain, tokens = decode("off")
             outputs, seconds, drafted = decode(SpecConfig())
             total = sum(map(len, tokens))
-            differing += sum(a != b for a, b in zip(drafted, tokens, strict=True))
+            num_differing += sum(a != b for a, b in zip(drafted, tokens, strict=True))
             rates.append(total / plain)
             speeds.append(total / seconds)
             ratios.append(plain / seconds)
@@ -130,5 +130,5 @@ def measure_drafts(
             )
         )
         del llm, decode  # frees its memory before the next one is built
-    best = max(rows, key=lambda row: row.speedup)
-    return TrainingReport(statistics.median(rates), tuple(rows), best.drafts, agreement, differing)
+    fastest = max(rows, key=lambda row: row.speedup)
+    return TrainingReport(statistics.median(rates), tuple(rows), fastest.drafts, agreement, num_differing)

@@ -89,8 +89,8 @@ class TrainingRun:
     @property
     def options(self) -> dict[str, Any]:
         """Options of every `LLM` of the run."""
-        longest = MAX_PROMPT_TOKENS + self.settings.max_tokens
-        return {"device": str(self.device), "max_model_len": min(longest, self.config.max_positions)}
+        max_positions = MAX_PROMPT_TOKENS + self.settings.max_tokens
+        return {"device": str(self.device), "max_model_len": min(max_positions, self.config.max_positions)}
 
     @cached_property
     def llm(self) -> LLM:
@@ -100,10 +100,10 @@ class TrainingRun:
 
     def first_layers(self, count: int) -> Any:
         """Return the target's embedding, head and at least the first `count` layers as a transformers model."""
-        opened, count = self.__dict__.get("_opened"), min(count, self.num_layers)
-        if opened is None or opened.config.num_hidden_layers < count:
-            self._opened = opened = open_model(self.target, layers=count)
-        return opened
+        model, count = self.__dict__.get("_opened"), min(count, self.num_layers)
+        if model is None or model.config.num_hidden_layers < count:
+            self._opened = model = open_model(self.target, layers=count)
+        return model
 
     def free(self, *names: str) -> None:
         """Drop references to the engine ("llm") or to opened layers ("_opened")."""
@@ -166,10 +166,10 @@ class TrainingRun:
         share = LESSON_SHARE if settings.ssms else 1.0
         budget = Budget(share * (settings.minutes or 0.0))
 
-        def spent(now: TrainingProgress = progress) -> float:
+        def spent(state: TrainingProgress = progress) -> float:
             if settings.tokens is not None:
-                return now.tokens / settings.tokens
-            return budget.progress(now.step, now.elapsed)
+                return state.tokens / settings.tokens
+            return budget.progress(state.step, state.elapsed)
 
         if spent() < 1:
             synthetic, paths = self.synthetic, [Path(path) for path in settings.data]
@@ -178,8 +178,8 @@ class TrainingRun:
             self.begin()
             self.free("_opened")
             writer = LessonWriter(llm, prompts, folder, settings.max_tokens, settings.seed, synthetic, PER_SHARD)
-            own = f", {synthetic:.0%} written by the target" if synthetic else ""
-            log = ProgressLog(f"lessons from {len(prompts)} prompts{own}, {writer.batch} at once", progress)
+            synthetic_text = f", {synthetic:.0%} written by the target" if synthetic else ""
+            log = ProgressLog(f"lessons from {len(prompts)} prompts{synthetic_text}, {writer.batch} at once", progress)
             with closing(writer), closing(log):
                 while spent() < 1:
                     began = time.monotonic()
@@ -187,9 +187,9 @@ class TrainingRun:
                     def goes_on(tokens: int, began: float = began) -> bool:
                         self.pause.check()
                         elapsed = progress.elapsed + time.monotonic() - began
-                        now = replace(progress, tokens=progress.tokens + tokens, elapsed=elapsed)
-                        log.update(spent(now), now)
-                        return settings.tokens is not None or spent(now) < 1 or not now.step
+                        current = replace(progress, tokens=progress.tokens + tokens, elapsed=elapsed)
+                        log.update(spent(current), current)
+                        return settings.tokens is not None or spent(current) < 1 or not current.step
 
                     progress.tokens += writer.write(progress.step, goes_on)
                     progress.step += 1
@@ -201,8 +201,8 @@ class TrainingRun:
     def synthetic(self) -> float:
         """The share of synthetic prompts. Raises ConfigError without both data and a chat template."""
         if has_chat_template(self.checked_tokenizer()):
-            stated = self.settings.synthetic
-            return stated if stated is not None else 0.5 if self.settings.data else 1.0
+            share = self.settings.synthetic
+            return share if share is not None else 0.5 if self.settings.data else 1.0
         if self.settings.synthetic or not self.settings.data:
             raise ConfigError(f"{self.target} has no chat template, so it cannot write prompts itself; give data")
         return 0.0
@@ -212,15 +212,15 @@ class TrainingRun:
         settings, file = self.settings, self.work / "vocabulary.npz"
         if not file.exists():
             config = self.first_layers(LEAST_LAYERS + 1).config
-            most = settings.vocabulary
-            if most is None:
-                most = most_rows(int(self.llm.stats()["memory"]["target_weights"]), config.hidden_size)
+            max_rows = settings.vocabulary
+            if max_rows is None:
+                max_rows = most_rows(int(self.llm.stats()["memory"]["target_weights"]), config.hidden_size)
             self.free("llm")  # frees its memory for the measurements
-            kept = self.end_tokens
+            required = self.end_tokens
             if settings.start is not None:
                 start = resolve_folder(settings.start)
-                kept = sorted({*kept, *read_vocabulary(start, self.target_size)[:-1].tolist()})
-            target_ids = choose_vocabulary(lessons, self.target_size, kept, most)
+                required = sorted({*required, *read_vocabulary(start, self.target_size)[:-1].tolist()})
+            target_ids = choose_vocabulary(lessons, self.target_size, required, max_rows)
 
             def write(layers: int, hidden: int | None, folder: Path) -> None:
                 student = make_student(self.first_layers(layers), layers, hidden, target_ids, self.end_tokens)
@@ -237,8 +237,8 @@ class TrainingRun:
                 logger.info("drafts of %d layers, width %d, %d of %d tokens", layers, width, rows, self.target_size)
             else:
                 logger.info("%s head of %d of %d tokens", settings.head, rows, self.target_size)
-            with replacing(file) as temporary, temporary.open("wb") as opened:
-                np.savez(opened, target_ids=target_ids, layers=layers, hidden=hidden or 0)
+            with replacing(file) as temporary, temporary.open("wb") as stream:
+                np.savez(stream, target_ids=target_ids, layers=layers, hidden=hidden or 0)
         with np.load(file) as arrays:
             return arrays["target_ids"], int(arrays["layers"]), int(arrays["hidden"]) or None
 
@@ -332,8 +332,8 @@ class TrainingRun:
     def _train(
         self, name: str, model: Any, curriculum: Curriculum, budget: Budget, rate: float, texts: Texts | None = None
     ) -> TrainingProgress:
-        def loss(model: Any, step: int, done: float) -> StepLoss:
-            if texts is not None and texts.is_text_step(step, done):
+        def loss(model: Any, step: int, fraction: float) -> StepLoss:
+            if texts is not None and texts.is_text_step(step, fraction):
                 return texts.loss(model, step)
             return lesson_loss(model, curriculum, step)
 
@@ -356,8 +356,8 @@ class TrainingRun:
                 return cluster_groups(curriculum.lessons.groups, settings.ssms)
             return cluster_errors(evaluate(generalist, curriculum).missed, rows, settings.ssms, settings.seed)
 
-        owners = self._stored("clusters", clusters)
-        odds = {f"specialist-{i + 1}": odds_of(owners, i) for i in range(settings.ssms)}
+        cluster_of = self._stored("clusters", clusters)
+        odds = {f"specialist-{i + 1}": odds_of(cluster_of, i) for i in range(settings.ssms)}
         if settings.generalist:
             odds["generalist-2"] = curriculum.odds
         budget = self._budget((1 - GENERALIST_SHARE) / len(odds), curriculum.lessons)
@@ -388,11 +388,11 @@ class TrainingRun:
         def agreement(curriculum: Curriculum, states: TargetStates) -> float:
             return float(evaluate(head, curriculum, partial(predict, states)).hits.mean())
 
-        unknown = np.flatnonzero(is_held_out)
+        held_out = np.flatnonzero(is_held_out)
         training, states = subset(np.flatnonzero(~is_held_out), "train")
-        watched, evaluated = subset(unknown[:WATCHED], "watched"), subset(unknown, "held-out")
+        watched, evaluated = subset(held_out[:WATCHED], "watched"), subset(held_out, "held-out")
 
-        def loss(head: Any, step: int, done: float) -> StepLoss:
+        def loss(head: Any, step: int, fraction: float) -> StepLoss:
             return lesson_loss(head, training, step, partial(predict, states), head.decay)
 
         def export() -> None:
@@ -415,8 +415,8 @@ class TrainingRun:
         """Return an array of `work`, computed and stored on first use."""
         file = self.work / f"{name}.npy"
         if not file.exists():
-            with replacing(file) as temporary, temporary.open("wb") as opened:
-                np.save(opened, compute())
+            with replacing(file) as temporary, temporary.open("wb") as stream:
+                np.save(stream, compute())
         stored: np.ndarray = np.load(file)
         return stored
 
@@ -441,9 +441,9 @@ class TrainingRun:
         folders = [self.out / name for name in names]
         self.free("llm", "_opened")
         seconds = 60 * REPORT_SHARE * (self.settings.minutes or 60.0)
-        most = self.settings.max_tokens
+        max_tokens = self.settings.max_tokens
         options, check = self.options, self.pause.check
-        report = measure_drafts(self.target, folders, prompts, agreement, most, options, seconds, check, REPEATS)
+        report = measure_drafts(self.target, folders, prompts, agreement, max_tokens, options, seconds, check, REPEATS)
         write_json(self.out / "report.json", {"settings": self.settings.stored(), **report.as_dict()})
         return report
 

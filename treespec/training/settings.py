@@ -101,7 +101,7 @@ class TrainingSettings:
             raise ConfigError("minutes and tokens exclude each other; pass one of them")
         if self.minutes is not None and not self.minutes > 0:
             raise ConfigError(f"minutes={self.minutes}; valid: more than 0")
-        defaults = {stated.name: stated.default for stated in fields(self)}
+        defaults = {info.name: info.default for info in fields(self)}
         changed = [name for name in _OF_SSMS if getattr(self, name) != defaults[name]]
         if self.head is not None and changed:
             raise ConfigError(f"{changed[0]} applies to SSMs only; omit it to train a head")

@@ -32,7 +32,7 @@ def most_rows(target_bytes: int, hidden_size: int) -> int:
 def measure_level(
     model: Any,  # the target
     write: Callable[[int, int | None, Path], None],  # writes an untrained draft of these layers and width to a folder
-    options: dict[str, Any],  # of `LLM`
+    options: dict[str, Any],  # options of `LLM`
     layers: int,
     width: int | None,  # None for the target's
 ) -> tuple[float, float]:
@@ -40,16 +40,16 @@ def measure_level(
     with TemporaryDirectory(prefix="treespec-draft-") as folder:
         write(layers, width, Path(folder))
         curve = LLM(model, drafts=[folder], max_num_seqs=1, **options).engine.host.planner.costs.curve
-    level, plain = curve.draft_seconds, float(curve.verify(1.0))
-    shown = f"{1e3 * level:.3g} ms, {level / plain:.0%} of a target pass"
-    logger.info("draft level with %d layers, width %s: %s", layers, width or "of the target", shown)
-    return level, plain
+    level, pass_seconds = curve.draft_seconds, float(curve.verify(1.0))
+    text = f"{1e3 * level:.3g} ms, {level / pass_seconds:.0%} of a target pass"
+    logger.info("draft level with %d layers, width %s: %s", layers, width or "of the target", text)
+    return level, pass_seconds
 
 
 def choose_size(
     measure: Callable[[int, int | None], tuple[float, float]],  # `measure_level` of this target
     config: PreTrainedConfig,
-    most: int,
+    max_layers: int,
     layers: int | None,
     hidden: int | None,
 ) -> tuple[int, int | None]:
@@ -58,24 +58,24 @@ def choose_size(
     A level may take `PASS_SHARE` of a target pass. Untrained drafts of two and three layers are measured; each further
     layer is assumed to cost as much as the third. If two layers take too long, narrower drafts are measured. `layers`
     or `hidden` given by the user are kept; a given number of layers is not measured. `config` has the target's widths,
-    and `most` is its number of layers.
+    and `max_layers` is its number of layers.
     """
-    least = min(layers or LEAST_LAYERS, most)
+    least = min(layers or LEAST_LAYERS, max_layers)
     if layers is not None:
         return least, hidden
-    level, plain = measure(least, hidden)
-    if level <= PASS_SHARE * plain:
-        if least == most:
+    level, pass_seconds = measure(least, hidden)
+    if level <= PASS_SHARE * pass_seconds:
+        if least == max_layers:
             return least, hidden
-        further = max(measure(least + 1, hidden)[0] - level, 0.05 * level)
-        return min(least + int((PASS_SHARE * plain - level) / further), most), hidden
+        layer_seconds = max(measure(least + 1, hidden)[0] - level, 0.05 * level)
+        return min(least + int((PASS_SHARE * pass_seconds - level) / layer_seconds), max_layers), hidden
     if hidden is not None or not all(isinstance(getattr(config, name, None), int) for name in WIDTHS):
         return least, hidden
     for share in NARROWER:
         width = max(round(share * config.hidden_size / WIDTH_STEP), 1) * WIDTH_STEP
         if width < (hidden or config.hidden_size):
             hidden = width
-            level, plain = measure(least, hidden)
-            if level <= PASS_SHARE * plain:
+            level, pass_seconds = measure(least, hidden)
+            if level <= PASS_SHARE * pass_seconds:
                 break
     return least, hidden

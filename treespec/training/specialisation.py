@@ -11,11 +11,11 @@ ITERATIONS, RESTARTS = 20, 8  # k-means iterations and restarts
 def cluster_groups(groups: np.ndarray, count: int) -> np.ndarray:
     """Return the specialist of each lesson, int64: groups stay together, and sizes are balanced."""
     names, sizes = np.unique(groups, return_counts=True)
-    loads, owner = np.zeros(count), {}
+    loads, specialist_of = np.zeros(count), {}
     for i in np.argsort(-sizes, kind="stable"):
-        owner[names[i]] = int(loads.argmin())
-        loads[owner[names[i]]] += sizes[i]
-    return np.array([owner[group] for group in groups])
+        specialist_of[names[i]] = int(loads.argmin())
+        loads[specialist_of[names[i]]] += sizes[i]
+    return np.array([specialist_of[group] for group in groups])
 
 
 def cluster_errors(missed: Sequence[np.ndarray], rows: int, count: int, seed: int) -> np.ndarray:
@@ -37,32 +37,32 @@ def _k_means(vectors: np.ndarray, count: int, rng: np.random.Generator) -> tuple
     """Cluster unit vectors; return each vector's cluster and the summed similarity to the centres."""
     centres = vectors[rng.integers(len(vectors), size=1)]
     while len(centres) < count:
-        far = np.maximum(1 - (vectors @ centres.T).max(1), 1e-9) ** 2
-        centres = np.concatenate((centres, vectors[rng.choice(len(vectors), 1, p=far / far.sum())]))
+        distances = np.maximum(1 - (vectors @ centres.T).max(1), 1e-9) ** 2
+        centres = np.concatenate((centres, vectors[rng.choice(len(vectors), 1, p=distances / distances.sum())]))
     for _ in range(ITERATIONS):
-        owners = balanced_owners(-(vectors @ centres.T))
-        centres = np.stack([vectors[owners == i].mean(0) for i in range(count)])
+        clusters = balanced_owners(-(vectors @ centres.T))
+        centres = np.stack([vectors[clusters == i].mean(0) for i in range(count)])
         centres /= np.maximum(np.linalg.norm(centres, axis=1, keepdims=True), 1e-9)
-    return owners, float((vectors @ centres.T)[np.arange(len(vectors)), owners].sum())
+    return clusters, float((vectors @ centres.T)[np.arange(len(vectors)), clusters].sum())
 
 
 def balanced_owners(costs: np.ndarray) -> np.ndarray:
     """Assign lessons to cheap specialists by costs [lessons, specialists]; each gets at least half a fair share."""
     number, count = costs.shape
-    owners = costs.argmin(1)
-    for poor in np.argsort(np.bincount(owners, minlength=count)):
-        lack = number // (2 * count) - int((owners == poor).sum())
+    clusters = costs.argmin(1)
+    for i in np.argsort(np.bincount(clusters, minlength=count)):
+        lack = number // (2 * count) - int((clusters == i).sum())
         if lack > 0:
-            sizes = np.bincount(owners, minlength=count)
-            rich = sizes[owners] > number // (2 * count) + lack
-            regret = np.where(rich & (owners != poor), costs[:, poor] - costs[np.arange(number), owners], np.inf)
-            owners[np.argsort(regret, kind="stable")[:lack]] = poor
-    return owners
+            sizes = np.bincount(clusters, minlength=count)
+            movable = sizes[clusters] > number // (2 * count) + lack
+            regret = np.where(movable & (clusters != i), costs[:, i] - costs[np.arange(number), clusters], np.inf)
+            clusters[np.argsort(regret, kind="stable")[:lack]] = i
+    return clusters
 
 
-def odds_of(owners: np.ndarray, specialist: int) -> np.ndarray:
+def odds_of(cluster_of: np.ndarray, specialist: int) -> np.ndarray:
     """Return the probability of drawing each lesson for a specialist."""
-    is_own = owners == specialist
-    odds = np.full(len(owners), (1 - OWN_SHARE) / len(owners))
+    is_own = cluster_of == specialist
+    odds = np.full(len(cluster_of), (1 - OWN_SHARE) / len(cluster_of))
     odds[is_own] += OWN_SHARE / max(int(is_own.sum()), 1)
     return odds / odds.sum()

@@ -66,19 +66,19 @@ def make_student(target: Any, num_layers: int, hidden: int | None, target_ids: n
     ends_of = {id(student.get_output_embeddings().weight): head, id(student.get_input_embeddings().weight): embedding}
     for name, parameter in student.named_parameters():
         if (rows_of := ends_of.get(id(parameter))) is not None:
-            new = torch.cat((rows_of[token_ids], rows_of.mean(0, keepdim=True))).float()
-            if new.shape[1] > parameter.shape[1]:
-                exact = new.double()
+            embedding_rows = torch.cat((rows_of[token_ids], rows_of.mean(0, keepdim=True))).float()
+            if embedding_rows.shape[1] > parameter.shape[1]:
+                exact = embedding_rows.double()
                 components = torch.linalg.eigh(exact.T @ exact)[1].flip(1)  # largest first
-                new = exact @ components[:, : parameter.shape[1]]
+                embedding_rows = exact @ components[:, : parameter.shape[1]]
         elif hidden is not None:
             continue  # keeps the random initialisation
         elif name in source and source[name].shape == parameter.shape:
-            new = source[name]
+            embedding_rows = source[name]
         else:
             raise ModelError(f"cannot train a draft for {target.config.model_type}: the target has no {name}")
         with torch.no_grad():
-            parameter.copy_(new)
+            parameter.copy_(embedding_rows)
     return student
 
 
@@ -89,20 +89,20 @@ def open_student(folder: Path, target_ids: np.ndarray, target: Any) -> Any:
     `target_ids`, int64 [rows], includes all tokens of the draft.
     """
     student = open_model(folder, torch.float32)
-    known = read_vocabulary(folder, target.config.vocab_size)
-    if np.array_equal(known, target_ids):
+    draft_ids = read_vocabulary(folder, target.config.vocab_size)
+    if np.array_equal(draft_ids, target_ids):
         return student
-    places = torch.from_numpy(np.searchsorted(target_ids[:-1], known[:-1]))
+    known_rows = torch.from_numpy(np.searchsorted(target_ids[:-1], draft_ids[:-1]))
     ends = "get_input_embeddings", "get_output_embeddings"
     trained = [getattr(student, end)().weight.detach().clone() for end in ends]
     student.resize_token_embeddings(len(target_ids))
     for end, rows in zip(ends, trained, strict=True):
         weight = getattr(student, end)().weight
         source = getattr(target, end)().weight.detach()[torch.from_numpy(target_ids[:-1])].float()
-        fit = torch.linalg.lstsq(source[places], rows[:-1]).solution
+        linear_map = torch.linalg.lstsq(source[known_rows], rows[:-1]).solution
         with torch.no_grad():
-            weight.copy_(torch.cat((source @ fit, rows[-1:])))
-            weight[places] = rows[:-1]
+            weight.copy_(torch.cat((source @ linear_map, rows[-1:])))
+            weight[known_rows] = rows[:-1]
     return student
 
 

@@ -41,8 +41,8 @@ class TargetStates:
         if self._kept is not None and self._is_stored[batch.lessons].all():
             states = torch.zeros(*batch.tokens.shape, self._kept.shape[1], dtype=torch.int16, device="cpu")
             for row, lesson in enumerate(batch.lessons):
-                kept = self._kept[self._slice(lesson)]
-                states[row, : len(kept)] = torch.from_numpy(np.array(kept))
+                stored = self._kept[self._slice(lesson)]
+                states[row, : len(stored)] = torch.from_numpy(np.array(stored))
             return states.view(torch.bfloat16).to(batch.tokens.device)
         with torch.no_grad():
             outputs = self.decoder(input_ids=batch.tokens, use_cache=False, output_hidden_states=True).hidden_states
@@ -50,8 +50,8 @@ class TargetStates:
         if self._kept is not None:
             values = computed.cpu().contiguous().view(torch.int16).numpy()
             for row, lesson in enumerate(batch.lessons):
-                place = self._slice(lesson)
-                self._kept[place] = values[row, : place.stop - place.start]
+                rows = self._slice(lesson)
+                self._kept[rows] = values[row, : rows.stop - rows.start]
             self._is_stored[batch.lessons] = True
         return computed
 

@@ -40,9 +40,9 @@ class Texts:
         self._rows = rows_of_tokens(target_ids, target_size).astype(np.int32)[tokens]
         self.other, self.seed, self.device = len(target_ids) - 1, seed, device
 
-    def is_text_step(self, step: int, done: float) -> bool:
-        """Return whether a step trains on texts; their share falls linearly as the fraction `done` grows."""
-        share = TEXT_SHARE * max(1 - done / LESSONS_ONLY, 0.0)
+    def is_text_step(self, step: int, fraction: float) -> bool:
+        """Return whether a step trains on texts, whose share falls linearly with the completed `fraction`."""
+        share = TEXT_SHARE * max(1 - fraction / LESSONS_ONLY, 0.0)
         return bool(np.random.default_rng((self.seed, 6, step)).random() < share)
 
     def loss(self, model: Any, step: int) -> StepLoss:

@@ -79,14 +79,14 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 def _left_in_group(group: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes left under the cgroup's limit, including inactive file cache, which is reclaimable."""
     try:
-        free = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        free_bytes = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
     except (OSError, ValueError):  # no control group or no limit
         return sys.maxsize
     try:
         counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return free + int(counts["inactive_file"])
+        return free_bytes + int(counts["inactive_file"])
     except (OSError, KeyError, ValueError):
-        return free
+        return free_bytes
 
 
 def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -40,13 +40,13 @@ def option(
     return field(default=default, metadata={LIMITS: limits})
 
 
-def checked_value(stated: Field[Any], value: Any) -> Any:
+def checked_value(info: Field[Any], value: Any) -> Any:
     """Check the value of a field; return it as a Python number, or unchanged. Raises ConfigError if it is invalid."""
     from treespec.errors import ConfigError
     from treespec.utils.scalars import as_int, as_number
 
-    limits = stated.metadata.get(LIMITS)
-    if limits is None or (value is None and (stated.default is None or "None" in limits["valid"])):
+    limits = info.metadata.get(LIMITS)
+    if limits is None or (value is None and (info.default is None or "None" in limits["valid"])):
         return value
     choices, least, most, valid = limits["choices"], limits["least"], limits["most"], limits["valid"]
     if choices:
@@ -54,20 +54,20 @@ def checked_value(stated: Field[Any], value: Any) -> Any:
             return value
         valid = valid or ", ".join(map(repr, choices))
     else:
-        is_float = isinstance(stated.default, float) or isinstance(least, float)
+        is_float = isinstance(info.default, float) or isinstance(least, float)
         number = as_number(value) if is_float else as_int(value, least)
         if number is not None and least <= number <= (math.inf if most is None else most):
             return number
         kind = "a number" if is_float else "an int"
         most = 3.4e38 if most is None and is_float else most  # limit of `as_number`: float32's maximum
         valid = valid or (f"{kind} of at least {least}" if most is None else f"{kind} from {least} to {most}")
-    raise ConfigError(f"{stated.name}={value!r}; valid: {valid}{', or None' if stated.default is None else ''}")
+    raise ConfigError(f"{info.name}={value!r}; valid: {valid}{', or None' if info.default is None else ''}")
 
 
 def check_values(options: Any) -> None:
     """Check the values of a frozen dataclass, and convert its numbers to Python numbers. Raises ConfigError."""
-    for stated in fields(options):
-        object.__setattr__(options, stated.name, checked_value(stated, getattr(options, stated.name)))
+    for info in fields(options):
+        object.__setattr__(options, info.name, checked_value(info, getattr(options, info.name)))
 
 
 def help_texts(options: type) -> dict[str, str]:
@@ -87,15 +87,15 @@ def takes_options(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
-        first = [*signature.parameters.values()][:-1]
+        leading = [*signature.parameters.values()][:-1]
 
         @functools.wraps(function)
         def call(*values: Any, **keywords: Any) -> Any:
             _reject_unknown(function.__qualname__.partition(".")[0], keywords, options)
-            return function(*values[: len(first)], options(*values[len(first) :], **keywords))
+            return function(*values[: len(leading)], options(*values[len(leading) :], **keywords))
 
-        shown = _signature(options, first).replace(return_annotation=signature.return_annotation)
-        call.__signature__ = shown  # type: ignore[attr-defined]
+        signature_with_options = _signature(options, leading).replace(return_annotation=signature.return_annotation)
+        call.__signature__ = signature_with_options  # type: ignore[attr-defined]
         return call
 
     return decorate
@@ -126,14 +126,14 @@ def _reject_unknown(kind: str, keywords: Iterable[str], options: Any) -> None:
     """Raise ConfigError for keywords that are not fields of `options`, suggesting the closest names."""
     from treespec.errors import reject_unknown
 
-    names = {stated.name: VLLM in stated.metadata for stated in fields(options)}
+    names = {info.name: VLLM in info.metadata for info in fields(options)}
     unknown = [name for name in keywords if name not in names]
     reject_unknown(kind, unknown, [name for name, is_vllms in names.items() if not is_vllms])
 
 
-def _signature(options: Any, first: Sequence[Parameter] = ()) -> Signature:
-    """Return a signature of `first` and a dataclass's parameters. `**vllm_options` stands for vLLM's names."""
-    vllm_names = [stated.name for stated in fields(options) if VLLM in stated.metadata]
+def _signature(options: Any, leading: Sequence[Parameter] = ()) -> Signature:
+    """Return a signature of `leading` and a dataclass's parameters. `**vllm_options` stands for vLLM's names."""
+    vllm_names = [info.name for info in fields(options) if VLLM in info.metadata]
     parameters = [p for p in inspect.signature(options).parameters.values() if p.name not in vllm_names]
-    rest = [Parameter("vllm_options", Parameter.VAR_KEYWORD)] if vllm_names else []
-    return Signature([*first, *parameters, *rest])
+    vllm_parameter = [Parameter("vllm_options", Parameter.VAR_KEYWORD)] if vllm_names else []
+    return Signature([*leading, *parameters, *vllm_parameter])

@@ -58,12 +58,12 @@ def one_thread() -> Iterator[None]:
     if threads == 1:
         yield
         return
-    before, _caller.threads = getattr(_caller, "threads", None), threads
+    previous, _caller.threads = getattr(_caller, "threads", None), threads
     try:
         with _torch_threads(1):
             yield
     finally:
-        _caller.threads = before
+        _caller.threads = previous
 
 
 _caller = threading.local()  # .threads: number of threads outside `one_thread`, or None
@@ -76,12 +76,12 @@ def _torch_threads(number: int | None) -> Iterator[None]:
     if number is None or set_number is None:
         yield
         return
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     set_number(number)
     try:
         yield
     finally:
-        set_number(before)
+        set_number(previous)
 
 
 @functools.cache

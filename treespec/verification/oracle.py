@@ -32,16 +32,16 @@ class RandomOracle:
 
         Weights, float32 or float64 [vocab], are non-negative and not all 0; indices with weight 0 are never returned.
         """
-        whole = len(weights) // _BLOCK * _BLOCK
-        sums = np.append(np.add.reduce(weights[:whole].reshape(-1, _BLOCK), axis=1), np.add.reduce(weights[whole:]))
+        full = len(weights) // _BLOCK * _BLOCK
+        sums = np.append(np.add.reduce(weights[:full].reshape(-1, _BLOCK), axis=1), np.add.reduce(weights[full:]))
         bounds = np.cumsum(sums, dtype=np.float64)
         assert 0 < bounds[-1] < np.inf, f"weights must be finite with a positive sum, not {bounds[-1]}"
         mark = self._uniform() * bounds[-1]
         # The first bound above the mark belongs to a block with positive weight. Rounding may raise the mark to the
         # last bound; the first block that reaches this bound is the last one with positive weight.
         block = int(min(np.searchsorted(bounds, mark, side="right"), np.searchsorted(bounds, bounds[-1])))
-        inside = weights[block * _BLOCK : (block + 1) * _BLOCK]
-        running = np.cumsum(inside, dtype=np.float64)
+        block_weights = weights[block * _BLOCK : (block + 1) * _BLOCK]
+        running = np.cumsum(block_weights, dtype=np.float64)
         mark -= bounds[block - 1] if block else 0.0
         # The block's sum and its cumulative sum may round differently, so the mark may exceed the last bound here too.
         return block * _BLOCK + int(

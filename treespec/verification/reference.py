@@ -48,17 +48,17 @@ def verify_tree(
     _check_probs("target_probs", target_probs)
     _check_probs("draft_probs", draft_probs)
     _check_draws(tokens, parents, draws, target_probs.shape[1], draft_probs)
-    below: list[list[tuple[int, np.ndarray]]] = [[] for _ in tokens]
+    draws_at: list[list[tuple[int, np.ndarray]]] = [[] for _ in tokens]
     for parent, child, q in draws:
         probs = np.zeros(target_probs.shape[1]) if q is None else draft_probs[q]
         if q is None:
             probs[tokens[child]] = 1.0
-        below[parent].append((child, probs))
+        draws_at[parent].append((child, probs))
     if rule == "naive":
         return _naive(tokens, parents, target_probs, oracle)
     if rule == "rejection":
-        return _rejection(tokens, below, target_probs, oracle)
-    result = _traversal(0, 1.0, tokens, below, target_probs, oracle)
+        return _rejection(tokens, draws_at, target_probs, oracle)
+    result = _traversal(0, 1.0, tokens, draws_at, target_probs, oracle)
     assert result is not None, "the root is accepted with probability 1"
     return result
 
@@ -76,12 +76,12 @@ def _naive(
 
 
 def _rejection(
-    tokens: Sequence[int], below: list[list[tuple[int, np.ndarray]]], target_probs: np.ndarray, oracle: Oracle
+    tokens: Sequence[int], draws_at: list[list[tuple[int, np.ndarray]]], target_probs: np.ndarray, oracle: Oracle
 ) -> tuple[list[int], int]:
     path = [0]
     while True:
         r = target_probs[path[-1]]
-        for child, q in below[path[-1]]:
+        for child, q in draws_at[path[-1]]:
             x = tokens[child]
             if r[x] > 0 and oracle.flip(min(1.0, r[x] / q[x])):
                 path.append(child)
@@ -101,23 +101,23 @@ def _traversal(
     node: int,
     accept: float,
     tokens: Sequence[int],
-    below: list[list[tuple[int, np.ndarray]]],
+    draws_at: list[list[tuple[int, np.ndarray]]],
     target_probs: np.ndarray,
     oracle: Oracle,
 ) -> tuple[list[int], int] | None:
     """With probability `accept`, return the path from `node` on and the token after it, otherwise None."""
     probs = target_probs[node]
-    for child, q in below[node]:
+    for child, q in draws_at[node]:
         x = tokens[child]
         result = None
         chance = min(1.0, accept * probs[x] / q[x])
         if chance > 0:
-            result = _traversal(child, chance, tokens, below, target_probs, oracle)
+            result = _traversal(child, chance, tokens, draws_at, target_probs, oracle)
         residual = np.maximum(accept * probs - q, 0.0)
         residual[x] = 0.0
         mass = residual.sum()
         if result is None and chance > 0 and accept == 1 and not mass > 0:  # same limit as in `_rejection`
-            result = _traversal(child, 1.0, tokens, below, target_probs, oracle)
+            result = _traversal(child, 1.0, tokens, draws_at, target_probs, oracle)
         if result is not None:
             return [node, *result[0]], result[1]
         if mass > 0:

@@ -67,8 +67,8 @@ def verify_drawn(rule: str, tree: TokenTree, target: TargetProbs, oracle: Oracle
     returns None (never for the root), the output ends: if accepted, the node's token is the last one.
     """
     reject_unknown("verification rule", [rule], RANDOM_DRAWS)
-    below = draws_below(tree)
-    return _rejection(below, target, oracle) if rule == "rejection" else _traversal(below, target, oracle)
+    draws = draws_below(tree)
+    return _rejection(draws, target, oracle) if rule == "rejection" else _traversal(draws, target, oracle)
 
 
 @dataclass(eq=False)
@@ -98,13 +98,13 @@ class Draw:
 def draws_below(tree: TokenTree) -> list[list[Draw]]:
     """Return the draws at each node, in draw order."""
     tokens, parents, children = tree.tokens.tolist(), tree.parents.tolist(), tree.draw_nodes.tolist()
-    below: list[list[Draw]] = [[] for _ in tokens]
+    draws: list[list[Draw]] = [[] for _ in tokens]
     rows = [-1] * len(children) if tree.draw_rows is None else tree.draw_rows.tolist()
     excluded = tree.draw_excluded or [()] * len(children)
     for child, row, out in zip(children, rows, excluded, strict=True):
         probs = tree.draft_probs[row] if row >= 0 else None
-        below[parents[child]].append(Draw(child, tokens[child], probs, list(set(out))))
-    return below
+        draws[parents[child]].append(Draw(child, tokens[child], probs, list(set(out))))
+    return draws
 
 
 class Residual:
@@ -139,11 +139,11 @@ class Residual:
     def _minus(self, draw: Draw, row: np.ndarray) -> tuple[np.ndarray, float]:
         """Return max(a p - q, 0) in the scale of p, and its sum, in three or four passes (only q is scaled)."""
         scale = min(self.mass / (self.accept * draw.row_mass), _MAX_SCALE)
-        taken = np.multiply(row, scale, dtype=self.probs.dtype)
+        subtracted = np.multiply(row, scale, dtype=self.probs.dtype)
         if draw.excluded:
-            taken[draw.excluded] = 0.0
-        np.minimum(self.probs, taken, out=taken)  # `np.maximum(difference, 0)` would be three times slower
-        difference = np.subtract(self.probs, taken, out=taken)
+            subtracted[draw.excluded] = 0.0
+        np.minimum(self.probs, subtracted, out=subtracted)  # `np.maximum(difference, 0)` would be three times slower
+        difference = np.subtract(self.probs, subtracted, out=subtracted)
         difference[draw.token] = 0.0  # 0 up to rounding
         self._summed = float(np.add.reduce(difference))
         return difference, self._summed
@@ -158,7 +158,7 @@ class Residual:
         return probs, mass
 
 
-def _rejection(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> tuple[np.ndarray, int]:
+def _rejection(draws: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> tuple[np.ndarray, int]:
     path, token = [0], None
     while True:
         probs = target(path[-1])
@@ -166,7 +166,7 @@ def _rejection(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Ora
             assert token is not None, "the root always has a distribution"
             return np.array(path[:-1], dtype=np.int64), token
         residual = Residual(probs)
-        for draw in below[path[-1]]:
+        for draw in draws[path[-1]]:
             chance = residual.chance(draw)
             accepted = chance > 0 and oracle.flip(chance)
             if accepted or (not residual.reject(draw) and chance > 0):
@@ -177,19 +177,19 @@ def _rejection(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Ora
             return np.array(path, dtype=np.int64), oracle.choose(residual.probs)
 
 
-def _traversal(below: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> tuple[np.ndarray, int]:
+def _traversal(draws: Sequence[Sequence[Draw]], target: TargetProbs, oracle: Oracle) -> tuple[np.ndarray, int]:
     def visit(node: int, accept: float, token: int | None = None) -> tuple[list[int], int] | None:
         """With probability `accept`, return the path from its deepest node up to `node` and the token after it."""
-        if not below[node] and not oracle.flip(accept):  # a leaf's distribution is needed only if the leaf is accepted
+        if not draws[node] and not oracle.flip(accept):  # a leaf's distribution is needed only if the leaf is accepted
             return None
         probs = target(node)
         if probs is None:
             assert token is not None, "the root always has a distribution"
-            return ([], token) if not below[node] or oracle.flip(accept) else None
-        if not below[node]:
+            return ([], token) if not draws[node] or oracle.flip(accept) else None
+        if not draws[node]:
             return [node], oracle.choose(probs)
         residual = Residual(probs, accept)
-        for draw in below[node]:
+        for draw in draws[node]:
             chance = residual.chance(draw)
             result = visit(draw.child, chance, draw.token) if chance > 0 else None
             if result is None and not residual.reject(draw) and chance > 0:

@@ -39,10 +39,7 @@ MAX_FILE_BYTES = 256_000
 
 @dataclass(frozen=True)
 class Document:
-    """Text of one file.
-
-    `package` is a distribution's name, `stdlib.<module>`, or a folder below a text root.
-    """
+    """Text of one file. `package` is a distribution's name, `stdlib.<module>`, or a folder below a text root."""
 
     package: str
     path: str
@@ -93,12 +90,12 @@ def read_text(path: Path) -> str | None:
 def license_of(dist: metadata.Distribution) -> str:
     """Return the licence stated in a distribution's metadata: the expression, the field, or else the classifiers."""
     meta = dist.metadata
-    stated = meta.get("License-Expression") or meta.get("License")
-    if not stated or len(stated) > 200:
-        stated = "; ".join(
+    license_text = meta.get("License-Expression") or meta.get("License")
+    if not license_text or len(license_text) > 200:
+        license_text = "; ".join(
             c.split("::")[-1].strip() for c in meta.get_all("Classifier") or [] if c.startswith("License")
         )
-    return stated or "unknown"
+    return license_text or "unknown"
 
 
 def is_permissive(license: str) -> bool:
@@ -161,21 +158,20 @@ def select(
         return any(document.package == name or document.package.startswith(name + ".") for name in held_out)
 
     seen: set[str] = set()
-    used: dict[tuple[str, str], int] = {}
+    num_used: dict[tuple[str, str], int] = {}
     halves: tuple[list[Document], list[Document]] = ([], [])
     for document in sorted(documents, key=lambda d: (not is_held_out(d), d.order(seed))):
         digest = hashlib.sha1(document.text.encode()).hexdigest()
         key = (document.package.split(".")[0] if is_held_out(document) else document.package, document.kind)
-        if digest in seen or used.get(key, 0) + len(document.text) > package_cap:
+        if digest in seen or num_used.get(key, 0) + len(document.text) > package_cap:
             continue
         seen.add(digest)
-        used[key] = used.get(key, 0) + len(document.text)
+        num_used[key] = num_used.get(key, 0) + len(document.text)
         halves[is_held_out(document)].append(document)
     return halves
 
 
 def write_documents(documents: Sequence[Document], path: Path) -> None:
-    """Write documents as JSON lines."""
     atomic_write_text(path, "".join(json.dumps(asdict(document)) + "\n" for document in documents))
 
 
@@ -221,8 +217,6 @@ def _write_tokens(batch: list[str], tokenizer: Tokenizer, file) -> int:
 
 
 class Stream:
-    """A memory-mapped token stream."""
-
     def __init__(self, path: Path) -> None:
         self.tokens = np.memmap(path, np.uint16, "r") if path.stat().st_size else np.zeros(0, np.uint16)
 
@@ -249,10 +243,7 @@ class Mixture:
         self.seed = seed
 
     def windows(self, step: int, count: int, length: int) -> np.ndarray:
-        """Cut random windows, int64 [count, length].
-
-        Raises ValueError if a stream is shorter than a window.
-        """
+        """Cut random windows, int64 [count, length]. Raises ValueError if a stream is shorter than a window."""
         rng = np.random.default_rng((self.seed, step))
         rows = []
         for choice in rng.choice(len(self.streams), count, p=self.shares):

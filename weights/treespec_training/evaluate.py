@@ -1,4 +1,4 @@
-"""Held-out packages: prompts of them, and the target's loss on them. `treespec bench` decodes the prompts."""
+"""Prompts from held-out packages, and the target's loss on their text. `treespec bench` decodes the prompts."""
 
 import random
 from collections.abc import Sequence
@@ -36,14 +36,14 @@ def cut_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int,
             break
         (package, kind), members = list(groups.items())[attempt % len(groups)]
         lines = rng.choice(members).text.split("\n")
-        start, wanted = rng.randrange(len(lines)), rng.randint(*PROMPT_TOKENS)
+        start, num_tokens = rng.randrange(len(lines)), rng.randint(*PROMPT_TOKENS)
         end, length, text = start, 0, ""
-        while end < len(lines) and length < wanted:
+        while end < len(lines) and length < num_tokens:
             end += 1
             text = "\n".join(lines[start:end])
             length = len(tokenizer.encode(text).ids)
-        whole = end > start and lines[start].strip() and lines[end - 1].strip()
-        if whole and PROMPT_TOKENS[0] <= length <= PROMPT_TOKENS[1] and len(text) < 700:
+        is_complete = end > start and lines[start].strip() and lines[end - 1].strip()
+        if is_complete and PROMPT_TOKENS[0] <= length <= PROMPT_TOKENS[1] and len(text) < 700:
             prompts.setdefault(text, HeldOutPrompt(text, package, kind))
     return list(prompts.values())
 

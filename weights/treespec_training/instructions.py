@@ -91,10 +91,10 @@ def _tasks(document: Document) -> Iterator[str]:
     for node in _functions(document):
         sentence = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()).split(". ")[0].rstrip(".")
         if SENTENCE_WORDS[0] <= len(sentence.split()) <= SENTENCE_WORDS[1] and sentence.isprintable():
-            first, _, remainder = sentence.partition(" ")
+            first_word, _, remainder = sentence.partition(" ")
             # "Returns" and the like are not imperatives.
-            if first.isalpha() and not first.endswith("s") and first.lower() not in ("test", "no"):
-                yield f"{first.lower()} {remainder}"
+            if first_word.isalpha() and not first_word.endswith("s") and first_word.lower() not in ("test", "no"):
+                yield f"{first_word.lower()} {remainder}"
 
 
 def _topics(document: Document) -> Iterator[str]:
@@ -203,17 +203,17 @@ def instructions(documents: Iterable[Document], held_out: bool, per_kind: int, s
         for document in documents:
             packages.setdefault(document.package.split(".")[0], []).append(texts(document))
         queues = [(package, itertools.chain.from_iterable(iterators)) for package, iterators in packages.items()]
-        written, used = 0, set[str]()
-        while queues and written < per_kind:
+        num_written, seen_texts = 0, set[str]()
+        while queues and num_written < per_kind:
             package, queue = queues.pop(0)
             if (text := next(queue, None)) is None:
                 continue
             queues.append((package, queue))
-            if text not in used:
-                used.add(text)
+            if text not in seen_texts:
+                seen_texts.add(text)
                 phrasing = rng.choice(unseen if held_out else seen)
                 result.append(Instruction(kind, package, phrasing.replace("{}", text)))
-                written += 1
+                num_written += 1
     return result
 
 
@@ -236,14 +236,14 @@ def docstrings(document: Document) -> str:
 
 def raw_texts(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:
     """Yield (kind, text): all prose and docstrings, then source code in the given order up to `CODE_SHARE`."""
-    written = 0
+    num_written = 0
     for document in documents:
         text = docstrings(document) if document.kind == "code" else document.text if document.kind == "prose" else ""
         if text:
-            written += len(text)
+            num_written += len(text)
             yield "prose", text
     code = 0
     for document in documents:
-        if document.kind == "code" and code < CODE_SHARE / (1 - CODE_SHARE) * written:
+        if document.kind == "code" and code < CODE_SHARE / (1 - CODE_SHARE) * num_written:
             code += len(document.text)
             yield "code", document.text

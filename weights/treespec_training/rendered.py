@@ -174,7 +174,7 @@ def _table(functions: list[Record], rng: random.Random) -> str:
 
 def _log(name: str, functions: list[Record], messages: list[str], rng: random.Random) -> str:
     """Return lines in `logging`'s format: time, level, location, and a message with its placeholders filled in."""
-    places = [record["name"] for record in functions] or ["<module>"]
+    scopes = [record["name"] for record in functions] or ["<module>"]
     day = f"2026-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
     seconds, lines = rng.randrange(80000), []
     for _ in range(min(60, 3 * len(messages))):
@@ -182,5 +182,5 @@ def _log(name: str, functions: list[Record], messages: list[str], rng: random.Ra
         clock = f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02},{rng.randrange(1000):03}"
         text = re.sub(r"%[srdif]|\{\w*\}", lambda _: str(rng.randrange(1000)), inspect.cleandoc(rng.choice(messages)))
         text = " ".join(text.split())[:200]
-        lines.append(f"{day} {clock} {rng.choice(LOG_LEVELS)} {name}.{rng.choice(places)}: {text}")
+        lines.append(f"{day} {clock} {rng.choice(LOG_LEVELS)} {name}.{rng.choice(scopes)}: {text}")
     return "\n".join(sorted(lines)) + "\n"

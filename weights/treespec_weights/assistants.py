@@ -1,4 +1,4 @@
-"""Assistants of Gemma 4: drafts whose layers attend to the K/V of the target's layers; recognised, and loaded."""
+"""Recognise and load assistants of Gemma 4: drafts whose layers attend to the K/V of the target's layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from treespec_weights.rules import FamilyRules, ModelShape
 
 @dataclass(frozen=True)
 class AssistantForm:
-    """What a published folder says about an assistant."""
+    """Description of an assistant, read from its published folder."""
 
     folder: Path
-    config: dict[str, Any]  # of its layers, as of a model with K/V of its own
+    config: dict[str, Any]  # config of its layers, as if they had their own K/V
     rules: FamilyRules
     target_hidden: int  # hidden size of the target
     centroids: int  # number of equal groups of tokens; 0 if the head scores all tokens
-    top_centroids: int  # groups that it scores
+    top_centroids: int  # number of groups that it scores
 
     @property
     def name(self) -> str:
@@ -45,31 +45,31 @@ class AssistantWeights(NamedTuple):
 
     decoder: dict[str, Tensor]  # decoder parameters by name
     before: Tensor  # projection of an embedding and a state of the target, [hidden, 2 * target_hidden]
-    after: Tensor  # of its output to a state of the target, [target_hidden, hidden]
+    after: Tensor  # projection of its output to a state of the target, [target_hidden, hidden]
     centroids: Tensor | None  # [centroids, hidden]
     groups: Tensor | None  # tokens by centroid, int64 [centroids, tokens of each]
 
     @property
     def num_parameters(self) -> int:
-        """Number of values that a pass reads: the embedding is also the head."""
+        """Number of parameters that a pass reads; the embedding is also the head."""
         return sum(tensor.numel() for tensor in (*self.decoder.values(), self.before, self.after))
 
 
 def assistant_form(folder: Path, raw: Mapping[str, Any]) -> AssistantForm:
     """Return the form of an assistant. Raises CheckpointConfigError for an invalid config."""
-    whole = with_defaults(folder, {key: value for key, value in raw.items() if key != "architectures"})
-    config = {"dtype": whole.get("dtype"), **whole["text_config"]} | {"num_kv_shared_layers": 0}
+    outer = with_defaults(folder, {key: value for key, value in raw.items() if key != "architectures"})
+    config = {"dtype": outer.get("dtype"), **outer["text_config"]} | {"num_kv_shared_layers": 0}
     config |= {"tie_word_embeddings": True, "final_logit_softcapping": None, "model_type": config["model_type"]}
-    ordered, vocab = whole.get("use_ordered_embeddings"), config["vocab_size"]
-    centroids, top = (whole["num_centroids"], whole["centroid_intermediate_top_k"]) if ordered else (0, 0)
+    ordered, vocab = outer.get("use_ordered_embeddings"), config["vocab_size"]
+    centroids, top = (outer["num_centroids"], outer["centroid_intermediate_top_k"]) if ordered else (0, 0)
     if centroids and (vocab % centroids or not 1 <= top <= centroids):
         raise config_error(folder, "num_centroids", f"{top} of {centroids} centroids of {vocab} tokens")
-    return AssistantForm(folder, config, family_of(config, folder), int(whole["backbone_hidden_size"]), centroids, top)
+    return AssistantForm(folder, config, family_of(config, folder), int(outer["backbone_hidden_size"]), centroids, top)
 
 
 def load_assistant(
     form: AssistantForm,
-    shape: ModelShape,  # of its layers, without K/V of their own
+    shape: ModelShape,  # shape of its layers, which have no K/V of their own
     target_hidden: int,
     dtype: torch.dtype | None,
     device: torch.device | str,
@@ -77,17 +77,17 @@ def load_assistant(
 ) -> AssistantWeights:
     """Load an assistant of a target with this hidden size, and the vocabulary size of `shape`.
 
-    `kept` is as in `load_head`, and None for a head that scores groups of tokens. Raises CheckpointError if it is of
-    another target or its tensors do not match its config.
+    `kept` is as in `load_head`, and None for a head that scores groups of tokens. Raises CheckpointError if it belongs
+    to another target or its tensors do not match its config.
     """
     if form.target_hidden != target_hidden:
         message = f"{form.target_hidden}, the target has {target_hidden}; use the assistant of this target"
         raise CheckpointError.of(form.folder, "config", "backbone_hidden_size", message)
     tensors, hidden, size = DraftTensors(form.folder, dtype, device), shape.hidden_size, shape.vocab_size
     decoder = tensors.take_layers(shape, form.rules, ())
-    decoder["embed"] = tensors.take("embed_tokens.weight", size, hidden)  # the head; tokens have the target's embedding
-    before = tensors.take("pre_projection.weight", hidden, 2 * target_hidden)
-    after = tensors.take("post_projection.weight", target_hidden, hidden)
+    decoder["embed"] = tensors.take("embed_tokens.weight", size, hidden)  # the head; inputs use the target's embedding
+    pre_projection = tensors.take("pre_projection.weight", hidden, 2 * target_hidden)
+    post_projection = tensors.take("post_projection.weight", target_hidden, hidden)
     centroids = groups = None
     if form.centroids:
         centroids = tensors.take("masked_embedding.centroids.weight", form.centroids, hidden)
@@ -99,4 +99,4 @@ def load_assistant(
     tensors.check()
     if kept is not None:
         decoder["embed"] = decoder["embed"][torch.from_numpy(kept)]
-    return AssistantWeights(decoder, before, after, centroids, groups)
+    return AssistantWeights(decoder, pre_projection, post_projection, centroids, groups)

@@ -1,8 +1,8 @@
-"""Published drafts that predict several tokens in one pass: recognised by their folders, and loaded.
+"""Recognise and load published drafts that predict several tokens in one pass.
 
-DFlash (arXiv 2602.06036) in the layouts of its authors, of transformers and of speculators; DSpark (arXiv 2607.05147),
-which adds a bias by a node's token, in that of speculators; PARD (arXiv 2504.18583), whose folders are those of models
-with a mask token.
+DFlash (arXiv 2602.06036) in the layouts of its authors, transformers and speculators; DSpark (arXiv 2607.05147), which
+adds a bias that depends on a node's token, in the layout of speculators; PARD (arXiv 2504.18583), whose folders hold
+ordinary models with a mask token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,27 +19,27 @@ from treespec_weights.families import family_of
 from treespec_weights.load import load_weights
 from treespec_weights.rules import FamilyRules, ModelShape
 
-PARALLEL_BLOCK = 8  # tokens that PARD's drafts are trained to predict in a pass
-_TRANSFORMERS = "muse_glimmer_assistant"  # transformers' type of DFlash drafts, whose layers are those of Qwen3
+PARALLEL_BLOCK = 8  # tokens per pass that PARD's drafts are trained to predict
+_TRANSFORMERS = "muse_glimmer_assistant"  # transformers' model type of DFlash drafts, which have Qwen3 layers
 
 
 @dataclass(frozen=True)
 class BlockForm:
-    """What a published folder says about a block draft."""
+    """Description of a block draft, read from its published folder."""
 
     folder: Path  # folder of the draft
     kind: Literal["dflash", "pard"]  # "dflash" or "pard"
     # target layers whose inputs it reads, in the order of the draft's projection; empty for "pard"
     layers: tuple[int, ...]
-    config: dict[str, Any]  # of its layers, in the form of a model's config.json
+    config: dict[str, Any]  # config of its layers, in the form of a model's config.json
     rules: FamilyRules  # family of its layers
-    block_size: int  # number of rows of a pass, the root's included
+    block_size: int  # number of rows of a pass, including the root
     mask_token: int  # token of the rows below the root
     predicts_next: bool  # a row predicts the token after its position, not the one at its position
-    # layers were numbered by their outputs, of which transformers returns the last after the final norm
+    # layers are numbered by their outputs; transformers returns the last one after the final norm
     by_output: bool = False
-    markov_rank: int = 0  # rank of the bias that a DSpark draft adds by a node's token; 0 for none
-    gated: bool = False  # this bias is gated by the hidden state
+    markov_rank: int = 0  # rank of a DSpark draft's bias, which depends on a node's token; 0 for none
+    gated: bool = False  # whether the hidden state gates this bias
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class BlockForm:
         return f"{reads}predicts {self.block} tokens in a pass"
 
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers to read of a target with `num_layers` layers, numbered as by `HeadForm.read_layers`."""
+        """Return the layers to read in a target with `num_layers` layers, numbered as in `HeadForm.read_layers`."""
         if not all(0 <= layer <= num_layers for layer in self.layers):
             message = f"{self.layers}, and the target has {num_layers} layers; use a draft of this target"
             raise config_error(self.folder, "target_layer_ids", message)
@@ -66,7 +66,7 @@ class BlockForm:
 
 
 class MarkovWeights(NamedTuple):
-    """Weights of a DSpark draft's bias by a node's token."""
+    """Weights of a DSpark draft's bias, which depends on a node's token."""
 
     embed: Tensor  # token embedding, [vocab, rank]
     out: Tensor  # [rows of the vocabulary head, rank]
@@ -87,7 +87,7 @@ class BlockWeights(NamedTuple):
 
     @property
     def num_parameters(self) -> int:
-        """Number of values that a pass reads: without embeddings."""
+        """Number of parameters that a pass reads, without embeddings."""
         tied = self.mask is not None and "lm_head" not in self.decoder
         tensors = [tensor for name, tensor in self.decoder.items() if tied or name != "embed"]
         tensors += [tensor for tensor in (self.fc, self.state_norm) if tensor is not None]
@@ -149,7 +149,7 @@ def load_block(
     device: torch.device | str,
     kept: np.ndarray | None = None,
 ) -> tuple[BlockWeights, np.ndarray | None]:
-    """Load a block draft; arguments, result and errors as those of `load_head`."""
+    """Load a block draft; arguments, result and errors as in `load_head`."""
     if form.kind == "pard":
         return _load_pard(form, shape, dtype, device, kept), kept
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
@@ -180,7 +180,7 @@ def load_block(
 
 
 def _markov(form: BlockForm, tensors: DraftTensors, shape: ModelShape, rows: int) -> MarkovWeights | None:
-    """Return the weights of a DSpark draft's bias, or None; `rows`: of its vocabulary head."""
+    """Return the weights of a DSpark draft's bias, or None; `rows` is the number of rows of its vocabulary head."""
     if not (rank := form.markov_rank):
         return None
     gate = None
@@ -195,11 +195,7 @@ def _markov(form: BlockForm, tensors: DraftTensors, shape: ModelShape, rows: int
 
 
 def _load_pard(
-    form: BlockForm,
-    shape: ModelShape,
-    dtype: torch.dtype | None,
-    device: torch.device | str,
-    kept: np.ndarray | None,
+    form: BlockForm, shape: ModelShape, dtype: torch.dtype | None, device: torch.device | str, kept: np.ndarray | None
 ) -> BlockWeights:
     """Load a PARD draft, whose vocabulary starts with the target's. `shape.vocab_size` is the target's."""
     draft_shape = ModelShape.from_hf(form.config, form.rules, form.folder)

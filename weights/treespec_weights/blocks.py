@@ -1,7 +1,7 @@
 """Matrices in the blocks of a GGUF file: their bytes for kernels that read blocks, and quantised weights for others.
 
-Integers and scales are those of the file, and minima become zero points. Integers of up to 4 bits stay so, unless a
-table gives their values (IQ4, MXFP4); all others become int8. IQ1 to IQ3, TQ and NVFP4 are not supported.
+Integers and scales are taken from the file, and minima become zero points. Integers of up to 4 bits become int4, unless
+a table gives their values (IQ4, MXFP4); all others become int8. IQ1 to IQ3, TQ and NVFP4 are not supported.
 """
 
 import functools
@@ -57,7 +57,7 @@ Weights = dict[str, Any]
 
 
 def common_form(forms: Iterable[Form]) -> Form:
-    """Return the form to which those of the matrices of one fused product are widened without rounding."""
+    """Return the form to which all matrices of a fused product can be widened without rounding."""
     bits, groups, zeros = zip(*forms, strict=True)
     return Form(max(bits), min(groups), any(zeros))
 
@@ -66,7 +66,7 @@ def common_form(forms: Iterable[Form]) -> Form:
 class GgufScheme(QuantScheme):
     """Quantisation scheme of a GGUF file's matrices."""
 
-    # Tensor name, block type (a key of `FORMS`), and form in memory, to which the type's is widened
+    # tensor name, block type (a key of `FORMS`), and form in memory, at least as wide as the type's
     types: tuple[tuple[str, str, Form], ...] = ()
 
     @classmethod
@@ -103,7 +103,7 @@ class GgufScheme(QuantScheme):
 
 @dataclass(frozen=True)
 class Mxfp4Scheme(QuantScheme):
-    """MXFP4 of gpt-oss's experts: tensors of blocks, pairs of E2M1 [..., groups, 16], and of their exponents, E8M0."""
+    """MXFP4 of gpt-oss's experts: blocks of E2M1 pairs, [..., groups, 16], and their E8M0 exponents."""
 
     def covers(self, name: str, head: str) -> bool:
         return name.endswith("_blocks")
@@ -124,7 +124,7 @@ class Mxfp4Scheme(QuantScheme):
         return read_blocks("MXFP4", self.rows(name, get))
 
     def rows(self, name: str, get: Callable[[str], Tensor | None]) -> Tensor:
-        """Return the matrix `name` as the rows of blocks of a GGUF file: values 0 to 15 of 32 in the low bits."""
+        """Return the matrix `name` as rows of GGUF blocks, which hold values 0 to 15 of 32 in the low bits."""
         pairs, exponents = get(name), get(f"{name.removesuffix('blocks')}scales")
         assert pairs is not None and exponents is not None
         even, odd = (half.unflatten(-1, (2, 8)).unbind(-2) for half in (pairs & 15, pairs >> 4))
@@ -152,8 +152,8 @@ def read_blocks(kind: str, rows: Tensor) -> Quantized:
     A value is d * q, or d * q + m, where d and m may be products of a super-block's scales and integers. The zero point
     of m is -m / d, in float32.
     """
-    form, num_bytes, read = _TYPES[kind]
-    values, scale, minimum = read(rows.unflatten(1, (-1, num_bytes)))
+    form, num_bytes, read_parts = _TYPES[kind]
+    values, scale, minimum = read_parts(rows.unflatten(1, (-1, num_bytes)))
     values, scale = values.flatten(1), scale.flatten(1)
     if form.bits == 4 and values.dtype == torch.int8:
         values = packed(values)
@@ -163,7 +163,7 @@ def read_blocks(kind: str, rows: Tensor) -> Quantized:
     return result._replace(scale=result.scale.to(scale.dtype))
 
 
-_Read = tuple[Tensor, Tensor, Tensor | None]  # integers (4 bits in pairs or int8), and d and m of groups; by block
+_Read = tuple[Tensor, Tensor, Tensor | None]  # by block: integers (pairs of 4 bits, or int8), and d and m of groups
 
 
 def _read_q8_0(blocks: Tensor) -> _Read:
@@ -176,21 +176,21 @@ def _read_q4(blocks: Tensor, header: int) -> _Read:
 
 
 def _read_q5(blocks: Tensor, header: int) -> _Read:
-    """After the header: 4 bytes with the highest bit of each of 32 integers, 16 with the other four."""
+    """Layout after the header: 4 bytes with the highest bits of 32 integers, 16 with the other four bits of each."""
     q = _nibbles(blocks[..., header + 4 :]) | _planes(blocks[..., header : header + 4], 1).flatten(-2) << 4
     minimum = _halves(blocks[..., 2:4]) if header == 4 else None
     return q if header == 4 else q - 16, _halves(blocks[..., :2]), minimum
 
 
 def _read_q2_k(blocks: Tensor) -> _Read:
-    """16 bytes of scales and minima, 256 integers of 2 bits, d, and that of the minima."""
+    """Layout: 16 bytes of scales and minima, 256 integers of 2 bits, d, the minima's d."""
     scales, minima = blocks[..., :16] & 15, blocks[..., :16] >> 4
     q = _columns(blocks[..., 16:80].unflatten(-1, (2, 32)), 2).flatten(-3) - 8
     return q, _products(blocks[..., 80:82], scales), -_products(blocks[..., 82:84], minima)
 
 
 def _read_q3_k(blocks: Tensor) -> _Read:
-    """256 highest bits, the other two of each integer, 16 scales of 6 bits, d. Integers are raised by 4."""
+    """Layout: 256 highest bits, the other two of each integer, 16 scales of 6 bits, d. Integers are offset by 4."""
     low, high = blocks[..., 96:104], _columns(blocks[..., 104:108], 2).flatten(-2)
     scales = (torch.cat((low & 15, low >> 4), -1).to(torch.int8) | high << 4) - 32
     q = _columns(blocks[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-3, -2)
@@ -199,19 +199,19 @@ def _read_q3_k(blocks: Tensor) -> _Read:
 
 
 def _read_q4_k(blocks: Tensor) -> _Read:
-    """d, that of the minima, 8 scales and minima, 256 integers of 4 bits."""
+    """Layout: d, the minima's d, 8 scales and minima, 256 integers of 4 bits."""
     return _repacked(blocks[..., 16:].unflatten(2, (4, 32))), *_scales_and_minima(blocks)
 
 
 def _read_q5_k(blocks: Tensor) -> _Read:
-    """As Q4_K, with the highest bits of the integers before the other four."""
+    """Layout: as Q4_K, with the highest bits of the integers before the other four."""
     q = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     q = q | _columns(blocks[..., 16:48], 1) << 4
     return q.flatten(-2), *_scales_and_minima(blocks)
 
 
 def _read_q6_k(blocks: Tensor) -> _Read:
-    """The low 4 and the high 2 bits of 256 integers, raised by 32; 16 int8 scales, d."""
+    """Layout: the low 4 and the high 2 bits of 256 integers, offset by 32; 16 int8 scales, d."""
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).flatten(-2)
     high = _columns(blocks[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-3)
     scales = blocks[..., 192:208].view(torch.int8)
@@ -219,12 +219,12 @@ def _read_q6_k(blocks: Tensor) -> _Read:
 
 
 def _read_iq4_nl(blocks: Tensor) -> _Read:
-    """d, and 32 places in a table."""
+    """Layout: d, and 32 indices into a table."""
     return _looked_up(_IQ4, blocks[..., 2:]), _halves(blocks[..., :2]), None
 
 
 def _read_iq4_xs(blocks: Tensor) -> _Read:
-    """d, the high 2 bits of 8 scales, their low 4, raised by 32, and 256 places in the table."""
+    """Layout: d, the high 2 and the low 4 bits of 8 scales, offset by 32, and 256 indices into the table."""
     low, high = blocks[..., 4:8], _planes(blocks[..., 2:4], 2).flatten(-2)
     low = torch.stack((low & 15, low >> 4), -1).flatten(-2).to(torch.int8)
     return (
@@ -235,29 +235,29 @@ def _read_iq4_xs(blocks: Tensor) -> _Read:
 
 
 def _read_mxfp4(blocks: Tensor) -> _Read:
-    """An exponent (E8M0), and 32 values of E2M1. Both are as of half the value, since the table is doubled."""
+    """Layout: an E8M0 exponent, and 32 E2M1 values. The table is doubled, so the scale is halved."""
     exponents = blocks[..., 0].int()
     halved = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
     return _looked_up(_E2M1, blocks[..., 1:]), halved.view(torch.float32), None
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return d and m of the groups of Q4_K and Q5_K, of 6 bits each, times the super-block's."""
+    """Return d and m of the groups of Q4_K and Q5_K: 6-bit integers times the super-block's scales."""
     # Twelve bytes hold 6 bits of the scales and minima of groups 0 .. 3 in their low bits; those of groups 4 .. 7 have
     # 4 bits in the last four bytes and 2 in the high bits of the others.
-    scales, minima, rest = blocks[..., 4:16].split(4, 2)
-    scales = torch.cat((scales & 63, rest & 15 | scales >> 6 << 4), 2)
-    minima = torch.cat((minima & 63, rest >> 4 | minima >> 6 << 4), 2)
+    scales, minima, high_bits = blocks[..., 4:16].split(4, 2)
+    scales = torch.cat((scales & 63, high_bits & 15 | scales >> 6 << 4), 2)
+    minima = torch.cat((minima & 63, high_bits >> 4 | minima >> 6 << 4), 2)
     return _products(blocks[..., :2], scales), -_products(blocks[..., 2:4], minima)
 
 
 def _products(halves: Tensor, integers: Tensor) -> Tensor:
-    """Return a float16 of each block, in its bytes, times integers [..., n]: float32, exact."""
+    """Multiply integers [..., n] by each block's float16, given as bytes: float32, exact."""
     return _halves(halves).float().unsqueeze(-1) * integers
 
 
 def _nibbles(data: Tensor) -> Tensor:
-    """Return the low 4 bits of bytes [..., n], then the high ones, int8 [..., 2 n]."""
+    """Return the low 4 bits of bytes [..., n], then the high 4, int8 [..., 2 n]."""
     return torch.cat((data & 15, data >> 4), -1).to(torch.int8)
 
 
@@ -274,7 +274,7 @@ def _columns(data: Tensor, bits: int) -> Tensor:
 
 
 def _looked_up(table: Sequence[int], data: Tensor) -> Tensor:
-    """Return the entries of a table that the low 4 bits of bytes [..., n] name, then the high ones: int8 [..., 2 n]."""
+    """Look up the low 4 bits of bytes [..., n], then the high 4, in a table: int8 [..., 2 n]."""
     return torch.tensor(table, dtype=torch.int8, device=data.device)[_nibbles(data).int()]
 
 

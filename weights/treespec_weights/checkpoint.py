@@ -52,12 +52,12 @@ class Checkpoint:
     """
 
     folder: Path  # the real path
-    tensors: dict[str, TensorInfo]  # in the order of the files and within them
+    tensors: dict[str, TensorInfo]  # in file order
     files: dict[str, int]  # file name to size in bytes
     _handles: dict[str, Any]
     absent: dict[str, str]  # name to file of the index's entries for tensors that no file holds
     block_types: tuple[str, ...] = ()  # dtypes of the blocks in a GGUF file, which `tensor` dequantises to float32
-    # Names in the files, if only the text part is opened; None if names are those of the files
+    # names in the files, if only the text part is opened; None for unchanged names
     stored_names: dict[str, str] | None = None
 
     @property
@@ -69,7 +69,7 @@ class Checkpoint:
     def open(cls, folder: Path | str, single: str = SINGLE) -> "Checkpoint":
         """Open `model.safetensors`, the shards listed in `model.safetensors.index.json`, or a GGUF file.
 
-        With another name as `single`, the file of this name.
+        Another `single` opens the file of that name.
 
         Raises FileNotFoundError or NotADirectoryError for a wrong folder, and CheckpointError with all problems of the
         files.
@@ -130,8 +130,8 @@ class Checkpoint:
     def info(self, name: str) -> TensorInfo:
         """Return a tensor's file, dtype and shape. Raises CheckpointError for an unknown name."""
         if name not in self.tensors:
-            near = get_close_matches(name, self.tensors, n=1)
-            hint = f"; the nearest name is {near[0]!r}" if near else ""
+            similar = get_close_matches(name, self.tensors, n=1)
+            hint = f"; the nearest name is {similar[0]!r}" if similar else ""
             raise self._refuse("missing", name, f"no such tensor in {', '.join(self.files)}{hint}")
         return self.tensors[name]
 
@@ -159,7 +159,7 @@ class Checkpoint:
         return self._handle(name).stored(name) if in_blocks else self.tensor(name)
 
     def blocks(self, name: str) -> Blocks | None:
-        """Return a matrix, or those of all experts, in a GGUF file's blocks; None if there is none of `FORMS`."""
+        """Return a matrix (or those of all experts) as GGUF blocks; None if it is not stored in a type of `FORMS`."""
         info = self.tensors.get(name)
         if info is None or info.dtype not in FORMS or len(info.shape) < 2:
             return None
@@ -167,13 +167,13 @@ class Checkpoint:
         return blocks
 
     def missing(self, name: str, reason: str) -> Problem:
-        """Return the problem of a needed tensor that no file holds."""
+        """Return the problem of a missing tensor."""
         if name in self.absent:
             reason += f"; the index places it in {self.absent[name]!r}, which does not hold it"
         return Problem("missing", repr(name), f"{reason}; download or convert the checkpoint again")
 
     def log_absent(self) -> None:
-        """Log the entries in `absent`, after a load that needed none of them."""
+        """Log the entries of `absent` after a load that needed none of them."""
         if self.absent:
             first, count = next(iter(self.absent)), len(self.absent)
             message = "%s: no file holds %d tensors of %r, such as %r, and none is needed"
@@ -211,23 +211,23 @@ def _info(handle: Any, file: str, name: str) -> TensorInfo:
 
 def _placement(root: Path, single: str) -> tuple[dict[str, str], list[str], list[Problem]]:
     """Read the index: tensor name to shard (empty for a single file), the files to open, and the problems."""
-    present = {entry.name for entry in root.iterdir()}
-    if single != SINGLE or INDEX not in present:
-        if single not in present:
-            raise CheckpointError.of(root, "file", single, _missing_message(present, single))
+    file_names = {entry.name for entry in root.iterdir()}
+    if single != SINGLE or INDEX not in file_names:
+        if single not in file_names:
+            raise CheckpointError.of(root, "file", single, _missing_message(file_names, single))
         return {}, [single], []
     index = read_json(root, INDEX)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError.of(root, "index", INDEX, "has no 'weight_map' object of tensor names to file names")
-    named = {repr(shard): shard for shard in weight_map.values()}.values()
-    problems = [Problem("index", repr(INDEX), message) for shard in named if (message := _shard_problem(shard))]
-    if SINGLE in present and SINGLE not in named:
+    shards = {repr(shard): shard for shard in weight_map.values()}.values()
+    problems = [Problem("index", repr(INDEX), message) for shard in shards if (message := _shard_problem(shard))]
+    if SINGLE in file_names and SINGLE not in shards:
         problems.append(
             Problem("index", repr(INDEX), f"the folder also has an unrelated {SINGLE!r}: keep one of the two")
         )
     placement = {name: str(shard) for name, shard in weight_map.items()}
-    return placement, sorted(shard for shard in named if not _shard_problem(shard)), problems
+    return placement, sorted(shard for shard in shards if not _shard_problem(shard)), problems
 
 
 def _disagreements(
@@ -255,12 +255,12 @@ def _shard_problem(shard: object) -> str | None:
     return None
 
 
-def _missing_message(present: set[str], single: str) -> str:
+def _missing_message(file_names: set[str], single: str) -> str:
     message = f"neither this nor {INDEX!r} is in the folder" if single == SINGLE else "is not in the folder"
-    pickles = sorted(name for name in present if Path(name).suffix in PICKLES)
-    others = sorted(name for name in present if name.endswith(".safetensors"))
-    if others:
-        message += f"; a single file must have this name, shards need an index (found: {', '.join(map(repr, others))})"
+    pickles = sorted(name for name in file_names if Path(name).suffix in PICKLES)
+    shards = sorted(name for name in file_names if name.endswith(".safetensors"))
+    if shards:
+        message += f"; a single file must have this name, shards need an index (found: {', '.join(map(repr, shards))})"
     elif pickles:
         message += f", only {', '.join(map(repr, pickles))}: pickles are not loaded; convert to safetensors"
     return message

@@ -1,4 +1,4 @@
-"""Commands of `treespec weights`, which reports their errors."""
+"""Commands of `treespec weights`."""
 
 import json
 import re
@@ -171,7 +171,7 @@ def _device(name: str) -> Any:
 
 @contextmanager
 def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar if stderr is a terminal. Yields a function of the amounts done and in total."""
+    """Show a progress bar if stderr is a terminal. Yields a function to call with the amount done and the total."""
     with tqdm(unit=unit, unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
 
         def advance(done: int, total: int) -> None:

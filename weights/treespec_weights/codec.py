@@ -18,7 +18,7 @@ from treespec_weights.sentencepiece import missing_packages, sentencepiece_error
 FILES = (TOKENIZER, "tokenizer.model", "vocab.json")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
-MAX_ID = (1 << 24) - 1  # bounds the size of tables indexed by id
+MAX_ID = (1 << 24) - 1  # limits the size of tables indexed by id
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -49,16 +49,16 @@ class Codec:
         raw = read_tokenizer(folder)
         try:
             raw = raw | {"truncation": None, "padding": None}
-            whole = Tokenizer.from_str(json.dumps(raw))
+            tokenizer = Tokenizer.from_str(json.dumps(raw))
             inner = Tokenizer.from_str(json.dumps(_without_prefix(raw)))
-            first, plain = (whole.encode("a", add_special_tokens=special) for special in (True, False))
+            first, plain = (tokenizer.encode("a", add_special_tokens=special) for special in (True, False))
         except BaseException as error:  # tokenizers raises plain Exceptions, and its Rust panics are BaseExceptions
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             message = f"refused by the tokenizers library: {error}"
             raise CheckpointError.of(folder, "tokenizer", TOKENIZER, message) from error
-        by_id = {id: token for token, id in whole.get_vocab(with_added_tokens=True).items()}
-        added = whole.get_added_tokens_decoder()
+        by_id = {id: token for token, id in tokenizer.get_vocab(with_added_tokens=True).items()}
+        added = tokenizer.get_added_tokens_decoder()
         table = byte_table(raw)
         if (last := max(by_id, default=-1)) > MAX_ID:
             message = f"{by_id[last]!r} has the id {last}; valid: up to {MAX_ID:,}"
@@ -73,8 +73,8 @@ class Codec:
         byte_ids: dict[int, int] = {}
         for id, data in enumerate(tokens):
             if data is not None and len(data) == 1:
-                ordinary = table is not None or not _BYTE_TOKEN.fullmatch(by_id[id])
-                if ordinary or data[0] not in byte_ids:
+                is_regular = table is not None or not _BYTE_TOKEN.fullmatch(by_id[id])
+                if is_regular or data[0] not in byte_ids:
                     byte_ids[data[0]] = id
         start: list[int] = []
         for id, is_control in zip(first.ids, first.special_tokens_mask, strict=True):
@@ -163,8 +163,8 @@ def byte_characters() -> dict[str, int]:
     Printable bytes other than the space map from the character of the same code, all others from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(unprintable)}
 
 
 def byte_table(raw: dict[str, Any]) -> dict[str, int] | None:

@@ -65,9 +65,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class ConversionStep(NamedTuple):
-    """Conversion of the sources of one result tensor."""
-
-    target: Placement  # the result
+    target: Placement  # result tensor
     sources: tuple[Placement, ...]  # checkpoint tensors that hold the target's parameters
     schemes: tuple[QuantScheme | None, ...]  # one per source; None if it is not quantised
     outputs: tuple[Output, ...]  # tensors to write
@@ -115,19 +113,19 @@ def convert_checkpoint(
     Args:
         source: a folder or GGUF file that `verify` accepts; not modified.
         destination: a folder that does not exist, or is empty; not inside of the source.
-        dtype: of all tensors; None keeps their dtypes, and for a GGUF file takes that of its config. A quantised
-            checkpoint needs one, and is dequantised.
+        dtype: dtype of all tensors; None keeps their dtypes, or takes the one of a GGUF file's config. A quantised
+            checkpoint needs a dtype, and is dequantised.
         shard_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
         layout: model_type of another family with the same parameters.
         quantization: "int8", "int4" or "fp8" quantises the layers' matrices, after the cast; "fp8-all" also embedding
             and head.
-        layers: keeps only the first so many.
+        layers: number of layers to keep; None keeps all.
         on_bytes: called with the bytes written so far and the total.
 
     Raises OptionError, CheckpointError, UnsupportedModelError (for the layout), WriteError and OSError.
     """
     root = resolve_folder(source)
-    place = resolve_destination(destination, root)
+    target = resolve_destination(destination, root)
     carried = carried_files(root, CONFIG, INDEX, STATE)
     config = read_config(root)
     rules = family_of(config, root)
@@ -153,13 +151,13 @@ def convert_checkpoint(
     with Checkpoint.open(root) as checkpoint:
         steps = plan_steps(checkpoint, shape, rules, written_as, transform)
         if layers is not None and layers < shape.num_layers:
-            kept = replace(shape, num_layers=layers).parameters()
-            steps = [step for step in steps if all(param in kept for param in step.target.params)]
+            kept_params = replace(shape, num_layers=layers).parameters()
+            steps = [step for step in steps if all(param in kept_params for param in step.target.params)]
             lists = {key: config[key][:layers] for key in PER_LAYER_LISTS if isinstance(config.get(key), list)}
             config = {**config, **lists, rules.config_keys["num_layers"]: layers}
         shards = plan_shards([step.outputs for step in steps], shard_bytes)
         state = _state(root, written_as, shards, transform)
-        partial = partial_of(place)
+        partial = partial_of(target)
         if resume:
             _check_state(partial, state)
         else:
@@ -173,8 +171,8 @@ def convert_checkpoint(
                 write_documents(root, partial)
             with Checkpoint.open(partial) as result:
                 files = result.files
-            publish(partial, place)
-            (place / STATE).unlink()
+            publish(partial, target)
+            (target / STATE).unlink()
         except BaseException as error:
             source_is_unusable = isinstance(error, CheckpointError) and not isinstance(error, WriteError)
             if source_is_unusable or not any(is_written(partial, shard) for shard in shards):
@@ -198,9 +196,9 @@ def convert_checkpoint(
 
 @contextlib.contextmanager
 def as_folder(path: Path, dtype: torch.dtype, layers: int | None = None) -> Iterator[Path]:
-    """Yield an unquantised Hugging Face folder of a checkpoint, with only its first `layers` unless that is None.
+    """Yield an unquantised Hugging Face folder of a checkpoint, or of its first `layers`.
 
-    It is the checkpoint's own, or a temporary one, dequantised to `dtype`.
+    The folder is the checkpoint's own, or a temporary one, dequantised to `dtype`.
     """
     is_plain = not is_gguf(path) and scheme_of(read_config(path), path) is None
     if is_plain and layers is None:
@@ -226,8 +224,8 @@ def plan_steps(
     named = rules.for_names(checkpoint.names())
     order = {param: index for index, param in enumerate(shape.parameters())}
     holder = {param: placement for placement in placements for param in placement.params}
-    kept = written_as is rules and not (checkpoint.folder.is_file() and rules.alternatives)
-    targets = placements if kept else expected_tensors(shape, written_as)
+    keeps_tensors = written_as is rules and not (checkpoint.folder.is_file() and rules.alternatives)
+    targets = placements if keeps_tensors else expected_tensors(shape, written_as)
     steps = []
     for target in sorted(targets, key=lambda placement: min(order[param] for param in placement.params)):
         sources = tuple({holder[param].name: holder[param] for param in target.params}.values())

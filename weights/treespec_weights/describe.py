@@ -33,8 +33,8 @@ def describe(report: dict[str, Any]) -> str:
         facts.append(("pass reads", f"{_size(report['pass_bytes'])}: {head}"))
     if shape:
         heads_of = sorted({tuple(own[:2]) for own in shape["sizes"]}) or [(shape["num_kv_heads"], shape["head_dim"])]
-        each = " or ".join(f"{kv_heads} KV heads, head dim {head_dim}" for kv_heads, head_dim in heads_of)
-        heads = f"{shape['num_heads']} heads, {each}"
+        kv_text = " or ".join(f"{kv_heads} KV heads, head dim {head_dim}" for kv_heads, head_dim in heads_of)
+        heads = f"{shape['num_heads']} heads, {kv_text}"
         biases = [name for name in ("attention_bias", "o_bias", "mlp_bias") if shape[name]]
         facts += [
             ("layers", f"{shape['num_layers']} x hidden {shape['hidden_size']:,}, MLP {shape['intermediate_size']:,}"),
@@ -56,14 +56,14 @@ def describe(report: dict[str, Any]) -> str:
     if not report["supported"]:
         facts.append(("unsupported", report["unsupported_because"]))
     blocks = [str(report["folder"]), _table([("  " + key, value) for key, value in facts])]
-    blocks.append(_table(_memory_rows(report), right=(1, 2, 3)))
+    blocks.append(_table(_memory_rows(report), right_aligned=(1, 2, 3)))
     tensors: list[TableRow] = [("  tensor", "count", "dtype", "shape", "each")]
     for row in report["tensors"]:
         dims = " x ".join(f"{dim:,}" for dim in row["shape"]) or "scalar"
         tensors.append(("  " + _printable(row["name"]), str(row["count"]), row["dtype"], dims, _size(row["bytes"])))
-    blocks.append(_table(tensors, right=(1, 3, 4)))
+    blocks.append(_table(tensors, right_aligned=(1, 3, 4)))
     if report.get("drafts"):
-        blocks.append(_table(_draft_rows(report["drafts"]), right=(1, 2)))
+        blocks.append(_table(_draft_rows(report["drafts"]), right_aligned=(1, 2)))
     return "\n\n".join(blocks)
 
 
@@ -160,7 +160,7 @@ def describe_timing(report: dict[str, Any]) -> str:
     summary += f" as {report['dtype']}" if report["dtype"] else ", as stored"
     summary += ", from the disk" if report["cold"] else ", from the page cache"
     head = f"{report['folder']}\n\n  {summary}; median of {report['repeats']}\n\n"
-    return head + _table(rows, right=(1, 2)) + f"\n\n  {report['share']:.1%} of the plain read's speed"
+    return head + _table(rows, right_aligned=(1, 2)) + f"\n\n  {report['share']:.1%} of the plain read's speed"
 
 
 def _count(items: Sized, noun: str) -> str:
@@ -176,11 +176,11 @@ def _size(size: int) -> str:
     return f"{size / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{size} B"
 
 
-def _table(rows: list[TableRow], right: tuple[int, ...] = ()) -> str:
+def _table(rows: list[TableRow], right_aligned: tuple[int, ...] = ()) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
+            cell.rjust(width) if column in right_aligned else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

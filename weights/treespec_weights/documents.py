@@ -28,7 +28,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def _gguf_config(file: GgufFile) -> dict[str, Any]:
-    """Return config.json, with the types and forms of matrices that stay quantised as its quantization_config."""
+    """Return config.json; its quantization_config has the types and forms of matrices that stay quantised."""
     types = {name: [kind, *form] for name, (kind, form) in block_types(file).items()}
     return hf_config(file) | ({KEY: {"quant_method": "gguf", "types": types}} if types else {})
 
@@ -98,17 +98,17 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
 def write_documents(path: Path, folder: Path) -> None:
     """Write all documents of a GGUF file except config.json, which depends on the format of the weights."""
     for name in _MAKERS:
-        if name == TOKENIZER and has_document(path, name):  # as text, since parsing 150,000 tokens takes half a second
+        if name == TOKENIZER and has_document(path, name):  # not parsed: 150,000 tokens would take half a second
             write_text(folder, name, tokenizer_text(read_gguf(path)))
         elif name != CONFIG and has_document(path, name) and (document := read_document(path, name)):
             write_json(folder, name, document)
 
 
 def write_tokenizer(path: Path, folder: Path) -> Any:
-    """Write what transformers reads beside a tokenizer built from a GGUF file, and return this tokenizers.Tokenizer.
+    """Write the files that transformers needs besides a GGUF file's tokenizer, and return this tokenizers.Tokenizer.
 
-    If there is no tokenizer, or if its tokenizer.json is beside the file, write the documents and return None. Raises
-    as `tokenizer_text`.
+    Without a tokenizer, or with a tokenizer.json beside the file, writes the documents and returns None. Raises as
+    `tokenizer_text`.
     """
     file = read_gguf(path)
     if not is_stored(file):

@@ -1,4 +1,4 @@
-"""Tensors and layers of published draft folders, under the names of a model without the prefix `model.`."""
+"""Tensors and layers of published draft folders, under a model's names without the prefix `model.`."""
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -19,9 +19,9 @@ from treespec_weights.load import cast, expected_tensors
 from treespec_weights.rules import FamilyRules, ModelShape
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
-MEDUSA_SAFETENSORS = "medusa_lm_head.safetensors"  # unlike the name of a checkpoint, unknown to `Checkpoint`
+MEDUSA_SAFETENSORS = "medusa_lm_head.safetensors"  # not a name that `Checkpoint` opens
 FIRST_LAYER = "layers.0."
-_BY_HEAD_ROW = ("lm_head", "head.", "markov_head.markov_w2.")  # starts of the names of vocabulary heads, and of a bias
+_BY_HEAD_ROW = ("lm_head", "head.", "markov_head.markov_w2.")  # name prefixes of vocabulary heads and of a bias
 _RENAMED = {  # prefixes of other layouts
     "midlayer.": FIRST_LAYER,
     "transformer.": FIRST_LAYER,
@@ -64,7 +64,7 @@ def layers_of(
 ) -> tuple[dict[str, Any], FamilyRules]:
     """Return the config of a draft's layers, in the form of a model's, and their family.
 
-    `num_layers` replaces the config's number, which may be that of the target.
+    `num_layers` replaces the config's number, which may be the target's.
     """
     if isinstance(inner := raw.get("transformer_layer_config"), dict):  # speculators
         config = {"dtype": raw.get("dtype") or raw.get("torch_dtype"), **inner}
@@ -98,7 +98,7 @@ class DraftTensors:
         else:
             with Checkpoint.open(folder) as checkpoint:
                 stored = {name: checkpoint.tensor(name) for name in checkpoint.tensors}
-                # Without one of them, a draft could run with the target's part in its place.
+                # A missing tensor could otherwise be replaced silently by the target's.
                 self.problems += [checkpoint.missing(name, "missing") for name in checkpoint.absent]
         self._stored = {canonical(name): tensor for name, tensor in stored.items()}
 
@@ -128,10 +128,10 @@ class DraftTensors:
             raise CheckpointError(self.folder, self.problems)
 
     def head_tokens(self, rows: int, target_size: int, kept: np.ndarray | None = None) -> np.ndarray | None:
-        """Return the target's token of each row of the head, int64 [rows], ascending; None for equal ones.
+        """Return the target's token of each row of the head, int64 [rows], ascending; None for equal ids.
 
-        Rows in another order are sorted, so that ties break as over the whole vocabulary. Of a head of the whole
-        vocabulary, the rows `kept` remain. Raises CheckpointError.
+        Rows in another order are sorted, so that ties break as over the full vocabulary. A head over the full
+        vocabulary keeps the rows `kept`. Raises CheckpointError.
         """
         d2t, t2d = self.raw("d2t"), self.raw("t2d")
 
@@ -155,14 +155,14 @@ class DraftTensors:
         return tokens if kept is None or rows < target_size else self.narrowed(kept, rows)
 
     def narrowed(self, kept: np.ndarray | None, rows: int) -> np.ndarray | None:
-        """Keep these rows, int64, of vocabulary heads that have `rows`, and return them; None for all."""
+        """Keep only these rows, int64, of vocabulary heads with `rows` rows, and return them; None for all."""
         for name, tensor in self._stored.items():
             if kept is not None and name.startswith(_BY_HEAD_ROW) and tensor.shape[:1] == (rows,):
                 self._stored[name] = tensor[torch.from_numpy(kept)]
         return kept
 
     def take_layers(self, shape: ModelShape, rules: FamilyRules, skip: Collection[str]) -> dict[str, Tensor]:
-        """Return the decoder parameters of the layers and the final norm, but those to skip, and one row of `embed`."""
+        """Return the parameters of layers and final norm, except those to skip, and one row of `embed`."""
         decoder = {"embed": torch.zeros(1, shape.hidden_size, dtype=self.dtype, device=self.device)}
         for placement in expected_tensors(shape, rules):
             [(param, size)] = placement.params.items()
@@ -171,7 +171,7 @@ class DraftTensors:
         return decoder
 
     def check_states(self, count: int, target_hidden: int) -> None:
-        """Raise CheckpointError if the projection is of other states than those of `count` layers of the target."""
+        """Raise CheckpointError if the projection does not read the states of `count` layers of this target."""
         fc = self.raw("fc.weight")
         if fc is not None and fc.shape[1] != count * target_hidden:
             reason = f"{fc.shape[1]} values per token, {count} layers of the target have {target_hidden} each"
@@ -182,6 +182,6 @@ class DraftTensors:
 
 
 def canonical(name: str) -> str:
-    """Return the name of a tensor in a model without the prefix `model.`, given that in any layout."""
+    """Translate a tensor name of any layout to a model's, without the prefix `model.`."""
     name = name.removeprefix("model.")
     return next((new + name.removeprefix(old) for old, new in _RENAMED.items() if name.startswith(old)), name)

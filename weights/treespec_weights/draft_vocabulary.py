@@ -1,11 +1,11 @@
-"""Reduced draft vocabularies: drafts that cover only some of the target's tokens, and which tokens are worth a row.
+"""Reduced draft vocabularies: drafts that know only some of the target's tokens, and the choice of these tokens.
 
 A folder with `draft_vocab.safetensors` holds a model whose row i stands for the target's token `target_ids[i]`. The
 ids are ascending, so that ties between equal logits break as over the full vocabulary. A last row with the id -1 is
-the embedding of all other tokens; it is never proposed.
+the embedding of all other tokens, and is never proposed.
 
-Any other draft's head can be cut to the rows of its most used tokens (FR-Spec, arXiv 2502.14856; VocabTrim, arXiv
-2506.22694), by the counts of a text or by the order in which the tokenizer's training made the tokens.
+The head of any other draft can be reduced to its most frequent tokens (FR-Spec, arXiv 2502.14856; VocabTrim, arXiv
+2506.22694), ranked by their counts in texts or by the order in which the tokenizer's training added them.
 """
 
 import functools
@@ -69,19 +69,19 @@ def expand_embedding(rows: Tensor, target_ids: np.ndarray, target_size: int) -> 
     Tokens without a row get the row of id -1, or the mean of all rows.
     """
     token_ids = target_ids[target_ids >= 0]
-    other = rows[-1:] if len(token_ids) < len(target_ids) else rows.float().mean(0, keepdim=True).to(rows.dtype)
-    result = other.expand(target_size, -1).clone()
+    other_row = rows[-1:] if len(token_ids) < len(target_ids) else rows.float().mean(0, keepdim=True).to(rows.dtype)
+    result = other_row.expand(target_size, -1).clone()
     result[torch.from_numpy(token_ids).to(rows.device)] = rows[: len(token_ids)]
     return result
 
 
 def rank_tokens(folder: Path, first: Iterable[int] = (), texts: Sequence[str] = ()) -> np.ndarray:
-    """Return the ids of a tokenizer's tokens, int64, by how much use is expected of them, the most first.
+    """Return the ids of a tokenizer's tokens, int64, by descending expected frequency.
 
     The ids `first`, added tokens such as the ends of turns, and single bytes precede the tokens of `texts`, which are
-    ordered by their counts. All others follow in the order in which training made them: of BPE's merges, or of
-    Unigram's scores. Training sees most of one language, so each script contributes in proportion to its tokens: among
-    the first half are half of the Latin ones and half of the Chinese ones. Raises CheckpointError for a folder without
+    ordered by their counts. All others follow in the order in which training added them: that of BPE's merges, or of
+    Unigram's scores. Training sees most of one language, so each script contributes in proportion to its tokens: the
+    first half has half of the Latin tokens and half of the Chinese ones. Raises CheckpointError for a folder without
     a usable tokenizer.
     """
     raw = read_tokenizer(folder)
@@ -98,7 +98,7 @@ def rank_tokens(folder: Path, first: Iterable[int] = (), texts: Sequence[str] = 
         data = bytes_of(token, table)
         if len(data) == 1:
             singles.append(id)
-        # SentencePiece's merges make no single characters, which have the last ids: they are a class of their own.
+        # Single characters of SentencePiece have the last ids and no merges, so they are a class of their own.
         classes[_script(data), id in training_order].append(id)
     for members in classes.values():
         shares |= zip(members, np.linspace(0, 1, len(members), endpoint=False).tolist(), strict=True)
@@ -111,14 +111,14 @@ def rank_tokens(folder: Path, first: Iterable[int] = (), texts: Sequence[str] = 
 
 
 def _training_order(model: dict[str, Any], ids: dict[str, int]) -> dict[int, float]:
-    """Return the place in the training of each token that a merge made, or that has a score."""
+    """Return the training rank of each token that results from a merge or has a score."""
     if isinstance(vocab := model["vocab"], list):
         return {id: -float(score) for id, (_, score) in enumerate(vocab)}
     order: dict[int, float] = {}
-    for place, merge in enumerate(model.get("merges") or ()):
+    for rank, merge in enumerate(model.get("merges") or ()):
         token = merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
         if (id := ids.get(token)) is not None:
-            order.setdefault(id, place)
+            order.setdefault(id, rank)
     return order
 
 

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: their description in `ModelShape`, and how a family's config.json gives it."""
+"""Mixture-of-experts layers: their sizes in `ModelShape`, and the config.json keys of a family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Experts:
     size: int  # hidden units of an expert
     layers: tuple[int, ...]  # indices of the sparse layers; all others have a dense MLP
     shared_size: int = 0  # hidden units of the expert that computes every row, 0 for none
-    shared_gate: bool = False  # the shared expert's output is scaled by the sigmoid of a product of the row
+    shared_gate: bool = False  # the sigmoid of a projection of the row scales the shared expert's output
     bias: bool = False  # the router and the experts' projections have biases
     correction: bool = False  # experts are chosen by their score plus a parameter
     scoring: Scoring = "softmax"
@@ -34,8 +34,8 @@ class Experts:
     chosen_groups: int = 1
     gated: bool = True  # experts' MLPs have a gate
     latent_size: int = 0  # width of the projection that experts other than the shared one read and write; 0 for none
-    # The shared expert is a dense MLP beside the others. It has norms of its inputs and of its outputs, and so have the
-    # others; the router has a norm of its inputs, and a factor on the weight of each expert
+    # The shared expert is a dense MLP in parallel with the others; both have norms of their inputs and outputs. The
+    # router has a norm of its inputs, and a factor on each expert's weight
     beside: bool = False
 
     def parameters(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -64,18 +64,18 @@ def _mlp(inner: int, hidden: int, bias: bool, gated: bool) -> dict[str, tuple[in
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRules:
-    """Keys of config.json that describe a family's experts, and what the family fixes.
+    """Keys of config.json that describe a family's experts, and properties that the family fixes.
 
-    Every family may have dense layers, by the key `dense`, `mlp_only_layers` and `decoder_sparse_step`, or by the types
-    of its layers.
+    Any family may have dense layers, given by the keys `dense`, `mlp_only_layers` and `decoder_sparse_step`, or by its
+    layer types.
     """
 
-    count: tuple[str, ...]  # keys of the number of experts, of which a config has one; 0 for a dense model
+    count: tuple[str, ...]  # alternative keys of the number of experts, which is 0 for a dense model
     switch: str | None = None  # key that is true for models with experts; None if all have them
     size: str = "moe_intermediate_size"  # key of the hidden units of an expert
     top_k: str = "num_experts_per_tok"  # key of the number of experts of a row
     dense: str = "first_k_dense_replace"  # key of the number of dense layers before the sparse ones
-    types: str | None = None  # key of the layers' types, of which sparse layers have "moe"
+    types: str | None = None  # key of the layer types; sparse layers have "moe"
     shared_size: str | None = None  # key of the hidden units of the shared expert
     shared_count: str | None = None  # key of their number in units of `size`, instead of `shared_size`
     shared_gate: bool = False
@@ -91,7 +91,7 @@ class ExpertRules:
 
     def read(self, config: Mapping[str, Any], num_layers: int, problems: list[Problem]) -> Experts | None:
         """Read a parsed config.json; adds to `problems` and returns None if a value is missing or wrong."""
-        known = len(problems)
+        num_known = len(problems)
 
         def natural(key: str, most: int, least: int = 1, default: int | None = None) -> int:
             value = config.get(key, default)
@@ -119,20 +119,20 @@ class ExpertRules:
         latent = 0
         if self.latent_size is not None and config.get(self.latent_size) is not None:
             latent = natural(self.latent_size, 2**31 - 1)
-        groups, chosen = 1, 1
+        groups, chosen_groups = 1, 1
         if self.grouped:
             groups = natural("n_group", count, default=1)
-            chosen = natural("topk_group", groups, default=1)
+            chosen_groups = natural("topk_group", groups, default=1)
             if count % groups or (groups > 1 and count // groups < 2):
                 message = f"{groups!r} groups of {count} experts; valid: groups of equal size, at least 2"
                 problems.append(Problem("config", "'n_group'", message))
-        top_k = natural(self.top_k, max(chosen * count // groups, 1))
+        top_k = natural(self.top_k, max(chosen_groups * count // groups, 1))
         scale = 1.0 if self.scale is None else config.get(self.scale, 1.0)
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0:
             problems.append(Problem("config", repr(self.scale), f"{scale!r} is not a positive number"))
         layers = self._sparse_layers(config, num_layers, natural, problems)
         normalized = flag("norm_topk_prob") if self.normalized is None else self.normalized
-        if len(problems) > known:
+        if len(problems) > num_known:
             return None
         return Experts(
             count=count,
@@ -147,7 +147,7 @@ class ExpertRules:
             normalized=normalized,
             scale=float(scale),
             groups=groups,
-            chosen_groups=chosen,
+            chosen_groups=chosen_groups,
             gated=self.gated,
             latent_size=latent,
             beside=self.beside,

@@ -1,4 +1,4 @@
-"""Factors of a model on its parameters and activations."""
+"""A model's factors on parameters and activations."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class Factors(NamedTuple):
-    """Factors of a model (maximal update parametrization, µP; arXiv 2203.03466), beside those that have a key each.
+    """Factors (maximal update parametrization, µP; arXiv 2203.03466) other than those with a config key of their own.
 
-    Those on parameters round no matrix: they are on norms and convolutions, in float32, and on biases.
+    Factors on parameters apply to norms, convolutions (in float32) and biases only, so that no matrix is rounded.
     """
 
-    parameters: Mapping[str, float] = MappingProxyType({})  # by their names in a layer
-    scores: float = 1.0  # on attention scores
-    values: float = 1.0  # on the values of attention
-    steps: float = 1.0  # on Mamba 2's time steps, before their bias
-    stream: float = 1.0  # on what a layer adds to the residual stream
+    parameters: Mapping[str, float] = MappingProxyType({})  # factor by parameter name in a layer
+    scores: float = 1.0  # factor on attention scores
+    values: float = 1.0  # factor on attention values
+    steps: float = 1.0  # factor on Mamba 2's time steps, before their bias
+    stream: float = 1.0  # factor on a layer's additions to the residual stream

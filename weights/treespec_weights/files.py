@@ -132,7 +132,7 @@ def read_json(folder: Path, name: str, *, unique_keys: bool = True) -> Any:
     """Parse the JSON file `name` of `folder`, a result of `resolve_folder`.
 
     Raises CheckpointError if the file is missing, outside of the folder, larger than 256 MiB, not JSON or, with
-    `unique_keys`, repeats a key, of which Python's parser would silently keep the last.
+    `unique_keys`, repeats a key (Python's parser would silently keep the last one).
     """
     path = file_inside(folder, name)
     try:

@@ -77,11 +77,11 @@ def grown_shape(
     full = widened(shape, ratio, vocab, 1, _WIDEN)
     layer = widened(shape, ratio, vocab, 2, _WIDEN).num_parameters() - full.num_parameters()
     layers = max(shape.num_layers, 1 + round((size - full.num_parameters()) / layer))
-    wide = replace(full, num_layers=layers)
-    one_unit = replace(wide, intermediate_size=wide.intermediate_size + 1).num_parameters() - wide.num_parameters()
-    units = wide.intermediate_size + (size - wide.num_parameters()) / one_unit
-    step = max(64, wide.hidden_size // 4)  # MLP sizes of published models are multiples of such a step
-    return replace(wide, intermediate_size=max(shape.intermediate_size, step * round(units / step)))
+    grown = replace(full, num_layers=layers)
+    one_unit = replace(grown, intermediate_size=grown.intermediate_size + 1).num_parameters() - grown.num_parameters()
+    units = grown.intermediate_size + (size - grown.num_parameters()) / one_unit
+    step = max(64, grown.hidden_size // 4)  # MLP sizes of published models are multiples of such a step
+    return replace(grown, intermediate_size=max(shape.intermediate_size, step * round(units / step)))
 
 
 def widened(shape: ModelShape, ratio: int, vocab: int, layers: int, widen: int) -> ModelShape:
@@ -117,7 +117,7 @@ def grow_checkpoint(
     source = resolve_folder(source)
     if source.is_file():
         raise OptionError(f"{source} is a GGUF file; convert it first: treespec weights convert {source.name} NEW")
-    place = resolve_destination(folder, source)
+    target = resolve_destination(folder, source)
     config = read_config(source)
     rules = family_of(config, source)
     if rules is not LLAMA:
@@ -149,7 +149,7 @@ def grow_checkpoint(
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6) / _ratio(old, shape),
     }
     carried = carried_files(source, CONFIG, INDEX)
-    with staged(place) as partial:
+    with staged(target) as partial:
         total = sum(shard.tensor_bytes for shard in shards)
         check_room(partial, total)
         advance = progress(on_bytes, total)
@@ -176,7 +176,6 @@ def _grown(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> Tensor:
-    """Return a parameter of the new shape."""
     kind = name.rpartition(".")[2]
     if kind in _TO_RESIDUAL:
         tensor = torch.zeros(size, dtype=dtype, device="cpu")

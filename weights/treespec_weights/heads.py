@@ -1,9 +1,9 @@
-"""Published draft heads: recognised by their folders, and loaded.
+"""Recognise and load published draft heads.
 
-EAGLE-3 (arXiv 2503.01840) in the layouts of its authors' repository, of SpecForge and SGLang, and of speculators;
-EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858), whose heads have one form, in those of their authors and of
-speculators; parallel EAGLE heads (P-EAGLE) in the layout of speculators; block drafts (block_drafts.py); heads
-without attention (state_heads.py); and assistants of Gemma 4 (assistants.py).
+EAGLE-3 (arXiv 2503.01840) in the layouts of its authors, of SpecForge and SGLang, and of speculators; EAGLE-1 and
+EAGLE-2 (arXiv 2401.15077, 2406.16858), which have the same heads, in the layouts of their authors and of speculators;
+parallel EAGLE heads (P-EAGLE) in the layout of speculators; block drafts (block_drafts.py); heads without attention
+(state_heads.py); and assistants of Gemma 4 (assistants.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ SUPPORTED = (
     "speculators; DFlash drafts of the layouts of its authors, transformers and speculators; DSpark drafts of "
     "speculators; PARD drafts; Medusa and MLPSpeculator heads; assistants of Gemma 4"
 )
-_OTHER_KINDS = {  # part of an architecture or of a type -> name of the kind
+_OTHER_KINDS = {  # part of an architecture or model type -> name of the kind
     "arctic": "an Arctic speculator",
     "hydra": "a Hydra head",
     "dflash2": "a DFlash 2 draft",
@@ -42,12 +42,12 @@ _PROJECTIONS = tuple(f"layers.0.{name}{suffix}" for name in "qkv" for suffix in 
 
 @dataclass(frozen=True)
 class HeadForm:
-    """What a published folder says about a draft head."""
+    """Description of a draft head, read from its published folder."""
 
     folder: Path  # folder of the head
     layers: tuple[int, ...] | None  # target layers; None for the default, which depends on the target's depth
-    by_output: bool  # `layers` are numbered by their outputs, as SpecForge and SGLang do, not by their inputs
-    config: dict[str, Any]  # of the head's layers, in the form of a model's config.json
+    by_output: bool  # `layers` counts layers by their outputs, as SpecForge and SGLang do, not by their inputs
+    config: dict[str, Any]  # config of the head's layers, in the form of a model's config.json
     rules: FamilyRules  # family of the head's layers
     residual_after_norm: bool  # the residual stream begins with the normalised feature
     norm_output: bool  # the feature of a drafted token is the output after the final norm
@@ -71,14 +71,14 @@ class HeadForm:
     def read_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers of a target with `num_layers` layers whose inputs the head reads, ascending.
 
-        `num_layers` means the output of the last layer, `num_layers` + 1 this output after the final norm. Raises
+        `num_layers` stands for the last layer's output, `num_layers` + 1 for this output after the final norm. Raises
         CheckpointConfigError if the target has no such layer.
         """
         if self.kind == "eagle":
             return (num_layers + 1,)
         default = (2, num_layers // 2, num_layers - 3)
         layers = tuple(sorted(self.layers or default))
-        # Some published heads number inputs where others number outputs; these numbers tell them apart.
+        # Some published heads number inputs, others outputs; these numbers distinguish them.
         if self.by_output and layers != default and layers[-1] != num_layers:
             layers = tuple(layer + 1 for layer in layers)
         if not all(0 <= layer <= num_layers for layer in layers):
@@ -90,20 +90,20 @@ class HeadForm:
 class HeadWeights(NamedTuple):
     """Weights of a head, in the compute dtype."""
 
-    # decoder parameters by name, without Q, K and V of the first layer and with one row of `embed`. An EAGLE head has
-    # no norms before attention and at the end, and no `lm_head`: here these norms are ones.
+    # decoder parameters by name, without Q, K and V of the first layer and with one row of `embed`. EAGLE heads have no
+    # `lm_head`, and no norms before attention and at the end, which are ones here
     decoder: dict[str, Tensor]
-    # and its bias or None: [hidden, number of layers * hidden of the target]; of EAGLE, [hidden, 2 * hidden], of a
-    # pair's embedding and feature
+    # projection of the target's states, [hidden, number of layers * hidden of the target], or, in EAGLE, of a pair's
+    # embedding and feature, [hidden, 2 * hidden]; and its bias or None
     fc: tuple[Tensor, Tensor | None]
-    # of the first layer, and its bias or None: [(num_heads + 2 * num_kv_heads) * head_dim, 2 * hidden]; of EAGLE, [...,
-    # hidden]
+    # Q, K and V of the first layer, [(num_heads + 2 * num_kv_heads) * head_dim, 2 * hidden], [..., hidden] in EAGLE;
+    # and the bias or None
     qkv: tuple[Tensor, Tensor | None]
     # embed_norm, feature_norm: norms of the embedding and of the feature, [hidden]; None for EAGLE
     embed_norm: Tensor | None
     feature_norm: Tensor | None
-    # norms of the target's states, [1, number of layers * hidden] over all of them or [number of layers, hidden] of
-    # each; None for none
+    # norms of the target's states, over all of them, [1, number of layers * hidden], or of each, [number of layers,
+    # hidden]; None without norms
     state_norms: Tensor | None
     embed: Tensor | None  # own embeddings [vocab, hidden]; None for the target's
     # replaces the target's states in the mask pairs of a parallel head, [number of layers, hidden of the target];
@@ -112,9 +112,9 @@ class HeadWeights(NamedTuple):
 
     @property
     def num_parameters(self) -> int:
-        """Number of values that a pass reads: without embeddings."""
-        others = (*self.fc, *self.qkv, self.embed_norm, self.state_norms)
-        return sum(t.numel() for t in self.decoder.values()) + sum(t.numel() for t in others if t is not None)
+        """Number of parameters that a pass reads, without embeddings."""
+        other_tensors = (*self.fc, *self.qkv, self.embed_norm, self.state_norms)
+        return sum(t.numel() for t in self.decoder.values()) + sum(t.numel() for t in other_tensors if t is not None)
 
 
 DraftForm: TypeAlias = HeadForm | BlockForm | StateForm | AssistantForm | MtpForm
@@ -126,13 +126,13 @@ def read_head(folder: Path | str) -> DraftForm | None:
     if root.is_file():
         return None
     raw = read_config(root)
-    named = raw.get("architectures") or []
-    names = [*named, *(raw.get(key) for key in ("speculators_model_type", "model_type"))]
+    architectures = raw.get("architectures") or []
+    names = [*architectures, *(raw.get(key) for key in ("speculators_model_type", "model_type"))]
     names += [key for key in ("dflash_config", "medusa_num_heads") if key in raw]
     lowered = [name.lower() for name in names if isinstance(name, str)]
-    other = next((kind for marker, kind in _OTHER_KINDS.items() if any(marker in name for name in lowered)), None)
-    if other is not None:
-        message = f"{other}, which is not supported; supported: {SUPPORTED}"
+    other_kind = next((kind for marker, kind in _OTHER_KINDS.items() if any(marker in name for name in lowered)), None)
+    if other_kind is not None:
+        message = f"{other_kind}, which is not supported; supported: {SUPPORTED}"
         raise UnsupportedModelError.of(root, "config", CONFIG, message)
     dflash = ("dflash", "dspark", "muse_glimmer_assistant")
     is_dflash = any(marker in name for name in lowered for marker in dflash)
@@ -140,8 +140,8 @@ def read_head(folder: Path | str) -> DraftForm | None:
     is_medusa = any("medusa" in name for name in lowered)
     is_speculator = any("mlp_speculator" in name or "mlpspeculator" in name for name in lowered)
     is_assistant = str(raw.get("model_type")) in ("gemma4_assistant", "gemma4_unified_assistant")
-    known = is_assistant, is_dflash, is_eagle3, is_medusa, is_speculator, "pard_token" in raw
-    if not (any(known) or _is_eagle(raw, root)):
+    is_known = is_assistant, is_dflash, is_eagle3, is_medusa, is_speculator, "pard_token" in raw
+    if not (any(is_known) or _is_eagle(raw, root)):
         return None
     if raw.get("quantization_config"):
         raise config_error(root, "quantization_config", "quantised draft heads are not supported; use the original")
@@ -215,10 +215,10 @@ def load_head(
 ) -> tuple[HeadWeights, np.ndarray | None]:
     """Load a head.
 
-    `shape` is that of its layers, with the target's vocabulary size; `num_states` the number of the target's layers
-    that it reads. A dtype of None keeps the stored ones, which stay memory-mapped. `kept`, int64 ascending, are the
-    tokens whose rows of a whole vocabulary head remain. Returns the weights, and the target's tokens of the head's
-    rows, int64 ascending; None for the whole vocabulary. Raises CheckpointError with all missing and misshaped tensors,
+    `shape` is the shape of its layers, with the target's vocabulary size; `num_states` the number of target layers that
+    it reads. A dtype of None keeps the stored ones, which stay memory-mapped. `kept`, int64 ascending, are the tokens
+    whose rows of a full vocabulary head remain. Returns the weights, and the target's tokens of the head's rows, int64
+    ascending; None for the full vocabulary. Raises CheckpointError with all missing and misshaped tensors,
     and for a head of another target.
     """
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
@@ -265,7 +265,6 @@ def _load_eagle(form: HeadForm, shape: ModelShape, target_hidden: int, tensors: 
 
 
 def _qkv(tensors: DraftTensors, shape: ModelShape, width: int) -> tuple[Tensor, Tensor | None]:
-    """Return the first layer's projections of inputs of this width."""
     sizes = [heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
     weights = [
         tensors.take(f"{FIRST_LAYER}{name}.weight", size, width)
@@ -288,7 +287,7 @@ def _state_norms(tensors: DraftTensors, num_states: int, target_hidden: int) -> 
 
 
 def is_reduced(form: DraftForm, vocab_size: int) -> bool:
-    """Return whether a draft scores some of a target's `vocab_size` tokens only: those it was trained for, or groups.
+    """Return whether a draft scores only part of a target's `vocab_size` tokens, or groups of them.
 
     Raises CheckpointError for unreadable weights.
     """
@@ -302,7 +301,7 @@ def is_reduced(form: DraftForm, vocab_size: int) -> bool:
 
 
 def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:
-    """Compare a head with a target, a result of `inspect_checkpoint`: a row of `compare_draft`."""
+    """Compare a head with a target (a result of `inspect_checkpoint`); return a row of `compare_draft`."""
     reason = connection = same_hidden = None
     parameters = 0
     if target["shape"] is None:
@@ -334,7 +333,7 @@ def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:
 def _check_stored(
     form: DraftForm, num_states: int, vocab_size: int, hidden: int
 ) -> tuple[int, np.ndarray | None, bool]:
-    """Return the parameters and the tokens of a head for a target of this size, and whether it has its hidden size."""
+    """Return a head's number of parameters, its tokens, and whether it has the target's hidden size."""
     if isinstance(form, MtpForm):
         return check_predictor(form), None, True
     weights: HeadWeights | BlockWeights | StateWeights | AssistantWeights
@@ -344,7 +343,7 @@ def _check_stored(
     shape = replace(ModelShape.from_hf(form.config, form.rules, form.folder), vocab_size=vocab_size)
     tokens = None
     if isinstance(form, AssistantForm):
-        shape = replace(shape, sizes=tuple(own._replace(kv_of=-1) for own in shape.sizes))
+        shape = replace(shape, sizes=tuple(layer._replace(kv_of=-1) for layer in shape.sizes))
         weights = load_assistant(form, shape, hidden, None, "cpu")
     elif isinstance(form, BlockForm):
         weights, tokens = load_block(form, shape, hidden, None, "cpu")

@@ -32,13 +32,13 @@ def fetch(hub_id: str, revision: str | None = None, to: Path | str | None = None
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    where: dict[str, Any] = {"local_dir": os.fspath(to)} if to is not None else {}
-    # Also the HTTP library's errors, such as those of proxies, and the RuntimeError of a missing home folder.
+    location: dict[str, Any] = {"local_dir": os.fspath(to)} if to is not None else {}
+    # This includes errors of the HTTP library, such as proxy errors, and the RuntimeError for a missing home folder.
     failures: tuple[type[BaseException], ...] = (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError)
     try:
         folder = Path(
             snapshot_download(
-                hub_id, revision=revision, allow_patterns=list(ALLOWED), ignore_patterns=list(IGNORED), **where
+                hub_id, revision=revision, allow_patterns=list(ALLOWED), ignore_patterns=list(IGNORED), **location
             )
         )
     except LocalEntryNotFoundError as error:

@@ -29,9 +29,9 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
 
     `shape`, `made_of` and `unsupported_because` depend on whether its family is supported; `tensors` has one row per
     group of tensors that differ only in the layer `{i}`; `parameters` counts a tied head once, and no ignored buffers;
-    `matrices` counts those of a GGUF file by type, and says which of them compiled passes keep in blocks; `pass_bytes`
-    is what such a pass reads of the weights; `problems` is the number found by `match`; `unused_ids` are rows of the
-    embedding after the tokenizer's last id.
+    `matrices` counts a GGUF file's matrices by type, and tells which ones compiled passes keep in blocks; `pass_bytes`
+    is the number of weight bytes that such a pass reads; `problems` counts those found by `match`; `unused_ids` is the
+    number of embedding rows after the tokenizer's last id.
 
     Raises the errors of `Checkpoint.open`, and CheckpointConfigError for an unusable config.json.
     """
@@ -39,7 +39,7 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
     config = read_config(root)
     model_type, architectures = config.get("model_type"), config.get("architectures")
     rules = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    named = config.get("dtype") or config.get("torch_dtype")
+    stated_dtype = config.get("dtype") or config.get("torch_dtype")
     context = config.get(rules.max_positions if rules else "max_position_embeddings")
     vocabulary = read_vocabulary(root)
     with Checkpoint.open(root) as checkpoint:
@@ -48,7 +48,7 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
             "family": model_type if isinstance(model_type, str) else None,
             "architectures": [str(name) for name in architectures] if isinstance(architectures, list) else [],
             "context": context if type(context) is int and context > 0 else None,
-            "config_dtype": named if isinstance(named, str) else None,
+            "config_dtype": stated_dtype if isinstance(stated_dtype, str) else None,
             "files": checkpoint.files,
             "bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
             "dtypes": _dtypes(checkpoint),
@@ -56,8 +56,8 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
             "vocabulary": vocabulary._asdict() if vocabulary else None,
         }
         report |= _as_model(config, checkpoint)
-    shape, last = report["shape"], vocabulary.max_id if vocabulary else None
-    report["unused_ids"] = max(shape["vocab_size"] - last - 1, 0) if shape and last is not None else None
+    shape, max_id = report["shape"], vocabulary.max_id if vocabulary else None
+    report["unused_ids"] = max(shape["vocab_size"] - max_id - 1, 0) if shape and max_id is not None else None
     return report
 
 
@@ -165,34 +165,31 @@ def _rows(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _matrices(checkpoint: Checkpoint, ignored: Set[str]) -> list[dict[str, Any]] | None:
-    """Return the number and the bytes in memory of a GGUF file's matrices by type; None for safetensors."""
+    """Return number and memory of a GGUF file's matrices by type; None for safetensors."""
     if not checkpoint.folder.is_file():
         return None
     rows: dict[str, dict[str, Any]] = {}
     for name, info in checkpoint.tensors.items():
         if len(info.shape) >= 2 and name not in ignored:
-            new = {"type": info.dtype, "in_blocks": info.dtype in FORMS, "count": 0, "bytes": 0}
-            row = rows.setdefault(info.dtype, new)
+            empty = {"type": info.dtype, "in_blocks": info.dtype in FORMS, "count": 0, "bytes": 0}
+            row = rows.setdefault(info.dtype, empty)
             row["count"] += 1
             row["bytes"] += _held_bytes(info)
     return [*rows.values()]
 
 
 def _held_bytes(info: TensorInfo) -> int:
-    """Return the bytes in memory of a tensor: as stored, or in 16 bits if compiled passes do not know its blocks."""
+    """Return a tensor's bytes in memory: as stored, or in 16 bits if compiled passes cannot read its blocks."""
     return info.nbytes if info.dtype in FORMS or info.dtype in TORCH_DTYPES else 2 * info.size
 
 
 def _pass_bytes(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> int:
-    """Return the bytes that a pass reads of the weights: of the layers and the head, which may be the embedding.
-
-    It is a pass over one row, which reads `top_k` experts of a layer.
-    """
+    """Return the weight bytes that a pass over one row reads: layers, `top_k` experts each, and the head."""
     rules = rules.for_names(checkpoint.names())
     [embed] = [rule.name for rule in rules.tensors if rule.params == ("embed",)]
     unread = ignored_names(checkpoint.tensors, shape, rules)
     unread.add(rules.tied_copy if shape.tied and embed in checkpoint.tensors else embed)
-    unread.update(rule.name for rule in rules.tensors if rule.params == ("input_embed",))  # a row of each token
+    unread.update(rule.name for rule in rules.tensors if rule.params == ("input_embed",))  # read one row per token
     share = Fraction(shape.experts.top_k, shape.experts.count) if shape.experts else Fraction(1)
     tensors = ((name, _held_bytes(info)) for name, info in checkpoint.tensors.items() if name not in unread)
     return int(sum(size * share if ".experts." in name else size for name, size in tensors))

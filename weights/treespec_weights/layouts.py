@@ -52,9 +52,9 @@ def translate_config(
     problems += _other_switches(shape, other)
     if problems:
         raise UnsupportedModelError(folder, problems)
-    before, after = with_defaults(folder, config), with_defaults(folder, {"model_type": other.model_type})
+    values, defaults = with_defaults(folder, config), with_defaults(folder, {"model_type": other.model_type})
     sizes = {key: getattr(shape, name) for name, key in other.config_keys.items()}
-    translated = sizes | _translated_values(folder, before, after, family, other)
+    translated = sizes | _translated_values(folder, values, defaults, family, other)
     result = with_defaults(folder, translated | {"model_type": other.model_type})
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -71,7 +71,7 @@ def translate_config(
 
 
 def _other_switches(shape: ModelShape, other: FamilyRules) -> list[Problem]:
-    """Return the sizes and switches of the model that the other family fixes to other values, as problems."""
+    """Return problems for sizes and switches that the other family fixes at other values."""
     fixed = {
         field.name: other.constants.get(field.name, field.default)
         for field in fields(ModelShape)
@@ -85,45 +85,45 @@ def _other_switches(shape: ModelShape, other: FamilyRules) -> list[Problem]:
 
 
 def _translated_values(
-    folder: Path, before: dict[str, Any], after: dict[str, Any], family: FamilyRules, other: FamilyRules
+    folder: Path, values: dict[str, Any], defaults: dict[str, Any], family: FamilyRules, other: FamilyRules
 ) -> dict[str, Any]:
     """Return all values but the sizes. Raises UnsupportedModelError if the other family cannot express them."""
-    spelt = {*family.config_keys.values(), *other.config_keys.values()}
+    size_keys = {*family.config_keys.values(), *other.config_keys.values()}
     result: dict[str, Any] = {}
     problems = []
-    for key, value in before.items():
-        if key in spelt or key in ("model_type", "architectures", "auto_map"):
+    for key, value in values.items():
+        if key in size_keys or key in ("model_type", "architectures", "auto_map"):
             continue
-        if key in after or key.endswith("_token_id"):
+        if key in defaults or key.endswith("_token_id"):
             result[key] = value
         elif key not in _WITHOUT_EFFECT and value not in _ABSENT:
             message = f"{value!r} cannot be expressed in the config of a {other.model_type} model"
             problems.append(Problem("config", repr(key), message))
-    rope, other_rope = before.get("rope_parameters"), after.get("rope_parameters")
+    rope, other_rope = values.get("rope_parameters"), defaults.get("rope_parameters")
     if isinstance(rope, dict) and isinstance(other_rope, dict):
         if rope.get("partial_rotary_factor", 1.0) != 1.0 and "partial_rotary_factor" not in other_rope:
             message = f"{rope['partial_rotary_factor']!r}, but a {other.model_type} model rotates whole heads"
             problems.append(Problem("config", "'partial_rotary_factor'", message))
         result["rope_parameters"] = {k: v for k, v in rope.items() if k != "partial_rotary_factor" or k in other_rope}
-        if rope.get("rope_type", "default") != "default" and "original_max_position_embeddings" in before:
-            if "original_max_position_embeddings" not in after:
+        if rope.get("rope_type", "default") != "default" and "original_max_position_embeddings" in values:
+            if "original_max_position_embeddings" not in defaults:
                 message = (
                     f"{rope['rope_type']!r} needs original_max_position_embeddings, which a "
                     f"{other.model_type} model does not have"
                 )
                 problems.append(Problem("config", "'rope_parameters'", message))
-    for key, value in after.items():  # disable features that only the other family has
-        if key not in before and key not in spelt and key not in _WITHOUT_EFFECT and value not in _ABSENT:
+    for key, value in defaults.items():  # disable features that only the other family has
+        if key not in values and key not in size_keys and key not in _WITHOUT_EFFECT and value not in _ABSENT:
             result[key] = None
     if problems:
         raise UnsupportedModelError(folder, problems)
     return result
 
 
-def _values_match(wanted: object, written: object) -> bool:
-    if isinstance(wanted, dict) and isinstance(written, dict):
-        return all(_values_match(value, written.get(key)) for key, value in wanted.items())
-    return wanted == written or (wanted in _ABSENT and written in _ABSENT)
+def _values_match(expected: object, actual: object) -> bool:
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        return all(_values_match(value, actual.get(key)) for key, value in expected.items())
+    return expected == actual or (expected in _ABSENT and actual in _ABSENT)
 
 
 def with_defaults(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

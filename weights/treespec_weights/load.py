@@ -23,7 +23,7 @@ from treespec_weights.quantize import BITS, Quantized, dequantize, group_of, qua
 from treespec_weights.rules import FamilyRules, ModelShape, TensorRule, TensorShape
 
 CHUNK = 1 << 19  # values cast at a time
-UNQUANTISED = (".router", ".shared.scale")  # ends of the names of matrices that no scheme quantises
+UNQUANTISED = (".router", ".shared.scale")  # name suffixes of matrices that no scheme quantises
 _EMBEDDINGS = ("embed", "input_embed")
 _KV = tuple(f"layers.{{i}}.{name}" for name in ("k", "v", "k_norm"))
 DTYPES = tuple(TORCH_DTYPES[name] for name in LOADABLE)
@@ -34,15 +34,15 @@ class Placement(NamedTuple):
 
     name: str
     rule: TensorRule
-    params: dict[str, TensorShape]  # by expert, in the rule's order, if the tensor holds those of all experts
-    heads: int  # groups of a "per_head" tensor
-    experts: int | None = None  # number of experts whose parameters the tensor holds; None for no experts'
+    params: dict[str, TensorShape]  # if the tensor holds all experts: by expert, in the rule's order
+    heads: int  # number of groups in a "per_head" tensor
+    experts: int | None = None  # number of experts in the tensor; None for a tensor of one or no expert
 
     @property
     def matrix_shape(self) -> TensorShape:
-        """Shape of the parameters stacked, those of all experts too."""
-        first = next(iter(self.params.values()))
-        return (sum(shape[0] for shape in self.params.values()), *first[1:])
+        """Shape of all parameters stacked, including all experts."""
+        param_shape = next(iter(self.params.values()))
+        return (sum(shape[0] for shape in self.params.values()), *param_shape[1:])
 
     @property
     def shape(self) -> TensorShape:
@@ -55,15 +55,15 @@ class Placement(NamedTuple):
     def unpack(self, tensor: Tensor) -> dict[str, Tensor]:
         """Split a checkpoint tensor, or a matrix of `matrix_shape`, into its parameters, by name.
 
-        They are contiguous, and views of `tensor` where its layout allows.
+        Parameters are contiguous, and views of `tensor` if its layout allows.
         """
         if self.experts is None:
-            parts = self._split(tensor, [*self.params.values()])
+            matrices = self._split(tensor, [*self.params.values()])
         else:
             sizes = [*self.params.values()][: len(self.params) // self.experts]  # shapes of one expert
-            each = tensor if tensor.dim() > len(sizes[0]) else tensor.unflatten(0, (self.experts, -1))
-            parts = [part for expert in each for part in self._split(expert, sizes)]
-        return dict(zip(self.params, parts, strict=True))
+            by_expert = tensor if tensor.dim() > len(sizes[0]) else tensor.unflatten(0, (self.experts, -1))
+            matrices = [matrix for expert in by_expert for matrix in self._split(expert, sizes)]
+        return dict(zip(self.params, matrices, strict=True))
 
     def _split(self, tensor: Tensor, sizes: Sequence[TensorShape]) -> list[Tensor]:
         if self.rule.layout.endswith("transposed") and tensor.dim() == 2:
@@ -128,8 +128,8 @@ def load_weights(
     placements.sort(key=lambda placement: order.get(placement.name, len(order)))
     for placement in tracked(f"reading {checkpoint.folder.name}", placements, lambda read: math.prod(read.shape)):
         if blocks and (matrix := _matrix_in_blocks(checkpoint, scheme, placement, rules)) is not None:
-            parts = placement.unpack(matrix.rows)
-            loaded |= {param: matrix._replace(rows=rows) for param, rows in parts.items()}
+            unpacked = placement.unpack(matrix.rows)
+            loaded |= {param: matrix._replace(rows=rows) for param, rows in unpacked.items()}
             continue
         if scheme is not None and covered(scheme, placement, rules):
             loaded |= _read_quantized(checkpoint, scheme, placement, dtype, device)
@@ -153,10 +153,7 @@ def load_weights(
 
 
 def quantizable(shape: ModelShape) -> dict[str, TensorShape]:
-    """Return the parameters that quantisation applies to: the layers' matrices, without embedding, head and norms.
-
-    Routers, too, stay as they are.
-    """
+    """Return the parameters that quantisation applies to: the layers' matrices, except routers."""
     return {
         name: size
         for name, size in shape.parameters().items()
@@ -189,7 +186,7 @@ def covered(scheme: QuantScheme, placement: Placement, rules: FamilyRules) -> bo
 def _matrix_in_blocks(
     checkpoint: Checkpoint, scheme: QuantScheme | None, placement: Placement, rules: FamilyRules
 ) -> Blocks | None:
-    """Return the matrix of a placement in blocks, or None if it is not stored so."""
+    """Return the matrix of a placement in blocks, or None if it is not stored in blocks."""
     if isinstance(scheme, Mxfp4Scheme) and covered(scheme, placement, rules):
         return Blocks("MXFP4", scheme.rows(placement.name, checkpoint.tensor), None)
     is_read_as_values = next(iter(placement.params)).endswith(UNQUANTISED)
@@ -226,7 +223,7 @@ def read_dequantized(checkpoint: Checkpoint, scheme: QuantScheme, placement: Pla
 def _stored_matrix(
     checkpoint: Checkpoint, scheme: QuantScheme, placement: Placement, dtype: torch.dtype | None
 ) -> Quantized | Tensor:
-    """Read a quantised matrix; `dtype` is that of an fp8 one."""
+    """Read a quantised matrix; `dtype` is the result's dtype for fp8."""
 
     def get(name: str) -> Tensor | None:
         if name not in checkpoint.tensors:
@@ -307,24 +304,24 @@ def checked_placements(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyR
 
 
 def value_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
-    """Return the problems that `match` cannot see: a head that is not the embedding, or biases that are not zero."""
+    """Return the problems of values, which `match` does not read: untied heads and non-zero biases."""
     rules = _rules_of(checkpoint, shape, rules)
     if shape.tied and rules.tied_copy in checkpoint.tensors:
         embed = _embedding(rules).name
         infos = [checkpoint.info(name) for name in (rules.tied_copy, embed)]
-        alike = (infos[0].dtype, infos[0].shape) == (infos[1].dtype, infos[1].shape)
-        # As bytes, so that equal NaNs compare equal.
+        is_comparable = (infos[0].dtype, infos[0].shape) == (infos[1].dtype, infos[1].shape)
+        # Compare bytes, so that equal NaNs are equal.
         head, tied = (checkpoint.tensor(name).view(torch.uint8) for name in (rules.tied_copy, embed))
-        if not alike or not torch.equal(head, tied):
+        if not is_comparable or not torch.equal(head, tied):
             message = f"{rules.config_keys['tied']!r} is true, but it differs from {embed!r}; untie it or drop it"
             return [Problem("tied", repr(rules.tied_copy), message)]
     message = "the config says that the model has no such bias, and it is not zero"
-    extra = _extra_biases(checkpoint, expected_tensors(shape, rules), rules)
-    return [Problem("value", repr(name), message) for name in extra if bool(checkpoint.tensor(name).count_nonzero())]
+    biases = _extra_biases(checkpoint, expected_tensors(shape, rules), rules)
+    return [Problem("value", repr(name), message) for name in biases if bool(checkpoint.tensor(name).count_nonzero())]
 
 
 def _rules_of(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> FamilyRules:
-    """Return the rules with the names of a checkpoint: without a missing prefix; a tied embedding may be its head."""
+    """Adapt the rules to a checkpoint's names: a missing prefix, and a tied embedding stored as head."""
     rules = rules.for_names(checkpoint.names())
     embed = _embedding(rules)
     if not shape.tied or embed.name in checkpoint.tensors or rules.tied_copy not in checkpoint.tensors:
@@ -349,13 +346,13 @@ def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules
 
 
 def ignored_names(names: Iterable[str], shape: ModelShape, rules: FamilyRules) -> set[str]:
-    """Return those of a checkpoint's tensors that are not loaded.
+    """Return the names of a checkpoint's tensors that are not loaded.
 
-    They are derived buffers, K/V projections of layers that read other layers' K/V, and layers that predict further.
+    These are derived buffers, K/V projections of layers that read other layers' K/V, and MTP layers.
     """
     ignored = {pattern.replace("{i}", str(i)) for pattern in rules.ignored for i in range(shape.num_layers)}
     own_kv = [rule.name for rule in rules.tensors if rule.params[0] in _KV]
-    readers = [i for i in range(shape.num_layers) if shape.layer(i).kv_of != i]  # of another layer's K/V
+    readers = [i for i in range(shape.num_layers) if shape.layer(i).kv_of != i]  # layers that read another layer's K/V
     ignored |= {name.replace("{i}", str(i)) for name in own_kv for i in readers}
     modules = tuple(name for name in rules.ignored if name.endswith("."))
     return {
@@ -373,10 +370,10 @@ def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
     for rule in rules.tensors:
         of_expert, of_experts = "{e}" in rule.name, "{e}" in rule.params[0] and "{e}" not in rule.name
         for i in range(shape.num_layers) if "{i}" in rule.name else [0]:
-            own = [param.replace("{i}", str(i)) for param in rule.params]
+            rule_params = [param.replace("{i}", str(i)) for param in rule.params]
             for e in range(count) if of_expert else [0]:
-                held = range(count) if of_experts else [e]
-                params = [param.replace("{e}", str(expert)) for expert in held for param in own]
+                experts_of_tensor = range(count) if of_experts else [e]
+                params = [param.replace("{e}", str(expert)) for expert in experts_of_tensor for param in rule_params]
                 if params and all(param in parameters for param in params):
                     shapes = {param: parameters[param] for param in params}
                     name = rule.name.replace("{i}", str(i)).replace("{e}", str(e))
@@ -394,15 +391,15 @@ def _layer_of(name: str) -> int:
 
 
 def unexpected_reason(name: str, shape: ModelShape, rules: FamilyRules) -> str:
-    """Return why a tensor is none of a model's."""
+    """Return why a tensor does not belong to a model."""
     rule_names = {rule.name for rule in rules.tensors} | set(rules.ignored)
     components = re.sub(r"\.experts\.\d+\.", ".experts.{e}.", name).split(".")
     for i, component in enumerate(components):
         if component.isdecimal() and ".".join([*components[:i], "{i}", *components[i + 1 :]]) in rule_names:
-            beyond = len(component) > 5 or component != str(int(component)) or int(component) >= shape.num_layers
+            is_beyond = len(component) > 5 or component != str(int(component)) or int(component) >= shape.num_layers
             num_layers = f"{rules.config_keys['num_layers']!r} is {shape.num_layers}"
             kind = "bias" if name.endswith("bias") else "tensor"
-            return num_layers if beyond else f"the config says that the model has no such {kind}"
+            return num_layers if is_beyond else f"the config says that the model has no such {kind}"
     return f"no tensor of the family {rules.model_type!r} has this name"
 
 

@@ -18,11 +18,11 @@ from treespec_weights.load import Placement, cast, expected_tensors, overflow_me
 from treespec_weights.rules import FamilyRules, ModelShape
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# Parameters of products that take updates:
+# parameters of the products that adapters may update
 _UPDATED = re.compile(r"layers\.\d+\.(q|k|v|o|gate|up|down|input_gate|input_out)")
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 _MERGE = "merge the adapter into the model (merge_and_unload of peft)"
-# Keys of the config that add something to B A: their other values, and what these mean.
+# Config keys that change more than B A: values without effect, and the meaning of others.
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_dora": ((False,), "DoRA scales the rows of the merged matrices"),
     "bias": (("none",), "biases of the model were trained too"),
@@ -33,7 +33,7 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "alora_invocation_tokens": (([],), "an activated LoRA begins within the prompt"),
     "use_qalora": ((False,), "QALoRA averages the inputs of groups"),
 }
-# Keys, and those of the values of single modules, by regular expressions for the ends of their names
+# Config keys, and the keys of values for single modules, by regular expressions for the ends of module names
 _PATTERNS = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}
 _OF_TENSORS = {
     "lora_embedding_": "an update of the embedding, which is not a product of rows",
@@ -45,17 +45,17 @@ _OF_TENSORS = {
 class LoraWeights(NamedTuple):
     """An adapter: W x becomes W x + B (A x)."""
 
-    # By decoder parameter: A [rank, inputs], and B [outputs, rank] times the adapter's scale
+    # by decoder parameter: A [rank, inputs], and B [outputs, rank] times the adapter's scale
     matrices: dict[str, tuple[Tensor, Tensor]]
-    rank: int  # the largest
+    rank: int  # largest rank of a module
     digest: bytes  # hash of the files
 
 
 def load_lora(folder: Path | str, shape: ModelShape, rules: FamilyRules, dtype: torch.dtype) -> LoraWeights:
     """Load an adapter for a model of this shape, in `dtype`.
 
-    Raises CheckpointError with all problems: what is unsupported, does not fit the model or is incomplete, and
-    FileNotFoundError or NotADirectoryError for a wrong folder.
+    Raises CheckpointError with all problems (unsupported, not matching the model, incomplete), and FileNotFoundError or
+    NotADirectoryError for a wrong folder.
     """
     root = resolve_folder(folder)
     config = _read_config(root)
@@ -80,8 +80,8 @@ def load_lora(folder: Path | str, shape: ModelShape, rules: FamilyRules, dtype: 
             (down, _), (up, _) = casted = [cast(tensor, dtype) for tensor in stored]
             for name, tensor, (result, overflows) in zip(names, stored, casted, strict=True):
                 problems += [Problem("value", repr(name), overflow_message(tensor, result))] if overflows else []
-            parts = placement.unpack(up.t() if placement.rule.layout == "transposed" else up)
-            matrices |= {param: (down, part) for param, part in parts.items()}
+            up_by_param = placement.unpack(up.t() if placement.rule.layout == "transposed" else up)
+            matrices |= {param: (down, up_part) for param, up_part in up_by_param.items()}
         if problems:
             raise CheckpointError(root, problems)
     digest = hashlib.sha256()
@@ -123,7 +123,6 @@ def _read_config(root: Path) -> dict[str, Any]:
 
 
 def _value(config: Mapping[str, Any], key: str, module: str) -> Any:
-    """Return a module's value of a key of `_PATTERNS`."""
     pattern = config.get(_PATTERNS[key]) or {}
     values = (value for end, value in pattern.items() if re.fullmatch(rf"(.*\.)?({end})", module))
     return next(values, config[key])
@@ -132,7 +131,7 @@ def _value(config: Mapping[str, Any], key: str, module: str) -> Any:
 def _match(
     checkpoint: Checkpoint, placements: Mapping[str, Placement], shape: ModelShape, rules: FamilyRules
 ) -> tuple[dict[str, tuple[int, list[str]]], list[Problem]]:
-    """Return the rank of each adapted module with the names of its tensors A and B, and all problems."""
+    """Return each adapted module's rank and the names of its tensors A and B, and all problems."""
     pairs: dict[str, dict[str, str]] = {}
     problems = []
     for name in checkpoint.tensors:

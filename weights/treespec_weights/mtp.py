@@ -1,6 +1,6 @@
 """The layer for multi-token prediction (MTP, arXiv 2412.19437) in a target's own checkpoint.
 
-A row of it combines a token's embedding with the state of the token before it: the target's output state after a
+Each row combines a token's embedding with the state of the token before it: the target's output state after a
 verified token, and the layer's own output after a drafted one. The target's vocabulary head reads its outputs.
 """
 
@@ -25,7 +25,7 @@ MTP = "mtp"  # name in `drafts` of the target's own layer
 class MtpForm:
     """The MTP layer of a target, with the interface of a draft head's form."""
 
-    folder: Path  # the target's
+    folder: Path  # folder of the target
     name = "MTP layer"
 
     def describe(self, layers: Sequence[int]) -> str:
@@ -44,35 +44,35 @@ def mtp_form(folder: Path, shape: ModelShape, rules: FamilyRules) -> MtpForm:
 
 def predictor_of(folder: Path, shape: ModelShape, rules: FamilyRules) -> tuple[ModelShape, FamilyRules]:
     """Return the shape of a target's MTP layer, as a model of one layer, and its family."""
-    own, experts = _predictor_of(folder, shape, rules), shape.experts
+    predictor, experts = _predictor_of(folder, shape, rules), shape.experts
     if experts is not None:
         experts = replace(experts, layers=(0,)) if shape.num_layers - 1 in experts.layers else None
 
     def moved(rule: TensorRule) -> TensorRule:
-        return replace(rule, name=rule.name.replace(LAYER, own.layer))
+        return replace(rule, name=rule.name.replace(LAYER, predictor.layer))
 
-    pairs = tuple(TensorRule(name, (param,)) for name, param in own.tensors.items())
-    kept = (rule for rule in rules.tensors if rule.params != ("final_norm",))
+    pairs = tuple(TensorRule(name, (param,)) for name, param in predictor.tensors.items())
+    layer_rules = (rule for rule in rules.tensors if rule.params != ("final_norm",))
     rules = replace(
         rules,
-        tensors=(*map(moved, kept), *pairs),
+        tensors=(*map(moved, layer_rules), *pairs),
         alternatives=tuple(map(moved, rules.alternatives)),
-        ignored=own.copies,
+        ignored=predictor.copies,
         further_layers=False,
-        predictor=own,
+        predictor=predictor,
     )
     return replace(shape, num_layers=1, pairs=True, tied=False, experts=experts, recurrent=None), rules
 
 
 def load_predictor(
     folder: Path,
-    shape: ModelShape,  # this and the rules: results of `predictor_of`
+    shape: ModelShape,  # shape and rules are results of `predictor_of`
     rules: FamilyRules,
     dtype: torch.dtype | None,
     device: torch.device | str,
     blocks: bool = False,
 ) -> Weights:
-    """Load the layer; arguments, result and errors as those of `load_weights`."""
+    """Load the layer; arguments, result and errors as in `load_weights`."""
     assert rules.predictor is not None
     with open_predictor(folder, rules.predictor) as checkpoint:
         return load_weights(checkpoint, shape, rules, dtype, device, blocks=blocks)
@@ -89,28 +89,28 @@ def check_predictor(form: MtpForm) -> int:
     return shape.num_parameters()
 
 
-def open_predictor(folder: Path, own: PredictorRules) -> Checkpoint:
+def open_predictor(folder: Path, predictor: PredictorRules) -> Checkpoint:
     """Open a target's checkpoint with only the tensors of its MTP layer. Raises CheckpointError for none or several."""
     checkpoint = Checkpoint.open(folder)
-    second = own.layer_at(1)
+    second = predictor.layer_at(1)
     if any(name.startswith(second) for name in checkpoint.names()):
         raise UnsupportedModelError.of(folder, "config", second, "a second MTP layer; supported: one")
-    tensors = {name: info for name, info in checkpoint.tensors.items() if name.startswith(own.module)}
-    absent = {name: file for name, file in checkpoint.absent.items() if name.startswith(own.module)}
+    tensors = {name: info for name, info in checkpoint.tensors.items() if name.startswith(predictor.module)}
+    absent = {name: file for name, file in checkpoint.absent.items() if name.startswith(predictor.module)}
     if not (tensors or absent):
         message = (
             "no tensor of an MTP layer; several conversions drop it: use the original checkpoint, or leave out "
             f"drafts=[{MTP!r}]"
         )
-        raise CheckpointError.of(folder, "missing", f"{own.module}*", message)
+        raise CheckpointError.of(folder, "missing", f"{predictor.module}*", message)
     return replace(checkpoint, tensors=tensors, absent=absent)
 
 
 def _predictor_of(folder: Path, shape: ModelShape, rules: FamilyRules) -> PredictorRules:
     if rules.predictor is None:
-        known = ", ".join(name for name, family in FAMILIES.items() if family.predictor is not None)
+        valid = ", ".join(name for name, family in FAMILIES.items() if family.predictor is not None)
         message = (
-            f"no MTP layer of {rules.model_type!r} is supported; families with one: {known}; a folder of this name is "
+            f"no MTP layer of {rules.model_type!r} is supported; families with one: {valid}; a folder of this name is "
             f"'./{MTP}'"
         )
         raise UnsupportedModelError.of(folder, "config", MTP, message)

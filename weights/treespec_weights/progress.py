@@ -1,4 +1,4 @@
-"""Tell how far loading a model has come to whoever shows it."""
+"""Report the progress of loading a model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 Show = Callable[[str, float], None]
-"""Receives what is being done and the fraction of it that is done."""
+"""Called with a description of the current work and its completed fraction."""
 
 _Item = TypeVar("_Item")
 _show: ContextVar[Show | None] = ContextVar("show", default=None)
@@ -14,7 +14,7 @@ _show: ContextVar[Show | None] = ContextVar("show", default=None)
 
 @contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Let `show` receive the progress of what this thread loads while the context is open."""
+    """Report this thread's loading progress to `show` while the context is open."""
     token = _show.set(show)
     try:
         yield
@@ -23,14 +23,14 @@ def shown_by(show: Show) -> Iterator[None]:
 
 
 def tracked(doing: str, items: Sequence[_Item], size: Callable[[_Item], int] = lambda item: 1) -> Iterator[_Item]:
-    """Yield the items and tell how much of their total size is done before each."""
-    show, done = _show.get(), 0
+    """Yield the items, and report the completed share of their total size before each."""
+    show, count = _show.get(), 0
     if show is None:
         yield from items
         return
     total = max(sum(map(size, items)), 1)
     for item in items:
-        show(doing, done / total)
+        show(doing, count / total)
         yield item
-        done += size(item)
+        count += size(item)
     show(doing, 1.0)

@@ -19,56 +19,56 @@ def scheme_of(config: Mapping[str, Any], folder: Path | str = ".") -> QuantSchem
         return None
     if Path(folder).is_file():
         return GgufScheme.of(section["types"])
-    found = _Reader(section if isinstance(section, dict) else {}, folder)
-    method = found.one("quant_method", tuple(method for method in METHODS if method != "gguf"))
+    quant = _Reader(section if isinstance(section, dict) else {}, folder)
+    method = quant.one("quant_method", tuple(method for method in METHODS if method != "gguf"))
     if method == "compressed-tensors":
-        return _compressed_tensors(found)
+        return _compressed_tensors(quant)
     if method == "mxfp4":
         return Mxfp4Scheme("mxfp4", 8, 32)
     if method == "fp8":
-        block = found.block("weight_block_size") if found.value("weight_block_size") is not None else None
-        found.one("activation_scheme", ("dynamic", None))
-        found.one("scale_fmt", (None, "float", "ue8m0"))
-        ignore = found.names("modules_to_not_convert") or found.names("ignored_layers")
+        block = quant.block("weight_block_size") if quant.value("weight_block_size") is not None else None
+        quant.one("activation_scheme", ("dynamic", None))
+        quant.one("scale_fmt", (None, "float", "ue8m0"))
+        ignore = quant.names("modules_to_not_convert") or quant.names("ignored_layers")
         return QuantScheme("fp8", 8, floating=True, block=block, ignore=ignore)
-    bits = found.one("bits", (4,) if method == "awq" else (4, 8))
-    group = found.value("group_size")
+    bits = quant.one("bits", (4,) if method == "awq" else (4, 8))
+    group = quant.value("group_size")
     if not _is_positive_int(group) and group != -1:
-        raise found.refuse("group_size", group, "-1, or a multiple of 32")
+        raise quant.refuse("group_size", group, "-1, or a multiple of 32")
     group = None if group == -1 else group
     if method == "awq":
-        found.one("version", (None, "gemm", "GEMM"))
-        zero_point = found.one("zero_point", (True, False, None)) is not False
-        ignore = found.names("modules_to_not_convert")
+        quant.one("version", (None, "gemm", "GEMM"))
+        zero_point = quant.one("zero_point", (True, False, None)) is not False
+        ignore = quant.names("modules_to_not_convert")
         return QuantScheme("awq", bits, group, symmetric=not zero_point, ignore=ignore)
-    layout = found.one("checkpoint_format", (None, "gptq", "gptq_v2"))
-    found.one("lm_head", (None, False))
-    if found.value("dynamic"):
-        raise found.refuse("dynamic", found.value("dynamic"), "none (one scheme for all modules)")
-    centred = found.value("sym") is True
+    layout = quant.one("checkpoint_format", (None, "gptq", "gptq_v2"))
+    quant.one("lm_head", (None, False))
+    if quant.value("dynamic"):
+        raise quant.refuse("dynamic", quant.value("dynamic"), "none (one scheme for all modules)")
+    centred = quant.value("sym") is True
     return QuantScheme("gptq", bits, group, symmetric=False, zero_minus_one=layout != "gptq_v2", centred=centred)
 
 
-def _compressed_tensors(found: "_Reader") -> QuantScheme:
-    layout = found.one("format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
-    found.one("quantization_status", (None, "compressed", "frozen"))
+def _compressed_tensors(quant: "_Reader") -> QuantScheme:
+    layout = quant.one("format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
+    quant.one("quantization_status", (None, "compressed", "frozen"))
     for key in ("kv_cache_scheme", "transform_config"):
-        if found.value(key):
-            raise found.refuse(key, found.value(key), "null")
-    groups = found.value("config_groups")
+        if quant.value(key):
+            raise quant.refuse(key, quant.value(key), "null")
+    groups = quant.value("config_groups")
     entries = list(groups.values()) if isinstance(groups, dict) else []
     if not entries or not all(isinstance(entry, dict) and isinstance(entry.get("weights"), dict) for entry in entries):
-        raise found.refuse("config_groups", groups, "one group with weights")
+        raise quant.refuse("config_groups", groups, "one group with weights")
     if any(entry["weights"] != entries[0]["weights"] for entry in entries):
-        raise found.refuse("config_groups", list(groups), "one scheme for all weights")
+        raise quant.refuse("config_groups", list(groups), "one scheme for all weights")
     targets = [entry.get("targets") for entry in entries]
     embeddings = layout == "float-quantized" and targets == [["Linear", "Embedding"]]
-    if not embeddings and any(each != ["Linear"] for each in targets):
-        raise found.refuse("targets", targets, '["Linear"], or ["Linear", "Embedding"] in the format "float-quantized"')
+    if not embeddings and any(names != ["Linear"] for names in targets):
+        raise quant.refuse("targets", targets, '["Linear"], or ["Linear", "Embedding"] in the format "float-quantized"')
     activations = entries[0].get("input_activations")
     if activations and not (isinstance(activations, dict) and activations.get("dynamic")):
-        raise found.refuse("input_activations", activations, "null or dynamic ones, which are ignored")
-    weights = _Reader(entries[0]["weights"], found.folder)
+        raise quant.refuse("input_activations", activations, "null or dynamic ones, which are ignored")
+    weights = _Reader(entries[0]["weights"], quant.folder)
     floating = weights.one("type", ("int", "float")) == "float"
     bits = weights.one("num_bits", (8,) if floating or layout == "int-quantized" else (4, 8))
     strategies = ("tensor", "channel", "block") if floating else ("tensor", "channel", "group")
@@ -82,12 +82,12 @@ def _compressed_tensors(found: "_Reader") -> QuantScheme:
         raise weights.refuse("type", "int", '"float" in the format "float-quantized"')
     if layout in ("pack-quantized", "int-quantized") and floating:
         raise weights.refuse("type", "float", f'"int" in the format "{layout}"')
-    ignore = found.names("ignore")
+    ignore = quant.names("ignore")
     for entry in ignore:
         try:
             re.compile(entry.removeprefix("re:"))
         except re.error:
-            raise found.refuse("ignore", entry, "names, and patterns prefixed with 're:'") from None
+            raise quant.refuse("ignore", entry, "names, and patterns prefixed with 're:'") from None
     return QuantScheme(
         "compressed-tensors",
         bits,

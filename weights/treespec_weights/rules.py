@@ -23,8 +23,8 @@ TensorShape = tuple[int, ...]
 FULL_ATTENTION = "full_attention"
 MLP_ONLY = ("mlp", "moe")  # types of layers that are only an MLP, if each layer is one block (`RecurrentRules.single`)
 BESIDE_SLIDING = "full_attention beside sliding_attention"
-LAYER = "model.layers.{i}."  # beginning of the names of a layer's tensors in families with `PredictorRules`
-TILED = "tiled_value_heads"  # key of `RecurrentShape.tiled` in the config of a GGUF file
+LAYER = "model.layers.{i}."  # name prefix of a layer's tensors in families with `PredictorRules`
+TILED = "tiled_value_heads"  # config key of `RecurrentShape.tiled` for GGUF files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,25 +32,25 @@ class RecurrentShape:
     """Sizes of the layers that have a state of fixed size instead of K/V.
 
     All of them have a causal convolution over the last `kernel` tokens in each channel. "delta" is a Gated DeltaNet
-    (arXiv 2412.06464): the convolution makes queries, keys and values, and each head has a state [key_dim, value_dim].
-    "mamba2" (arXiv 2405.21060) has the same parts, whose names there are C, B and x, of groups, state size and head
+    (arXiv 2412.06464): the convolution produces queries, keys and values, and each head has a state [key_dim,
+    value_dim]. "mamba2" (arXiv 2405.21060) has the same parts: C, B and x, in groups, with a state size and a head
     size. "conv" is LFM2's gated convolution, whose channels are the hidden dimensions.
     """
 
     kind: Literal["delta", "mamba2", "conv"]
-    layers: tuple[int, ...]  # their indices in the model
+    layers: tuple[int, ...]  # indices of these layers in the model
     kernel: int
-    key_heads: int = 0  # this and the rest: not of "conv". Each has heads / key_heads value heads
+    key_heads: int = 0  # this and the following do not apply to "conv"; each serves heads / key_heads value heads
     heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
     tiled: bool = False  # value head i reads key head i % key_heads (GGUF files), not i // (heads / key_heads)
-    conv_bias: bool = False  # of "mamba2"
-    bias: bool = False  # of its projections
-    doubled: bool = False  # beta of "delta" is up to 2, so that a state may change its sign
-    eps: float | None = None  # epsilon of the norm of its outputs; None for that of the other norms
-    normed: bool = True  # of "mamba2": whether its outputs have such a norm
-    beside: bool = False  # its layers have attention too: both read the same input, and their outputs are added
+    conv_bias: bool = False  # "mamba2": the convolution has a bias
+    bias: bool = False  # projections have biases
+    doubled: bool = False  # "delta": beta is up to 2, so that a state may change its sign
+    eps: float | None = None  # epsilon of the output norm; None for that of the other norms
+    normed: bool = True  # "mamba2": outputs have this norm
+    beside: bool = False  # its layers also have attention; both read the same input, and their outputs are added
 
     @property
     def rates(self) -> int:
@@ -58,15 +58,14 @@ class RecurrentShape:
         return {"conv": 0, "mamba2": 1, "delta": 2}[self.kind]
 
     def width(self, hidden_size: int) -> int:
-        """Return the number of inputs that a layer keeps of a token."""
+        """Return the number of values per token that a layer stores as inputs."""
         return self.channels(hidden_size) + self.rates * self.heads
 
     def channels(self, hidden_size: int) -> int:
-        """Return the number of channels of the convolution."""
         return hidden_size if self.kind == "conv" else 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
     def parameters(self, hidden: int) -> dict[str, TensorShape]:
-        """Return the parameters of such a layer that take the place of q, k and v, and those of its output."""
+        """Return the parameters that replace q, k and v in such a layer, and those of its output."""
         heads = self.heads
         if self.kind == "conv":
             return {"mix": (3 * hidden, hidden), "conv": (hidden, 1, self.kernel), "mix_out": (hidden, hidden)}
@@ -87,13 +86,11 @@ class RecurrentShape:
 
 
 class LayerSizes(NamedTuple):
-    """Sizes of a layer."""
-
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    kv_of: int  # the layer whose K/V it attends to: itself, or an earlier one; below 0 one of another model
-    has_v: bool = True  # False: its values are its keys, before their norm and rotation
+    kv_of: int  # layer whose K/V it attends to: itself, or an earlier one; negative for a layer of another model
+    has_v: bool = True  # False: values are the keys before norm and rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +118,7 @@ class ModelShape:
     pre_norms: bool = True  # inputs of attention and MLP are normalised
     recurrent_pre_norms: bool = False  # in recurrent layers, inputs are normalised and outputs are not
     shared_norm: bool = False  # one norm serves both (parallel blocks)
-    sinks: bool = False  # a head's softmax has one more score, a parameter, that weighs no position
+    sinks: bool = False  # each head has an attention sink: a learned score without a position
     post_norms: bool = False  # outputs of attention and MLP are normalised before the residual add
     gated: bool = True  # the MLP has a gate
     learned_positions: int = 0  # rows of the position embedding; 0 for none
@@ -133,41 +130,40 @@ class ModelShape:
     sizes: tuple[LayerSizes, ...] = ()  # by layer, if layers are unequal
     value_norm: bool = False  # v is normalised per head, without a parameter
     layer_scalar: bool = False  # the residual stream is multiplied by a parameter after each layer
-    # Width of the input that each layer has of every token, from an embedding of its own; 0 for none
+    # width of each layer's additional input per token, from an embedding of its own; 0 for none
     per_layer_size: int = 0
     per_layer_vocab: int = 0  # rows of this embedding
-    pairs: bool = False  # of an MTP layer: reads pairs of an embedding and a state, and has neither embedding nor head
+    pairs: bool = False  # an MTP layer: reads pairs of an embedding and a state, and has neither embedding nor head
 
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent is not None and layer in self.recurrent.layers
 
     def attends(self, layer: int) -> bool:
-        alone = self.is_recurrent(layer) and not (self.recurrent and self.recurrent.beside)
-        return not (alone or layer in self.mlp_only)
+        is_mixer_only = self.is_recurrent(layer) and not (self.recurrent and self.recurrent.beside)
+        return not (is_mixer_only or layer in self.mlp_only)
 
     def layer(self, i: int) -> LayerSizes:
-        """Return the sizes of a layer."""
         return self.sizes[i] if self.sizes else LayerSizes(self.num_kv_heads, self.head_dim, self.intermediate_size, i)
 
     def num_planes(self, layer: int) -> int:
-        """Return the number of planes of the cache with a layer's own K/V."""
-        own, plane = self.layer(layer), self.num_kv_heads * self.head_dim
-        has_own = self.attends(layer) and own.kv_of == layer
-        return own.num_kv_heads * own.head_dim // plane if has_own else 0
+        """Return the number of cache planes for a layer's own K/V."""
+        sizes, plane = self.layer(layer), self.num_kv_heads * self.head_dim
+        has_own = self.attends(layer) and sizes.kv_of == layer
+        return sizes.num_kv_heads * sizes.head_dim // plane if has_own else 0
 
     def planes(self, layers: Sequence[int]) -> list[int]:
-        """Return for each of these layers, in order, the first plane of its K/V in a cache of only these layers."""
-        first = dict(zip(layers, accumulate((self.num_planes(i) for i in layers), initial=0), strict=False))
-        return [first.get(self.layer(i).kv_of, 0) for i in layers]
+        """Return the first plane of each layer's K/V in a cache of only these layers."""
+        first_plane = dict(zip(layers, accumulate((self.num_planes(i) for i in layers), initial=0), strict=False))
+        return [first_plane.get(self.layer(i).kv_of, 0) for i in layers]
 
     def cache_places(self, layers: Sequence[int]) -> list[slice]:
-        """Return the planes of each of these layers in a cache of only them."""
+        """Return each layer's planes in a cache of only these layers."""
         counts = [self.num_planes(self.layer(i).kv_of) for i in layers]
         return [slice(first, first + count) for first, count in zip(self.planes(layers), counts, strict=True)]
 
     @property
     def kv_layers(self) -> int:
-        """Number of layers with K/V; of unequal ones, that of their planes."""
+        """Number of layers with K/V, or of planes if layers are unequal."""
         return sum(self.num_planes(i) for i in range(self.num_layers))
 
     @property
@@ -185,9 +181,9 @@ class ModelShape:
             return dict.fromkeys(names, (hidden,))
 
         recurrent = {} if self.recurrent is None else self.recurrent.parameters(hidden)
-        last: dict[str, TensorShape] = {"scalar": (1,)} if self.layer_scalar else {}
+        per_layer: dict[str, TensorShape] = {"scalar": (1,)} if self.layer_scalar else {}
         if size := self.per_layer_size:
-            last |= {"input_gate": (size, hidden), "input_out": (hidden, size), "input_norm": (hidden,)}
+            per_layer |= {"input_gate": (size, hidden), "input_out": (hidden, size), "input_norm": (hidden,)}
         sparse = {} if self.experts is None else dict.fromkeys(self.experts.layers, self.experts.parameters(hidden))
         result: dict[str, TensorShape] = {"embed": (self.vocab_size, hidden)}
         if self.pairs:
@@ -198,20 +194,20 @@ class ModelShape:
             result |= {"input_embed": (self.per_layer_vocab, inputs), "input_project": (inputs, hidden)}
             result |= {"input_norm": (size,)}
         for i in range(self.num_layers):
-            parts: dict[str, TensorShape] = {}
+            layer: dict[str, TensorShape] = {}
             pre, post = self.pre_norms, self.post_norms
             if self.recurrent_pre_norms and self.is_recurrent(i):
                 pre, post = True, False
             if i not in self.mlp_only:
-                parts |= norm("attn_norm", pre) | (recurrent if self.is_recurrent(i) else {})
-                parts |= self._attention(i) if self.attends(i) else {}
-                parts |= norm("attn_post_norm", post)
+                layer |= norm("attn_norm", pre) | (recurrent if self.is_recurrent(i) else {})
+                layer |= self._attention(i) if self.attends(i) else {}
+                layer |= norm("attn_post_norm", post)
             if i not in self.without_mlp:
                 mlp = sparse.get(i) or self._mlp(self.layer(i).intermediate_size)
-                parts |= norm("mlp_norm", pre and not self.shared_norm) | mlp
-                parts |= norm("mlp_post_norm", post)
-            parts |= last
-            result |= {f"layers.{i}.{name}": shape for name, shape in parts.items()}
+                layer |= norm("mlp_norm", pre and not self.shared_norm) | mlp
+                layer |= norm("mlp_post_norm", post)
+            layer |= per_layer
+            result |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
         result |= norm("final_norm")
         if not (self.tied or self.pairs):
             result["lm_head"] = (self.vocab_size, hidden)
@@ -240,7 +236,6 @@ class ModelShape:
         return result | ({"o_bias": (hidden,)} if self.o_bias else {})
 
     def _mlp(self, inter: int) -> dict[str, TensorShape]:
-        """Return the parameters of a dense MLP."""
         hidden = self.hidden_size
         mlp: dict[str, TensorShape] = {"gate": (inter, hidden)} if self.gated else {}
         mlp |= {"up": (inter, hidden), "down": (hidden, inter)}
@@ -250,7 +245,7 @@ class ModelShape:
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:
-        """Numbers of hidden units of the model's MLPs and experts, and the width of what experts read."""
+        """Numbers of hidden units of MLPs and experts, and the width of the experts' inputs."""
         sparse = 0 if self.experts is None else len(self.experts.layers)
         dense = (self.intermediate_size,) if self.num_layers > sparse + len(self.without_mlp) else ()
         if self.experts is None:
@@ -335,7 +330,7 @@ class TensorRule:
     """A checkpoint tensor and the decoder parameters stored in it. `{i}` is the layer and `{e}` the expert.
 
     A rule applies if the model has its parameters, so biases need no separate switch. If only the parameters contain
-    `{e}`, the tensor holds those of all experts, `[experts, ...]`. Layouts, of each expert if so:
+    `{e}`, the tensor holds those of all experts, `[experts, ...]`. Layouts (of each expert in this case):
 
     - "stacked": the parameters concatenated (`[q + k + v, hidden]`), also for a single parameter;
     - "per_head": stacked within each head (`[heads, (q, k, v), head_dim, hidden]`);
@@ -346,7 +341,7 @@ class TensorRule:
     name: str
     params: tuple[str, ...]
     layout: Literal["stacked", "per_head", "interleaved", "transposed", "interleaved_transposed"] = "stacked"
-    # number of heads of a "per_head" tensor; "key_heads" is that of `RecurrentShape`
+    # field with the number of heads of a "per_head" tensor; "key_heads" is a field of `RecurrentShape`
     heads: Literal["num_heads", "num_kv_heads", "key_heads"] = "num_kv_heads"
     single: bool = False  # the parameters stay in float32
 
@@ -356,29 +351,29 @@ class RecurrentRules:
     """How config.json describes recurrent layers."""
 
     kind: Literal["delta", "mamba2", "conv"]
-    layer_type: str  # their name in `layer_types`, "hybrid" if they have attention too; others are `FULL_ATTENTION`
+    layer_type: str  # name in `layer_types`, "hybrid" with attention in addition; others are `FULL_ATTENTION`
     key: str = "layer_types"
-    single: bool = False  # each layer is one block with one norm, and may also be of a type in `MLP_ONLY`
-    # Where `key` is missing:
+    single: bool = False  # each layer is one block with one norm; its type may also be in `MLP_ONLY`
+    # alternatives if `key` is missing:
     interval: str | None = None  # key of n, if every n-th layer has attention
-    attention: str | None = None  # or key of the indices of the layers with attention
+    attention: str | None = None  # key of the indices of the layers with attention
     config_keys: Mapping[str, str]  # RecurrentShape field -> key of config.json
     defaults: Mapping[str, int] = field(default_factory=dict)  # RecurrentShape field or interval -> value
-    eps: float | None = None  # as of `RecurrentShape`
+    eps: float | None = None  # `RecurrentShape.eps`
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[RecurrentShape | None, list[Problem]]:
         """Return the shape, or None if no layer is recurrent, and the problems."""
         keys = dict(self.config_keys) | ({} if self.interval is None else {"interval": self.interval})
         values = {name: config.get(key, self.defaults.get(name)) for name, key in keys.items()}
-        wrong = {keys[name]: _wrong_value(name, value) for name, value in values.items()}
-        problems = [Problem("config", repr(key), message) for key, message in wrong.items() if message]
+        messages = {keys[name]: _wrong_value(name, value) for name, value in values.items()}
+        problems = [Problem("config", repr(key), message) for key, message in messages.items() if message]
         if problems:
             return None, problems
         values.pop("interval", None)
         types = self.types(config, num_layers)
-        known = [self.layer_type, FULL_ATTENTION, *(MLP_ONLY if self.single else ())]
-        if not isinstance(types, list) or len(types) != num_layers or not {*map(str, types)} <= {*known}:
-            message = f"{types!r}; expected {' or '.join(map(repr, known))} for each of {num_layers} layers"
+        valid = [self.layer_type, FULL_ATTENTION, *(MLP_ONLY if self.single else ())]
+        if not isinstance(types, list) or len(types) != num_layers or not {*map(str, types)} <= {*valid}:
+            message = f"{types!r}; expected {' or '.join(map(repr, valid))} for each of {num_layers} layers"
             return None, [Problem("config", repr(self.attention or self.key), message)]
         layers = tuple(i for i, kind in enumerate(types) if kind == self.layer_type)
         if values.get("heads", 0) % values.get("key_heads", 1):
@@ -389,7 +384,7 @@ class RecurrentRules:
         return (RecurrentShape(**fixed, **values, beside=self.layer_type == "hybrid") if layers else None), []
 
     def types(self, config: Mapping[str, Any], num_layers: int) -> Any:
-        """Return the type of each layer, or what config.json has in its place."""
+        """Return the type of each layer, or config.json's invalid value."""
         if (types := config.get(self.key)) is not None:
             return types
         interval = num_layers + 1 if self.interval is None else config.get(self.interval, self.defaults["interval"])
@@ -401,29 +396,26 @@ class RecurrentRules:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorRules:
-    """Where a checkpoint has its layer for multi-token prediction (MTP); "{n}" is the number of the model's layers."""
+    """Names of a checkpoint's layer for multi-token prediction (MTP); "{n}" is the number of the model's layers."""
 
-    module: str  # beginning of the names of all its tensors
-    layer: str  # what the names of the layer's own tensors have in place of `LAYER`
-    tensors: Mapping[str, str]  # name -> parameter, of the tensors that other layers do not have
+    module: str  # name prefix of all its tensors
+    layer: str  # replacement of `LAYER` in the names of the layer's own tensors
+    tensors: Mapping[str, str]  # name -> parameter, for tensors that other layers do not have
     copies: tuple[str, ...] = ()  # names of copies of the model's embedding and head, which are not read
 
     def after(self, num_layers: int) -> "PredictorRules":
-        """Return the rules for a model with so many layers."""
+        """Return the rules for a model with `num_layers` layers."""
 
         def named(name: str) -> str:
             return name.replace("{n}", str(num_layers))
 
         tensors = {named(name): param for name, param in self.tensors.items()}
         return PredictorRules(
-            module=named(self.module),
-            layer=named(self.layer),
-            tensors=tensors,
-            copies=tuple(map(named, self.copies)),
+            module=named(self.module), layer=named(self.layer), tensors=tensors, copies=tuple(map(named, self.copies))
         )
 
     def layer_at(self, number: int) -> str:
-        """Return `layer` of a further layer, whose `number` is not 0."""
+        """Return `layer` for an additional MTP layer, `number` 1 or more."""
         return re.sub(r"\d+", lambda first: str(int(first[0]) + number), self.layer)
 
 
@@ -451,13 +443,13 @@ class FamilyRules:
 
     model_type: str  # `model_type` in config.json
     tensors: tuple[TensorRule, ...]  # the tensors of a checkpoint, and the parameters in them
-    # other tensors for the same parameters, which apply to a checkpoint that has a tensor of this name
+    # alternative tensors for the same parameters, used if the checkpoint has a tensor of this name
     alternatives: tuple[TensorRule, ...] = ()
     tied_copy: str  # name of the output head; a file with a tied head may contain it, equal to the embedding
-    # names of derived buffers in old files, and of modules that are not read, with a "." at their ends
+    # names of derived buffers in old files, and of unread modules, which end in "."
     ignored: tuple[str, ...] = ()
     prefix: str = ""  # prefix of all names, omitted by checkpoints of only the base model
-    # makes a parsed config.json one with `config_keys`, if some releases have other keys
+    # translates a parsed config.json with other keys to `config_keys`
     normalize: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     config_keys: Mapping[str, str]  # ModelShape field -> key of config.json
     # ModelShape field -> value if config.json lacks its key; flags are False unless given here
@@ -472,9 +464,9 @@ class FamilyRules:
     norm: NormKind = "rms"  # "rms"; "rms_plus_one", scaled by 1 + w; or "layer", LayerNorm
     norm_eps: str | float = "rms_norm_eps"  # key of the norm's epsilon, or a fixed value
     activation: str = "hidden_act"  # key of the MLP's activation, one of `ACTIVATIONS`
-    # whether a checkpoint may have layers after the last one, for multi-token prediction, which are not read
+    # whether a checkpoint may have unread layers after the last one, for multi-token prediction
     further_layers: bool = False
-    predictor: PredictorRules | None = None  # None: a layer for multi-token prediction, if there is one, is not known
+    predictor: PredictorRules | None = None  # None: a layer for multi-token prediction is unsupported
     clamped: bool = False  # the activation is clamped_swiglu instead
     experts: ExpertRules | None = None  # None for a family without experts
     # reads the ModelShape fields of unequal layers from a config and the fields already read; adds to the problems
@@ -482,7 +474,7 @@ class FamilyRules:
     rotary: bool = True  # whether q and k have rotary embeddings, as given by `rope_parameters` and its older spellings
     recurrent: RecurrentRules | None = None  # how config.json describes layers without attention
     interleaved: bool = False  # whether pairs of adjacent dimensions are rotated, instead of d and d + head_dim / 2
-    # Layers without rotation (NoPE): those without a window (`FULL_ATTENTION`), unless no layer has one
+    # layers without rotation (NoPE): those without a window (`FULL_ATTENTION`), unless no layer has a window
     # (`BESIDE_SLIDING`); or those with a 0 in the list at this key; None for no layers
     unrotated: str | None = None
     # whether queries are multiplied by 1 + beta log(1 + floor(position / original length)), with the rope's
@@ -493,14 +485,14 @@ class FamilyRules:
     # key of the switch that gives attention and MLP the same input; None if they never have
     parallel: str | None = None
     query_scalar: str | None = None  # key of the value that replaces head_dim in the attention scale 1 / sqrt(head_dim)
-    # Keys of factors: of attention scores, in place of 1 / sqrt(head_dim); of embeddings; of what a layer adds to the
-    # residual stream; of logits. `logit_divisor` is the key of one divided by
+    # keys of factors on attention scores (instead of 1 / sqrt(head_dim)), embeddings, a layer's additions to the
+    # residual stream, and logits; `logit_divisor` is the key of a divisor of the logits
     score_scale: str | None = None
     embed_scale: str | None = None
     residual_scale: str | None = None
     logit_scale: str | None = None
     logit_divisor: str | None = None
-    factors: Callable[[Mapping[str, Any], list[Problem]], Factors] | None = None  # others; adds to the problems
+    factors: Callable[[Mapping[str, Any], list[Problem]], Factors] | None = None  # reads others; adds to the problems
     # score_cap, logit_cap: keys of the soft caps c of attention scores and logits, c tanh(x / c); null disables
     score_cap: str | None = None
     logit_cap: str | None = None
@@ -515,10 +507,10 @@ class FamilyRules:
         """Return the rules for a checkpoint with these tensor names, without the prefix if no name has it."""
         if self.alternatives:
             stems = {*names, *(re.sub(r"\.\d+\.", ".{i}.", name, count=1) for name in names)}
-            present = tuple(rule for rule in self.alternatives if rule.name in stems)
-            replaced = {param for rule in present for param in rule.params}
-            kept = tuple(rule for rule in self.tensors if not replaced.intersection(rule.params))
-            return replace(self, tensors=kept + present, alternatives=()).for_names(names)
+            alternatives = tuple(rule for rule in self.alternatives if rule.name in stems)
+            replaced = {param for rule in alternatives for param in rule.params}
+            remaining = tuple(rule for rule in self.tensors if not replaced.intersection(rule.params))
+            return replace(self, tensors=remaining + alternatives, alternatives=()).for_names(names)
         if not self.prefix or any(name.startswith(self.prefix) for name in names):
             return self
 

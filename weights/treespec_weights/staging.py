@@ -36,11 +36,11 @@ def resolve_destination(destination: Path | str, source: Path) -> Path:
     return path
 
 
-def check_room(folder: Path, needed: int) -> None:
-    """Raise WriteError if the disk has less than `needed` bytes free."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        message = f"{needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free"
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raise WriteError if the disk has less than `num_bytes` bytes free."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < num_bytes:
+        message = f"{num_bytes / 1e9:.2f} GB needed, {free_bytes / 1e9:.2f} GB free"
         raise WriteError.of(folder, "file", folder.name, message)
 
 
@@ -77,7 +77,7 @@ def staged(place: Path) -> Iterator[Path]:
 
 
 def publish(partial: Path, place: Path) -> None:
-    """Rename a finished folder to its destination. Raises WriteError if the destination has been created meanwhile."""
+    """Rename a finished folder to its destination. Raises WriteError if the destination exists by now."""
     try:
         os.replace(partial, place)  # replaces an empty folder, never a non-empty one
     except OSError as error:

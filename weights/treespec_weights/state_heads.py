@@ -1,4 +1,4 @@
-"""Published draft heads without attention: recognised by their folders, and loaded.
+"""Recognise and load published draft heads without attention.
 
 Medusa (arXiv 2401.10774) in the layouts of its authors and of vLLM; MLPSpeculator (arXiv 2404.19124).
 """
@@ -19,7 +19,7 @@ from treespec_weights.errors import Problem
 
 @dataclass(frozen=True)
 class StateForm:
-    """What a published folder says about a draft head without attention."""
+    """Description of a draft head without attention, read from its published folder."""
 
     folder: Path  # folder of the head
     kind: Literal["medusa", "mlp_speculator"]  # "medusa" or "mlp_speculator"
@@ -27,7 +27,7 @@ class StateForm:
     num_layers: int = 0  # residual layers of each Medusa head
     inner_size: int = 0  # width of an MLPSpeculator's state; 0 for the target's
     scale_input: bool = False  # an MLPSpeculator normalises the target's state
-    shared: bool = False  # depths share weights, of which only the first ones may be stored
+    shared: bool = False  # depths share weights; only those of the first depths may be stored
 
     @property
     def name(self) -> str:
@@ -46,9 +46,9 @@ class DepthWeights(NamedTuple):
     """Weights of one depth; tensors that depths share are the same objects."""
 
     head: Tensor  # [rows, inner]
-    # weights and biases or None of a Medusa head's residual layers, [hidden, hidden] each
+    # residual layers of a Medusa head: weight [hidden, hidden], and bias or None
     layers: tuple[tuple[Tensor, Tensor | None], ...] = ()
-    # embed, project, gain, shift: of an MLPSpeculator, [vocab, inner], [inner, hidden or inner], [inner], [inner]
+    # embed, project, gain and shift of an MLPSpeculator: [vocab, inner], [inner, hidden or inner], [inner], [inner]
     embed: Tensor | None = None
     project: Tensor | None = None
     gain: Tensor | None = None
@@ -62,7 +62,7 @@ class StateWeights(NamedTuple):
 
     @property
     def num_parameters(self) -> int:
-        """Number of values that a draft of all depths reads: without embeddings."""
+        """Number of parameters that a draft of all depths reads, without embeddings."""
         total = 0
         for step in self.steps:
             layers = [tensor for layer in step.layers for tensor in layer]
@@ -102,7 +102,7 @@ def load_state_head(
     device: torch.device | str,
     kept: np.ndarray | None = None,
 ) -> tuple[StateWeights, np.ndarray | None]:
-    """Load a head of a target of these sizes; other arguments, result and errors as those of `load_head`."""
+    """Load a head for a target of these sizes; other arguments, result and errors as in `load_head`."""
     tensors = _Renamed(form, dtype, device)
     if form.kind == "mlp_speculator":
         tokens = tensors.narrowed(kept, vocab_size)
@@ -114,7 +114,7 @@ def load_state_head(
 
 
 class _Renamed(DraftTensors):
-    """Tensors under the names of vLLM's layout; those that depths share are read once."""
+    """Tensors under the names of vLLM's layout; tensors shared by depths are read once."""
 
     def __init__(self, form: StateForm, dtype: torch.dtype | None, device: torch.device | str):
         super().__init__(form.folder, dtype, device)
@@ -132,7 +132,7 @@ class _Renamed(DraftTensors):
         return name
 
     def take_depth(self, pattern: str, depth: int, *shape: int) -> Tensor:
-        """Return a depth's tensor; if depths share weights, that of the last depth up to it that is stored."""
+        """Return a depth's tensor; with shared weights, that of the nearest stored depth up to it."""
         while self._shared and depth and pattern.format(depth) not in self:
             depth -= 1
         name = pattern.format(depth)

@@ -84,7 +84,6 @@ def time_loading(
 
 
 def touch(tensors: Iterable[Tensor]) -> None:
-    """Read a byte of every page."""
     for tensor in tensors:
         if tensor.device.type == "cpu":
             tensor.flatten().view(torch.uint8)[::PAGE].sum().item()

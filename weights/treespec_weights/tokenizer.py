@@ -1,4 +1,4 @@
-"""Fingerprint the vocabulary of a folder, to tell whether two models use the same token ids."""
+"""Fingerprint the vocabulary of a folder, to check whether two models use the same token ids."""
 
 import hashlib
 import json

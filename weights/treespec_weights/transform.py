@@ -20,16 +20,16 @@ FORMATS = (*BITS, *FP8_FORMATS)  # values of `--quantize`
 
 @dataclass(frozen=True)
 class Transform:
-    """Casts tensors, then quantises matrices: the layers', with the same numbers as quantising on load, or any to fp8.
+    """Casts tensors, then quantises matrices: the layers', with the same result as quantising on load, or any to fp8.
 
     Two conversions whose transforms have the same repr give the same files.
     """
 
-    dtype: torch.dtype | None = None  # None keeps each tensor's dtype. Those of a rule with `single` keep theirs
+    dtype: torch.dtype | None = None  # None keeps each tensor's dtype, as do tensors of a rule with `single`
     params: frozenset[str] = field(default=frozenset(), repr=False)  # the parameters to quantise
-    bits: int = 8  # this and `group`: of the matrices; a group of None is one scale per output
+    bits: int = 8  # bits of quantised matrices; a `group` of None means one scale per output
     group: int | None = None
-    floating: bool = False  # whether they become fp8 instead of integers
+    floating: bool = False  # whether matrices become fp8 instead of integers
     head: str = field(default="", repr=False)  # name of the output head's module
 
     def outputs(self, placement: Placement, stored: torch.dtype) -> Sequence[Output]:
@@ -61,7 +61,6 @@ class Transform:
             raise OverflowError(str(error)) from error
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the result's config.json."""
         if self.dtype is not None:
             older = {key: value for key, value in config.items() if key != "torch_dtype"}
             config = older | {"dtype": str(self.dtype).removeprefix("torch.")}
@@ -82,7 +81,7 @@ class Transform:
 def quantise_transform(
     quantization: str, dtype: torch.dtype | None, shape: ModelShape, rules: FamilyRules
 ) -> Transform:
-    """Return the transform of a model in a family's layout. Raises OptionError for one that cannot be quantised."""
+    """Return the transform for a model in a family's layout. Raises OptionError if it cannot be quantised."""
     if quantization not in FORMATS:
         raise OptionError(f"--quantize {quantization}: valid are {', '.join(FORMATS)}")
     if any(rule.layout.endswith("transposed") for rule in rules.tensors):

@@ -19,7 +19,7 @@ from treespec_weights.tokenizer import read_vocabulary
 Kind = Literal["same", "padded", "reduced", "translated", "text", "none"]
 
 LEAST_SHARE = 0.5
-"""Minimum fraction of the draft's tokens in `SAMPLE` that the target must have for translation; below it the draft
+"""Minimum fraction of the draft's tokens in `SAMPLE` that the target must have for translation; below it, the draft
 generates text. A proposal of depth d survives the intersection with probability share ** d, so text is more reliable
 below one half."""
 PADDING = 1024  # bound on an embedding's padding: sizes are rounded up to multiples of up to 1,024
@@ -70,7 +70,7 @@ class Connection:
                 return f"not at all: {self.reason}"
 
 
-REDUCED = Connection("reduced")  # of a draft with `draft_vocab.safetensors`
+REDUCED = Connection("reduced")  # connection of a draft with `draft_vocab.safetensors`
 
 
 def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Connection:
@@ -80,38 +80,38 @@ def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Con
     the tokens of the only tokenizer with less than `PADDING` ids of padding. If both sides have files, the vocabularies
     differ if some id has two different meanings. An id known to only one side does not make them differ.
     """
-    alike: Kind = "same" if target_size == draft_size else "padded"
-    present = [folder for folder in (target, draft) if has_tokenizer(folder)]
-    if len(present) < 2:
-        return _without_files(alike, present, target_size, draft_size)
+    kind: Kind = "same" if target_size == draft_size else "padded"
+    folders = [folder for folder in (target, draft) if has_tokenizer(folder)]
+    if len(folders) < 2:
+        return _without_files(kind, folders, target_size, draft_size)
     if target.is_file() and draft.is_file() and have_equal_tokenizers(read_gguf(target), read_gguf(draft)):
-        return Connection(alike)
+        return Connection(kind)
     target_vocabulary, draft_vocabulary = read_vocabulary(target), read_vocabulary(draft)
     if (
         target_vocabulary is not None
         and draft_vocabulary is not None
         and target_vocabulary.sha256 == draft_vocabulary.sha256
     ):
-        return Connection(alike)
+        return Connection(kind)
     codecs = Codec.read(target), Codec.read(draft)
     if not _conflicts(*codecs):
-        return Connection(alike)
+        return Connection(kind)
     share = share_of_tokens(*codecs)
     return Connection("translated" if share >= LEAST_SHARE else "text", share, codecs=codecs)
 
 
-def _without_files(alike: Kind, present: list[Path], target_size: int, draft_size: int) -> Connection:
-    if alike == "same":
-        return Connection(alike)
-    if not present:
+def _without_files(kind: Kind, folders: list[Path], target_size: int, draft_size: int) -> Connection:
+    if kind == "same":
+        return Connection(kind)
+    if not folders:
         return Connection("none", reason="neither has a tokenizer, and the sizes differ")
-    codec = Codec.read(present[0])
-    spare = [size - len(codec.tokens) for size in (target_size, draft_size)]
-    if all(0 <= ids < PADDING for ids in spare):
-        return Connection(alike)
+    codec = Codec.read(folders[0])
+    num_extra = [size - len(codec.tokens) for size in (target_size, draft_size)]
+    if all(0 <= ids < PADDING for ids in num_extra):
+        return Connection(kind)
     return Connection(
         "none",
-        reason=f"the sizes differ by more than padding of the {len(codec.tokens):,} tokens of {present[0]}, and only "
+        reason=f"the sizes differ by more than padding of the {len(codec.tokens):,} tokens of {folders[0]}, and only "
         "one of the two has a tokenizer",
     )
 
@@ -145,6 +145,6 @@ def intersection(target: Codec, draft: Codec, target_size: int, draft_size: int)
 
 def share_of_tokens(target: Codec, draft: Codec) -> float:
     """Return the fraction of the draft's tokens of `SAMPLE` that the target also has."""
-    written = [draft.tokens[id] for id in draft.encode(SAMPLE)]
+    draft_tokens = [draft.tokens[id] for id in draft.encode(SAMPLE)]
     target_ids = target.ids_of_bytes()
-    return sum(data in target_ids for data in written) / max(len(written), 1)
+    return sum(data in target_ids for data in draft_tokens) / max(len(draft_tokens), 1)

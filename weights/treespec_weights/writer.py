@@ -79,7 +79,7 @@ def plan_shards(groups: Iterable[Sequence[Output]], shard_bytes: int) -> list[Sh
 
 
 def progress(on_bytes: Callable[[int, int], None] | None, total: int, done: int = 0) -> Callable[[int], None]:
-    """Return an `on_bytes` for `write_shard` that reports the sum of bytes, from `done` on, and `total` to another."""
+    """Return an `on_bytes` for `write_shard` that calls another one with the running sum, from `done`, and `total`."""
 
     def advance(count: int) -> None:
         nonlocal done
@@ -126,7 +126,7 @@ def write_shard(
 
 
 def is_written(folder: Path, shard: Shard) -> bool:
-    """Return whether `write_shard` finished this file, judging by its size and header."""
+    """Return whether size and header show that `write_shard` finished this file."""
     path = folder / shard.file
     if path.is_symlink() or not path.is_file() or path.stat().st_size != shard.nbytes:
         return False

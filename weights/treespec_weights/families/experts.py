@@ -14,7 +14,7 @@ _GATE_UP = (_GATE, _UP)
 def expert_tensors(
     block: str, router: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[TensorRule, ...]:
-    """Return the rules of a router, and of experts with tensors of their own."""
+    """Return the rules of a router and of experts with separate tensors."""
     stem = f"model.layers.{{i}}.{block}"
     return one_to_one(
         {
@@ -27,7 +27,7 @@ def expert_tensors(
 
 
 STACKED_EXPERTS = (
-    # Of all experts, as in GGUF files, and as in transformers' modules
+    # tensors of all experts: in GGUF files, and in transformers' modules
     *one_to_one({f"model.layers.{{i}}.mlp.experts.{name}_proj": _EXPERT + name for name in ("gate", "up", "down")}),
     TensorRule("model.layers.{i}.mlp.experts.gate_up_proj", _GATE_UP),
 )

@@ -41,14 +41,14 @@ GEMMA2 = replace(
     requires={"use_bidirectional_attention": (None, False)},
 )
 
-# Without post norms: Gemma 1, and VaultGemma, whose second norm is named as in Gemma 2.
+# Families without post norms: Gemma 1, and VaultGemma, whose second norm has its name in Gemma 2.
 GEMMA = replace(
     GEMMA2,
     model_type="gemma",
     tensors=LLAMA_TENSORS,
     constants={},
     assumed={"activation": "gelu_pytorch_tanh"},
-    activation="activation",  # a key that its configs lack; their hidden_act means the same
+    activation="activation",  # this key is missing in its configs; their hidden_act means the same
     windows=False,
     query_scalar=None,
     score_cap=None,
@@ -79,7 +79,7 @@ _SHARED = {f"layers.{{i}}.{name}": f"layers.{{i}}.shared.{name}" for name in ("g
 
 
 def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """Read the sizes of Gemma 4's layers, in the keys of its publishers or in those of transformers 5."""
+    """Read the sizes of Gemma 4's layers, given in the publisher's keys or those of transformers 5."""
 
     def natural(key: str, least: int, most: int, default: int) -> int:
         value = default if (value := config.get(key)) is None else value
@@ -88,7 +88,7 @@ def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems
             return default
         return value
 
-    count, wide = values["num_layers"], config.get("use_double_wide_mlp") is True
+    count, doubles_mlp = values["num_layers"], config.get("use_double_wide_mlp") is True
     types = config.get("layer_types")
     if types is None:
         types = [_SLIDING if (i + 1) % 6 else FULL_ATTENTION for i in range(count)]
@@ -97,15 +97,15 @@ def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems
         problems.append(Problem("config", "'layer_types'", message))
         return {}
     types = [*types[:-1], FULL_ATTENTION]
-    own = count - natural("num_kv_shared_layers", 0, count - 1, 0)  # layers from here on read the K/V of earlier ones
-    same, overrides = config.get("attention_k_eq_v") is True, config.get("per_layer_config")
+    num_own = count - natural("num_kv_shared_layers", 0, count - 1, 0)  # later layers read the K/V of earlier ones
+    k_is_v, overrides = config.get("attention_k_eq_v") is True, config.get("per_layer_config")
     if overrides is None:
         of_full = {"head_dim": natural("global_head_dim", 1, MAX_DIMENSION, 512)}
-        if same:
+        if k_is_v:
             default = values["num_kv_heads"]
             of_full["num_key_value_heads"] = natural("num_global_key_value_heads", 1, MAX_DIMENSION, default)
         overrides = {str(i): of_full for i, kind in enumerate(types) if kind == FULL_ATTENTION}
-    sizes, last = list[LayerSizes](), dict[str, int]()
+    sizes, last_of_kind = list[LayerSizes](), dict[str, int]()
     try:
         by_layer = {int(i): dict(changes) for i, changes in overrides.items()}
         for i, kind in enumerate(types):
@@ -114,17 +114,17 @@ def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems
             dim = values["head_dim"] if dim is None else dim
             if changes or type(heads) is not int or type(dim) is not int or heads < 1 or dim < 2:
                 raise ValueError
-            if i < own:
-                last[kind] = i
-            inter = values["intermediate_size"] * (2 if wide and i >= own else 1)
-            has_v = not (same and kind == FULL_ATTENTION)
-            sizes.append(LayerSizes(heads, dim, inter, i if i < own else last[kind], has_v))
+            if i < num_own:
+                last_of_kind[kind] = i
+            inter = values["intermediate_size"] * (2 if doubles_mlp and i >= num_own else 1)
+            has_v = not (k_is_v and kind == FULL_ATTENTION)
+            sizes.append(LayerSizes(heads, dim, inter, i if i < num_own else last_of_kind[kind], has_v))
     except (AttributeError, TypeError, ValueError):
         message = f"{overrides!r}; expected head_dim and num_key_value_heads by layer"
         problems.append(Problem("config", "'per_layer_config'", message))
         return {}
     except KeyError as kind:
-        message = f"no layer before layer {own} is of type {kind}, whose K/V later layers read"
+        message = f"no layer before layer {num_own} is of type {kind}, whose K/V later layers read"
         problems.append(Problem("config", "'num_kv_shared_layers'", message))
         return {}
     if uneven := [heads for heads, *_ in sizes if values["num_heads"] % heads]:
@@ -132,12 +132,12 @@ def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems
         problems.append(Problem("config", "'num_attention_heads'", message))
         return {}
     size, vocab = natural("hidden_size_per_layer_input", 0, MAX_DIMENSION, 0), values["vocab_size"]
-    dim = math.gcd(*(own.head_dim for own in sizes))
-    parts = math.gcd(*(own.num_kv_heads * own.head_dim // dim for own in sizes))
+    dim = math.gcd(*(num_own.head_dim for num_own in sizes))
+    num_kv_heads = math.gcd(*(num_own.num_kv_heads * num_own.head_dim // dim for num_own in sizes))
     return {
         "sizes": tuple(sizes),
         "head_dim": dim,
-        "num_kv_heads": parts,
+        "num_kv_heads": num_kv_heads,
         "per_layer_size": size,
         "per_layer_vocab": natural("vocab_size_per_layer_input", vocab, MAX_DIMENSION, vocab) if size else 0,
     }
@@ -169,7 +169,7 @@ GEMMA4 = replace(
         ),
         TensorRule("model.layers.{i}.experts.gate_up_proj", (_GATE, _UP)),
     ),
-    alternatives=one_to_one(  # as GGUF files may have them
+    alternatives=one_to_one(  # tensors of GGUF files
         {f"model.layers.{{i}}.experts.{name}_proj": f"layers.{{i}}.experts.{{e}}.{name}" for name in ("gate", "up")}
     ),
     config_keys=LLAMA_SIZES,
@@ -194,7 +194,7 @@ GEMMA4 = replace(
     requires={"use_bidirectional_attention": (None, "vision"), "attention_bias": (None, False)},
 )
 
-# Gemma 4's layers without inputs per layer and without experts.
+# Gemma 4's layers, without per-layer inputs and experts.
 GEMMA4_UNIFIED = replace(
     GEMMA4,
     model_type="gemma4_unified_text",

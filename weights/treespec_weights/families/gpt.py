@@ -33,7 +33,7 @@ GPT2 = FamilyRules(
     ),
     tied_copy="lm_head.weight",
     ignored=("transformer.h.{i}.attn.bias", "transformer.h.{i}.attn.masked_bias"),
-    prefix="transformer.",  # without which the first releases hold only the base model
+    prefix="transformer.",  # missing in the first releases, which hold only the base model
     config_keys={
         "num_layers": "n_layer",
         "hidden_size": "n_embd",

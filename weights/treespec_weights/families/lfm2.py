@@ -13,12 +13,12 @@ _CONV = "conv"
 
 
 def _normalize_tied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the key of a tied head in first releases by the later one."""
+    """Rename the key of a tied head in the first releases."""
     return {**config, "tie_word_embeddings": config["tie_embedding"]} if "tie_embedding" in config else dict(config)
 
 
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the keys of LFM2's first releases by its later ones, and compute the MLP's size as transformers does."""
+    """Rename keys of LFM2's first releases, and compute the MLP's size as transformers does."""
     result, size = _normalize_tied(config), config.get("block_ff_dim", config.get("intermediate_size"))
     if config.get("layer_types") is None and isinstance(config.get("num_hidden_layers"), int):
         attention = config.get("full_attn_idxs")

@@ -51,7 +51,7 @@ LLAMA = FamilyRules(
     assumed={"hidden_act": "silu"},
 )
 
-# Llama with a sliding window, in its first releases.
+# Mistral's first releases: Llama with a sliding window.
 MISTRAL = replace(
     LLAMA,
     model_type="mistral",

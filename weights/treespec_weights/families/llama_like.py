@@ -13,7 +13,7 @@ _ONE_BIAS_KEY = dict.fromkeys(("attention_bias", "o_bias", "mlp_bias"), "use_bia
 
 
 def _norms(stem: str, names: dict[str, str]) -> tuple[TensorRule, ...]:
-    """Return the rules of a layer's norms without biases, given as name after `stem` -> parameter."""
+    """Return the rules of a layer's norms without biases; `names` maps name suffixes to parameters."""
     pairs = {f"model.layers.{{i}}.{stem}{name}.weight": f"layers.{{i}}.{param}" for name, param in names.items()}
     return one_to_one(pairs)
 
@@ -32,12 +32,7 @@ SEED_OSS = replace(
 )
 
 CWM = replace(
-    LLAMA,
-    model_type="cwm",
-    config_keys=LLAMA_SIZES,
-    defaults={"head_dim": 128},
-    assumed=_EPS_1E5,
-    windows=True,
+    LLAMA, model_type="cwm", config_keys=LLAMA_SIZES, defaults={"head_dim": 128}, assumed=_EPS_1E5, windows=True
 )
 
 MINISTRAL = replace(CWM, model_type="ministral", defaults={}, assumed=_SILU)
@@ -82,13 +77,7 @@ GLM4 = replace(
     constants={"post_norms": True},
 )
 
-SMOLLM3 = replace(
-    LLAMA,
-    model_type="smollm3",
-    defaults={"tied": True},
-    windows=True,
-    unrotated="no_rope_layers",
-)
+SMOLLM3 = replace(LLAMA, model_type="smollm3", defaults={"tied": True}, windows=True, unrotated="no_rope_layers")
 
 MINISTRAL3 = replace(CWM, model_type="ministral3", scaled_queries=True, requires={"layer_types": (None,)})
 
@@ -120,7 +109,7 @@ HYPERCLOVAX = replace(
 
 _OUTPUT_NORMS = {"attention_layernorm": "attn_post_norm", "feedforward_layernorm": "mlp_post_norm"}
 
-# Norms after attention and MLP only, and over the whole of q and of k.
+# Norms only after attention and MLP; those of q and k span all heads.
 OLMO2 = replace(
     LLAMA,
     model_type="olmo2",
@@ -156,7 +145,7 @@ HUNYUAN = replace(
 
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_eps": "layer_norm_eps"}
 
-# LayerNorm without a bias, one for both attention and MLP.
+# One LayerNorm without a bias for both attention and MLP.
 COHERE = replace(
     LLAMA,
     **_LAYER_NORM,
@@ -166,7 +155,7 @@ COHERE = replace(
     defaults={"tied": True},
     constants={"shared_norm": True},
     assumed=_SILU | {"logit_scale": 0.0625, "rope_theta": 500000.0},
-    parallel="use_parallel_residual",  # a key that its configs lack
+    parallel="use_parallel_residual",  # this key is missing in its configs
     logit_scale="logit_scale",
     interleaved=True,
     requires={"use_qk_norm": (False, None)},
@@ -202,10 +191,7 @@ STABLELM = replace(
 # --- MLPs without a gate
 
 ARCEE = replace(
-    LLAMA,
-    model_type="arcee",
-    constants={"gated": False},
-    assumed={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    LLAMA, model_type="arcee", constants={"gated": False}, assumed={"hidden_act": "relu2", "rms_norm_eps": 1e-5}
 )
 
 JAIS2 = replace(

@@ -13,15 +13,14 @@ from treespec_weights.families.llama_like import GRANITE
 from treespec_weights.rules import FULL_ATTENTION, FamilyRules, RecurrentRules, TensorRule, one_to_one, with_biases
 
 _RECURRENT = "linear_attention"
-_OLDER_TYPES = {"mamba": _RECURRENT, "attention": FULL_ATTENTION}  # as transformers reads them
+_OLDER_TYPES = {"mamba": _RECURRENT, "attention": FULL_ATTENTION}  # transformers' translation
 _PATTERN = {"M": _RECURRENT, "E": "moe", "*": FULL_ATTENTION, "-": "mlp"}
 _CONV = tuple(f"layers.{{i}}.conv_{part}" for part in "vkq")
 _IN = ("layers.{i}.mix_gate", "layers.{i}.mix_v", "layers.{i}.mix_k", "layers.{i}.mix_q", "layers.{i}.decay")
-_NO_LIMIT = (None, [0.0, math.inf])  # of time steps; transformers applies limits to prompts only
+_NO_LIMIT = (None, [0.0, math.inf])  # unlimited time steps; transformers applies limits to prompts only
 
 
 def _mixer(stem: str) -> tuple[TensorRule, ...]:
-    """Return the rules of a layer of Mamba 2."""
     vectors = {"dt_bias": "dt_bias", "A_log": "decay_log", "D": "skip"}
     return (
         TensorRule(f"{stem}.in_proj.weight", _IN),
@@ -51,8 +50,8 @@ def _with_head_size(config: Mapping[str, Any]) -> dict[str, Any]:
     """Replace a head size of "auto"."""
     size, expand = config.get("mamba_d_head"), config.get("mamba_expand", 2)
     hidden, heads = (config.get(key) for key in ("hidden_size", "mamba_n_heads"))
-    known = all(type(value) is int and value > 0 for value in (expand, hidden, heads))
-    return {**config, "mamba_d_head": expand * hidden // heads} if size in (None, "auto") and known else dict(config)
+    is_valid = all(type(value) is int and value > 0 for value in (expand, hidden, heads))
+    return {**config, "mamba_d_head": expand * hidden // heads} if size in (None, "auto") and is_valid else dict(config)
 
 
 def _normalize_granite(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,49 +134,49 @@ BAMBA = replace(
     requires={"hidden_act": ("silu",), "time_step_limit": _NO_LIMIT},
 )
 
-_FALCON_FACTORS = {  # numbers of the values at these keys
+_FALCON_FACTORS = {  # key -> number of values
     **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "key_multiplier"), 1),
     **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), 1),
-    "mlp_multipliers": 2,  # of the gate and of the output
-    "ssm_multipliers": 5,  # of the gate, x, B, C and the time step
+    "mlp_multipliers": 2,  # gate, output
+    "ssm_multipliers": 5,  # gate, x, B, C, time step
 }
 
 
 def _falcon_factors(config: Mapping[str, Any], problems: list[Problem]) -> Factors:
     """Return Falcon-H1's factors on inputs and outputs of attention, mixer and MLP, and on their projections.
 
-    Those of the two gates are part of the norms before them, and what that changes elsewhere is undone there: no matrix
-    is rounded again.
+    The factors of the two gates are moved into the norms before them, and compensated in the other projections of these
+    norms, so that no matrix is rounded again.
     """
     values = list[float]()
     for key, count in _FALCON_FACTORS.items():
         value = config.get(key)
-        own = [1.0] * count if value is None else value if count > 1 else [value]
-        known = isinstance(own, list) and len(own) == count
-        if not known or not all(type(factor) in (int, float) and 0 < factor < math.inf for factor in own):
+        factors = [1.0] * count if value is None else value if count > 1 else [value]
+        is_complete = isinstance(factors, list) and len(factors) == count
+        if not is_complete or not all(type(factor) in (int, float) and 0 < factor < math.inf for factor in factors):
             expected = "a positive number" if count == 1 else f"{count} positive numbers"
             problems.append(Problem("config", repr(key), f"{value!r}; expected {expected}"))
-            own = [1.0] * count
-        values += own
-    read, attended, key_factor, ssm_in, ssm_out, mlp_gate, mlp_out, gate, x, b, c, step = values
+            factors = [1.0] * count
+        values += factors
+    attn_in, attn_out, key_factor, ssm_in, ssm_out, mlp_gate, mlp_out, gate, x, b, c, step = values
     norm, stream = ssm_in * gate, mlp_out / mlp_gate
     parameters = {"attn_norm": norm, "mlp_norm": mlp_gate, "mix_gain": ssm_out / stream}
     parameters |= {"conv_v": x / gate, "conv_k": b / gate, "conv_q": c / gate}
-    parameters |= {f"{name}_bias": norm / read for name in "qkv"}
+    parameters |= {f"{name}_bias": norm / attn_in for name in "qkv"}
     parameters |= {f"{name.rpartition('.')[2]}_bias": gate for name in _IN}
     parameters |= {f"{name}_bias": mlp_gate for name in ("gate", "up", "down")}
-    parameters |= {"o_bias": attended / stream, "mix_out_bias": ssm_out / stream}
+    parameters |= {"o_bias": attn_out / stream, "mix_out_bias": ssm_out / stream}
     return Factors(
         parameters,
-        scores=(read / norm) ** 2 * key_factor,
-        values=read / norm * attended / stream,
+        scores=(attn_in / norm) ** 2 * key_factor,
+        values=attn_in / norm * attn_out / stream,
         steps=step / gate,
         stream=stream,
     )
 
 
 def _normalize_falcon(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute the size of a head of the mixer, and leave out what has no effect without its norm."""
+    """Compute the mixer's head size, and drop a key that has no effect without the mixer's norm."""
     result, size = {"projectors_bias": False, "mamba_proj_bias": False, **config}, config.get("mamba_d_ssm", 1024)
     heads = config.get("mamba_n_heads", _MAMBA_DEFAULTS["heads"])
     if config.get("mamba_d_head") in (None, "auto") and type(size) is int and type(heads) is int and heads > 0:
@@ -210,7 +209,7 @@ FALCON_H1 = replace(
 
 
 def _normalize_nemotron(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace keys and layer types of first releases, and count the layers."""
+    """Rename keys and layer types of the first releases, and count the layers."""
     result, types = dict(config), config.get("layers_block_type")
     older = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
     older["attention_head_dim"] = "head_dim"
@@ -293,14 +292,10 @@ NEMOTRON_H = FamilyRules(
         gated=False,
         latent_size="moe_latent_size",
     ),
-    requires={
-        "mamba_hidden_act": ("silu",),
-        "time_step_limit": _NO_LIMIT,
-        "attention_bias": (None, False),
-    },
+    requires={"mamba_hidden_act": ("silu",), "time_step_limit": _NO_LIMIT, "attention_bias": (None, False)},
 )
 
-# No layer has attention, so pages of the cache are empty; the sizes of its heads are placeholders.
+# No layer has attention, so the cache's pages are empty, and head sizes are placeholders.
 MAMBA2 = FamilyRules(
     model_type="mamba2",
     tensors=(

@@ -1,4 +1,4 @@
-"""OLMo Hybrid: Gated DeltaNets beside OLMo 3's attention, with or without rotary embeddings."""
+"""OLMo Hybrid: layers of Gated DeltaNet and of OLMo 3's attention, with or without rotary embeddings."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ _MIXER = _LAYER + "linear_attn."
 
 
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the sizes of Gated DeltaNets that follow from others, and whether layers have positions."""
+    """Add derived sizes of Gated DeltaNets, and whether layers have rotary embeddings."""
     result = dict(config)
 
     def set_missing(key: str, value: Any) -> None:

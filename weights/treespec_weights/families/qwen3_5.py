@@ -11,12 +11,7 @@ _MIXER = "model.layers.{i}.linear_attn."
 _MIX = tuple(f"layers.{{i}}.mix_{name}" for name in ("q", "k", "v", "gate"))
 _RATES = ("layers.{i}.beta", "layers.{i}.decay")
 _DELTA = (
-    *one_to_one(
-        {
-            _MIXER + "norm.weight": "layers.{i}.mix_gain",
-            _MIXER + "out_proj.weight": "layers.{i}.mix_out",
-        }
-    ),
+    *one_to_one({_MIXER + "norm.weight": "layers.{i}.mix_gain", _MIXER + "out_proj.weight": "layers.{i}.mix_out"}),
     TensorRule(_MIXER + "conv1d.weight", tuple(f"layers.{{i}}.conv_{part}" for part in "qkv")),
     TensorRule(_MIXER + "dt_bias", ("layers.{i}.dt_bias",), single=True),
     TensorRule(_MIXER + "A_log", ("layers.{i}.decay_log",), single=True),
@@ -89,7 +84,7 @@ QWEN3_NEXT = replace(
     QWEN3_5,
     model_type="qwen3_next",
     tensors=tuple(rule for rule in QWEN3_5.tensors if rule not in _PROJECTIONS) + _PROJECTIONS_BY_HEAD + QWEN_EXPERTS,
-    alternatives=STACKED_EXPERTS + _PROJECTIONS[:2],  # as GGUF files have them
+    alternatives=STACKED_EXPERTS + _PROJECTIONS[:2],  # tensors of GGUF files
     assumed={**QWEN3_5.assumed, "norm_topk_prob": True},
     experts=SHARED_EXPERT,
 )

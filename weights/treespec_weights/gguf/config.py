@@ -101,7 +101,7 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "context_length": "max_position_embeddings",
 }
-# What changes layers, and the fields of `FamilyRules` with the config keys that express it.
+# GGUF values that change layers, and the `FamilyRules` fields with the config keys that express them.
 _CHANGES_LAYERS: Mapping[str, tuple[str, ...]] = {
     "expert_count": ("experts",),
     "attention.scale": ("score_scale",),
@@ -110,13 +110,13 @@ _CHANGES_LAYERS: Mapping[str, tuple[str, ...]] = {
     "logit_scale": ("logit_scale", "logit_divisor"),
 }
 _BIASES = {"o_bias": "attn_output", "mlp_bias": "ffn_up", "attention_bias": "attn_q"}
-# Distances between layers of full attention in models with windows, unless the file states others.
+# Default distances between layers of full attention in models with windows.
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma4": 6, "olmo2": 4, "cohere2": 4, "exaone4": 4, "gpt-oss": 2}
 _DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
 _MAY_BE_DENSE = ("granitehybrid", "nemotron_h")
 _OF_IMAGES = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 _PARTLY_ROTATED = ("phi3", "chatglm", "glm4", *_DELTA_NETS, "stablelm", "glm4moe")
-_GATING = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"}  # llama.cpp's numbers of `Scoring`
+_GATING = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"}  # llama.cpp's numbers for `Scoring`
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROPE_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the second is older
 _ROPE_KEYS = (
@@ -167,7 +167,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         if isinstance(value, list) and rules.recurrent is not None:
             value = [entry for entry in value if entry]  # 0: layers without attention, or without an MLP
         if isinstance(value, list) and value and rules.layer_sizes is not None:
-            value = value[0]  # `_unequal` reads those of other layers
+            value = value[0]  # `_unequal` reads the other layers
         if isinstance(value, list) and value and all(entry == value[0] for entry in value):
             value = value[0]  # one entry per layer
         value = default if value is None else value
@@ -226,7 +226,6 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _has(file: GgufFile, name: str) -> bool:
-    """Return whether a layer has a tensor of this name."""
     return any(tensor.endswith(f".{name}") for tensor in file.tensors)
 
 
@@ -244,7 +243,7 @@ def _special_tokens(file: GgufFile) -> dict[str, Any]:
 
 
 def _positive(file: GgufFile, key: str, default: float | None, problems: list[Problem]) -> float:
-    """Return a positive number of the architecture; adds to `problems` and returns 1 if there is none."""
+    """Return a positive metadata value of the architecture; without one, add to `problems` and return 1."""
     value = file.value(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -291,7 +290,7 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     arch, window = file.architecture, file.value("attention.sliding_window")
     if rules_of(file) in (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE):
         return {"use_sliding_window": False}
-    if arch in ("phi3", "mistral3", "starcoder2"):  # of the last, llama.cpp leaves out the window
+    if arch in ("phi3", "mistral3", "starcoder2"):  # llama.cpp ignores starcoder2's window
         return {"sliding_window": window or None if arch == "phi3" else None}
     if arch not in _PATTERNS or (arch == "olmo2" and not window):
         return {}
@@ -299,7 +298,7 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         return {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
     if window is None:
         problems.append(Problem("config", repr(f"{arch}.attention.sliding_window"), "missing"))
-    # Either a flag per layer, or the distance between layers with full attention.
+    # either a flag per layer, or the distance between layers with full attention
     pattern = file.value("attention.sliding_window_pattern") or _PATTERNS[arch]
     if type(pattern) is int and pattern > 0:
         pattern = [(i + 1) % pattern != 0 for i in range(config["num_hidden_layers"])]
@@ -308,18 +307,18 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         problems.append(Problem("config", repr(f"{arch}.attention.sliding_window_pattern"), message))
         pattern = []
     kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-    found = {"sliding_window": window, "layer_types": kinds}
+    result = {"sliding_window": window, "layer_types": kinds}
     if arch in _LARGEST_GEMMA:
         # Not stored: llama.cpp recognises the 27 B models by their number of layers.
         largest = config["num_hidden_layers"] == _LARGEST_GEMMA[arch]
         scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
         caps = {key: file.value(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
-        found |= {"query_pre_attn_scalar": scalar} | {key: cap for key, cap in caps.items() if cap is not None}
-    return found
+        result |= {"query_pre_attn_scalar": scalar} | {key: cap for key, cap in caps.items() if cap is not None}
+    return result
 
 
 def _unequal(file: GgufFile, config: Mapping[str, Any], natural: Callable[..., int]) -> dict[str, Any]:
-    """Return the config keys of Gemma 4's layers of unequal sizes, and of their inputs."""
+    """Return the config keys of Gemma 4's unequal layers and of their per-layer inputs."""
     kinds, kv_heads, widths = (
         config["layer_types"],
         *map(file.value, ("attention.head_count_kv", "feed_forward_length")),
@@ -346,8 +345,8 @@ def _unequal(file: GgufFile, config: Mapping[str, Any], natural: Callable[..., i
 def num_predictors(file: GgufFile) -> int:
     """Return the number of layers after the model's own that predict further tokens (MTP)."""
     count = file.value("nextn_predict_layers")
-    known = (*_DELTA_NETS, "glm4moe", "nemotron_h_moe")
-    return count if type(count) is int and file.architecture in known else 0
+    supported = (*_DELTA_NETS, "glm4moe", "nemotron_h_moe")
+    return count if type(count) is int and file.architecture in supported else 0
 
 
 def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) -> dict[str, Any]:
@@ -359,7 +358,7 @@ def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) 
     def by_layer(key: str) -> list[Any]:
         return values if isinstance(values := file.value(key), list) else [values] * count
 
-    types = [FULL_ATTENTION if own else recurrent.layer_type for own in by_layer("attention.head_count_kv")]
+    types = [FULL_ATTENTION if kv_heads else recurrent.layer_type for kv_heads in by_layer("attention.head_count_kv")]
     if recurrent.kind == "conv":
         return {"layer_types": types, "conv_L_cache": natural("shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
     heads, keys = natural("ssm.time_step_rank"), natural("ssm.group_count")
@@ -383,10 +382,10 @@ def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) 
     elif recurrent.single and file.architecture != "mamba2":
         mlp = "moe" if file.architecture == "nemotron_h_moe" else "mlp"
         units = by_layer("feed_forward_length")
-        types = [mlp if own else kind for own, kind in zip(units, types, strict=False)]
+        types = [mlp if kv_heads else kind for kv_heads, kind in zip(units, types, strict=False)]
         config[recurrent.key] = types[: count - num_predictors(file)]
     elif not recurrent.single:
-        rotates = file.value("rope.scaling.finetuned")  # llama.cpp's mark of rotation
+        rotates = file.value("rope.scaling.finetuned")  # llama.cpp's flag for rotation
         config |= {recurrent.key: types, "position_embedding_type": "rope" if rotates else None}
         config["mamba_expand"] = natural("ssm.inner_size") // natural("embedding_length")
         shared = natural("expert_shared_feed_forward_length", file.value("feed_forward_length"))
@@ -398,12 +397,11 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     """Return the config keys of the rotary embedding."""
     arch, head_dim = file.architecture, config["head_dim"]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", 10000.0, problems)}
-    if arch == "gemma4":  # in layers without a window, huge divisors of frequencies mark dimensions without rotation
+    if arch == "gemma4":  # huge divisors of frequencies mark dimensions without rotation
         divisors, theta = _factors(file, FACTORS[0]) or [], _positive(file, "rope.freq_base_swa", 10000.0, problems)
         rotated = sum(2 for divisor in divisors if divisor < _NOT_ROTATED) or config["global_head_dim"]
         rope |= {"rope_type": "proportional", "partial_rotary_factor": rotated / config["global_head_dim"]}
-        of_windows = {"rope_type": "default", "rope_theta": theta}
-        return {"rope_parameters": {"full_attention": rope, "sliding_attention": of_windows}}
+        return _by_kind(rope, theta)
     keys: dict[str, Any] = {}
     rotated = file.value("rope.dimension_count") or head_dim
     if arch in _PARTLY_ROTATED and type(rotated) is int and 0 < rotated <= head_dim:
@@ -411,10 +409,42 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     elif rotated != head_dim:
         message = f"{rotated!r} of {head_dim} dimensions of a head are rotated, which is not supported for {arch}"
         problems.append(Problem("config", repr(f"{arch}.rope.dimension_count"), message))
-    half = rotated // 2 if type(rotated) is int else 0
     if arch.startswith("glm4") and any(file.value("rope.dimension_sections") or ()):
         message = "a model for texts and images, whose q and k have another order: not supported"
         problems.append(Problem("config", repr(f"{arch}.rope.dimension_sections"), message))
+    magnitude = _positive(file, "rope.scaling.attn_factor", 1.0, problems)
+    rope |= _rope_scaling(file, config["max_position_embeddings"], rotated, magnitude, problems)
+    if arch == "phi3" and rope["rope_type"] == "longrope":
+        keys["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    beta = file.value("attention.temperature_scale")
+    if beta and arch == "mistral3":
+        rope |= {"llama_4_scaling_beta": beta}
+        if file.value("rope.scaling.original_context_length") is None:
+            problems.append(Problem("config", repr(f"{arch}.rope.scaling.original_context_length"), "missing"))
+    elif beta:
+        problems.append(Problem("config", repr(f"{arch}.attention.temperature_scale"), f"{beta!r} is not supported"))
+    by_kind = arch == "gemma3" or (arch == "olmo2" and file.value("attention.sliding_window"))
+    if by_kind:
+        if magnitude != 1 and arch == "gemma3":
+            message = f"{magnitude!r} is not supported for {arch}"
+            problems.append(Problem("config", repr(f"{arch}.rope.scaling.attn_factor"), message))
+        theta = _positive(file, "rope.freq_base_swa", 10000.0 if arch == "gemma3" else rope["rope_theta"], problems)
+        keys |= _by_kind(rope, theta)
+    # Sections of positions in images are equal in texts.
+    sectioned = ("rope.dimension_sections",) if arch in (*_DELTA_NETS, *_OF_IMAGES) else ()
+    arch_keys = ("rope.freq_base_swa",) if by_kind else sectioned
+    read_keys = {*_ROPE_KEYS, *_ROPE_FACTORS, *arch_keys}
+    metadata = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()}
+    if unknown := [f"{key}={metadata[key]!r}" for key in metadata if key.startswith("rope.") and key not in read_keys]:
+        _warn_ignored(file.path, ", ".join(unknown))
+    return {"rope_parameters": rope} | keys
+
+
+def _rope_scaling(
+    file: GgufFile, longest: int, rotated: Any, magnitude: float, problems: list[Problem]
+) -> dict[str, Any]:
+    """Return the entries of `rope_parameters` that scale the rotary embedding, for up to `longest` positions."""
+    arch, rope, half = file.architecture, dict[str, Any](), rotated // 2 if type(rotated) is int else 0
     key = next((key for key in _ROPE_FACTORS if file.value(key)), _ROPE_FACTORS[0])
     kind = file.value("rope.scaling.type") or ("linear" if file.value(key) else "none")
     if kind not in ("none", "linear", "yarn", "longrope"):
@@ -422,7 +452,6 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         problems.append(Problem("config", repr(f"{arch}.rope.scaling.type"), message))
     # As in llama.cpp, the factor also applies to longrope, and the magnitude to every type, on top of yarn's own.
     factor = 1.0 if kind == "none" else _positive(file, key, None if kind in ("linear", "yarn") else 1.0, problems)
-    magnitude = _positive(file, "rope.scaling.attn_factor", 1.0, problems)
     frequencies, short, long = factors = [_factors(file, name) for name in FACTORS]
     lengths = {len(values) for values in factors if values is not None} - {half}
     original = file.value("rope.scaling.original_context_length")
@@ -445,7 +474,6 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     elif frequencies or short or magnitude != 1:
         # Llama 3's scaling is stored as the resulting factors. Written as longrope, which can express any factors.
         ones = [1.0] * half
-        longest = config["max_position_embeddings"]
         original = original if type(original) is int and original > 0 else longest
         rope |= {
             "rope_type": "longrope",
@@ -455,32 +483,15 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
             "original_max_position_embeddings": original,
             "factor": longest / original,
         }
-        if arch == "phi3":
-            keys["original_max_position_embeddings"] = original
     elif kind == "linear":
         rope |= {"rope_type": kind, "factor": factor}
-    beta = file.value("attention.temperature_scale")
-    if beta and arch == "mistral3":
-        rope |= {"llama_4_scaling_beta": beta}
-        if original is None:
-            problems.append(Problem("config", repr(f"{arch}.rope.scaling.original_context_length"), "missing"))
-    elif beta:
-        problems.append(Problem("config", repr(f"{arch}.attention.temperature_scale"), f"{beta!r} is not supported"))
-    by_kind = arch == "gemma3" or (arch == "olmo2" and file.value("attention.sliding_window"))
-    if by_kind:
-        if magnitude != 1 and arch == "gemma3":
-            message = f"{magnitude!r} is not supported for {arch}"
-            problems.append(Problem("config", repr(f"{arch}.rope.scaling.attn_factor"), message))
-        theta = _positive(file, "rope.freq_base_swa", 10000.0 if arch == "gemma3" else rope["rope_theta"], problems)
-        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
-    # Sections of positions in images are equal in texts.
-    sectioned = ("rope.dimension_sections",) if arch in (*_DELTA_NETS, *_OF_IMAGES) else ()
-    arch_keys = ("rope.freq_base_swa",) if by_kind else sectioned
-    read_keys = {*_ROPE_KEYS, *_ROPE_FACTORS, *arch_keys}
-    metadata = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()}
-    if unknown := [f"{key}={metadata[key]!r}" for key in metadata if key.startswith("rope.") and key not in read_keys]:
-        _warn_ignored(file.path, ", ".join(unknown))
-    return keys | {"rope_parameters": rope}
+    return rope
+
+
+def _by_kind(rope: dict[str, Any], sliding_theta: float) -> dict[str, Any]:
+    """Return `rope_parameters` with `rope` for full attention and a default embedding for sliding windows."""
+    sliding = {"rope_type": "default", "rope_theta": sliding_theta}
+    return {"rope_parameters": {"full_attention": rope, "sliding_attention": sliding}}
 
 
 @functools.cache
@@ -501,6 +512,6 @@ def _factors(file: GgufFile, name: str) -> list[float] | None:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return the dtype to compute in: that of the matrices if all have the same, otherwise bfloat16."""
+    """Return the compute dtype: the matrices' common dtype, otherwise bfloat16."""
     types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return "float32" if types == {"F32"} else "float16" if types == {"F16"} else "bfloat16"

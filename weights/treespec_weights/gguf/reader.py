@@ -28,10 +28,8 @@ _MAX_DIMS = 4
 
 
 class GgufTensor(NamedTuple):
-    """Header entry of a tensor."""
-
     file: str  # name of the file that holds it
-    type: str  # as ggml spells it: "F16", "Q4_K" ...
+    type: str  # ggml's name: "F16", "Q4_K" ...
     shape: tuple[int, ...]  # numbers of values, in torch's order
     offset: int  # position of its first byte in the file
     nbytes: int
@@ -106,7 +104,6 @@ def _read_part(path: Path) -> GgufFile:
 
 @functools.lru_cache(maxsize=16)
 def _read_header(path: Path, mtime_ns: int, size: int) -> GgufFile:
-    """Read the header of one file."""
     ggml = gguf_package(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

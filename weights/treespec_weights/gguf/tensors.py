@@ -1,6 +1,6 @@
 """Read tensors of GGUF files under their Hugging Face names.
 
-Changes of llama.cpp's converter are undone: it permutes the rows of q and k of some architectures for interleaved
+Reverses changes of llama.cpp's converter, which permutes the rows of q and k of some architectures for interleaved
 rotation, adds 1 to the norms of Gemma and Qwen 3.5, stores -exp(A_log), and drops or adds dimensions of 1. A layer for
 multi-token prediction (MTP), which follows the others, has the names of `PredictorRules`.
 """
@@ -50,7 +50,7 @@ _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decod
     "ssm_ba": (("beta", "decay"),),
     "ssm_beta": (("beta",),),
     "ssm_conv1d": (("conv_q", "conv_k", "conv_v"), ("conv_v", "conv_k", "conv_q")),
-    "ssm_dt": (("dt",),),  # its bias
+    "ssm_dt": (("dt",),),  # bias of the time step
     "ssm_d": (("skip",),),
     "ssm_in": (("mix_gate", "mix_v", "mix_k", "mix_q", "decay"),),
     "ssm_norm": (("mix_gain",),),
@@ -84,7 +84,7 @@ _PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decod
     **{f"ffn_{name}_exps": ((f"experts.{{e}}.{name}",),) for name in ("gate", "up", "down")},
     **{f"ffn_{name}_shexp": ((f"shared.{name}",),) for name in ("gate", "up", "down")},
 }
-_VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # stored with further dimensions
+_VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # stored with additional dimensions
 _CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
 _PRODUCTS = {
     "k": "q",
@@ -92,7 +92,7 @@ _PRODUCTS = {
     "up": "gate",
     "mix_gate": "mix_q",
     "decay": "beta",
-}  # parameters that are computed in one product with another
+}  # parameters whose product is fused with another one's
 _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(\.(?P<kind>weight|bias))?")
 
 
@@ -102,30 +102,30 @@ def hf_names(file: GgufFile) -> dict[str, str]:
     stored = (rule for rule in (*family.tensors, *family.alternatives) if not rule.layout.startswith("interleaved"))
     rules = {rule.params: rule.name for rule in stored}
     names, first = dict[str, str](), _first_predictor(file)
-    own = None if first is None or family.predictor is None else family.predictor.after(first)
+    predictor = None if first is None or family.predictor is None else family.predictor.after(first)
     for name in file.tensors:
         if name in FACTORS:
             continue
-        layer, known = _layer(name), rules
-        further = -1 if first is None or not layer else int(layer) - first
-        if further >= 0:
-            known = {} if own is None else _names_of_predictor(rules, own, further)
-        matches = [known[params] for params in _parameters(name) if params in known]
-        if matches or further < 0:  # others of MTP layers are copies of the embedding and the head
+        layer, layer_rules = _layer(name), rules
+        depth = -1 if first is None or not layer else int(layer) - first
+        if depth >= 0:
+            layer_rules = {} if predictor is None else _names_of_predictor(rules, predictor, depth)
+        matches = [layer_rules[params] for params in _parameters(name) if params in layer_rules]
+        if matches or depth < 0:  # other tensors of MTP layers are copies of embedding and head
             names[matches[0].replace("{i}", layer) if matches else name] = name
     return names
 
 
 def _names_of_predictor(
-    rules: Mapping[tuple[str, ...], str], own: PredictorRules, number: int
+    rules: Mapping[tuple[str, ...], str], predictor: PredictorRules, number: int
 ) -> dict[tuple[str, ...], str]:
-    """Return the names of the tensors of an MTP layer by their parameters, as `rules` are those of other layers."""
-    names = {params: name.replace(LAYER, own.layer_at(number)) for params, name in rules.items()}
-    return names if number else names | {(f"layers.{{i}}.{param}",): name for name, param in own.tensors.items()}
+    """Return the tensor names of an MTP layer by parameter, as `rules` does for other layers."""
+    names = {params: name.replace(LAYER, predictor.layer_at(number)) for params, name in rules.items()}
+    return names if number else names | {(f"layers.{{i}}.{param}",): name for name, param in predictor.tensors.items()}
 
 
 def _first_predictor(file: GgufFile) -> int | None:
-    """Return the first of the layers for multi-token prediction, or None without any."""
+    """Return the index of the first layer for multi-token prediction, or None without one."""
     predictors, count = num_predictors(file), file.value("block_count")
     return count - predictors if predictors and type(count) is int else None
 
@@ -137,13 +137,13 @@ def _layer(name: str) -> str:
 
 
 def _stem(name: str) -> str:
-    """Return what a GGUF tensor is, such as "attn_q", without its layer."""
+    """Return a GGUF tensor's name without its layer, such as "attn_q"."""
     match = _NAME.fullmatch(name)
     return "" if match is None else match["stem"]
 
 
 def _with_all_dimensions(name: str, entry: GgufTensor) -> GgufTensor:
-    """Return a tensor's entry, with the dimensions of 1 that llama.cpp leaves out, and without those that it adds.
+    """Restore the dimensions of 1 that llama.cpp drops from a tensor's shape, and remove those that it adds.
 
     Weights of convolutions have the shape [channels, 1, kernel], and the gate of a shared expert [1, hidden_size].
     """
@@ -168,7 +168,7 @@ def _parameters(name: str) -> list[tuple[str, ...]]:
 def block_types(file: GgufFile) -> dict[str, tuple[str, Form]]:
     """Return the block type and the form in memory of every matrix that stays quantised, by Hugging Face name.
 
-    Those of one fused product have one form, or all are dequantised. Embeddings are dequantised.
+    The matrices of a fused product have a common form, or all are dequantised. Embeddings are dequantised.
     """
     products: dict[tuple[str, str, str], dict[str, str]] = {}
     for hf_name, name in hf_names(file).items():
@@ -187,8 +187,7 @@ def block_types(file: GgufFile) -> dict[str, tuple[str, Form]]:
 def describe_storage(path: Path, dtype: torch.dtype, in_blocks: bool = False) -> str:
     """Return a log line with the number of matrices by type and by the form in memory of a model in `dtype`.
 
-    `in_blocks` says whether matrices were loaded with `blocks`. Those of MTP layers, which only a draft reads, are left
-    out.
+    `in_blocks` tells whether matrices were loaded with `blocks`. MTP layers, which only a draft reads, are omitted.
     """
     file = read_gguf(path)
     forms, first = block_types(file), _first_predictor(file)
@@ -210,7 +209,7 @@ class GgufTensors:
 
     Raises CheckpointError for an unsupported architecture, and for tensors of types that cannot be dequantised.
 
-    Attributes: `file`, the header; `entries`, its entries by Hugging Face name; `block_types`, of tensors in blocks.
+    Attributes: `file`, the header; `entries`, by Hugging Face name; `block_types`, of the tensors in blocks.
     """
 
     def __init__(self, file: GgufFile) -> None:
@@ -225,7 +224,7 @@ class GgufTensors:
         self._adds_one = rules_of(file).norm == "rms_plus_one"
         heads, kv_heads = (
             max(count, default=0) if isinstance(count := file.value(f"attention.{key}"), list) else count
-            for key in ("head_count", "head_count_kv")  # of hybrid models by layer
+            for key in ("head_count", "head_count_kv")  # per layer in hybrid models
         )
         self._permuted = {"attn_q": heads, "attn_k": kv_heads or heads} if file.architecture in PERMUTED else {}
         self._check_types()
@@ -243,7 +242,7 @@ class GgufTensors:
         if type(heads) is int and heads > 0 and len(data) % (2 * heads) == 0:  # otherwise `match` reports the shape
             # The converter moved rows [2, head_dim / 2] of a head to [head_dim / 2, 2]. A row's blocks stay together.
             permuted = data.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-            Blocks(entry.type, data, self._bytes[entry.file].base).release()  # the pages that were copied
+            Blocks(entry.type, data, self._bytes[entry.file].base).release()  # drops the pages that were copied
             return permuted
         return data
 

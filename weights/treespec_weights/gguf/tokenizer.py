@@ -34,11 +34,11 @@ _GPT4O = rf"{_CASED[0]}{_CONTRACTIONS}?|{_CASED[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3
 class _Rule(NamedTuple):
     """Rule by which byte-level BPE splits a text before merging."""
 
-    split: str | None = None  # a regex of the pieces; None for GPT-2's
-    single_digits: bool = False  # each digit is a piece
-    ignore_merges: bool = False  # a piece that is a token is not made by merges
+    split: str | None = None  # regex of the pieces; None for GPT-2's
+    single_digits: bool = False  # split digits into pieces of one
+    ignore_merges: bool = False  # a piece that is a token is used without merging
     normalizer: str | None = None
-    adds_bos: bool = False  # where the file does not say
+    adds_bos: bool = False  # default if the file has no such key
 
 
 _RULES: Mapping[str, _Rule] = {
@@ -107,7 +107,7 @@ def _has_json_beside(file: GgufFile) -> bool:
 
 
 def have_equal_tokenizers(*files: GgufFile) -> bool:
-    """Return whether all files store the same tokenizer, which takes 10 ms where building two takes a second."""
+    """Return whether all files store the same tokenizer. Takes 10 ms; building two takes a second."""
     stored = [{key: v for key, v in file.metadata.items() if key.startswith("tokenizer.ggml.")} for file in files]
     return all(map(is_stored, files)) and all(values == stored[0] for values in stored)
 
@@ -148,7 +148,7 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
     }
     if templates.keys() == {"default"}:
         config["chat_template"] = templates["default"]
-    elif templates:  # as transformers stores several
+    elif templates:  # transformers' format for several templates
         config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
     parent = file.path.parent
     if _has_json_beside(file):
@@ -169,7 +169,7 @@ def turn_ends(file: GgufFile) -> list[int]:
     if not isinstance(tokens, list) or not isinstance(types, list):
         return []
     controls = {id: token for id, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL}
-    has_parts = any(name in controls.values() for name in ("<|return|>", "<|flush|>"))  # which "<|end|>" ends
+    has_parts = any(name in controls.values() for name in ("<|return|>", "<|flush|>"))  # parts, which "<|end|>" ends
     return [id for id, token in controls.items() if token in _TURN_ENDS and not (has_parts and token == "<|end|>")]
 
 
@@ -213,7 +213,7 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) 
 
     spelled = [_spelled(file, token) for token in tokens]
     vocab = {token: id for id, token in enumerate(spelled)}
-    if file.metadata["tokenizer.ggml.model"] == "gemma4":  # whose merges are stored
+    if file.metadata["tokenizer.ggml.model"] == "gemma4":  # gemma4 files store the merges
         merges: Any = [tuple(merge.split(" ")) for merge in _strings(file, "merges")]
     else:
         merges = _merges(file, vocab, types)

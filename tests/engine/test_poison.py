@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.helpers.exactness import altered_logits
 from tests.helpers.models import (
     VOCAB,
     Poisoner,
@@ -26,7 +27,7 @@ from tests.helpers.models import (
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.sampled import tokens_of
 from tests.helpers.sharing import assert_clean
-from tests.helpers.speech import altered_logits, around_steps, checked
+from tests.helpers.speech import around_steps, checked
 from treespec import LLM, SpecConfig
 from treespec.errors import ModelError, RequestError
 from treespec.request import Request

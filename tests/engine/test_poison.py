@@ -13,17 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.helpers.exactness import altered_logits
-from tests.helpers.models import (
-    VOCAB,
-    Poisoner,
-    greedy,
-    new_folder,
-    open_llm,
-    quick,
-    random_prompts,
-    tiny,
-    tiny_llm,
-)
+from tests.helpers.models import VOCAB, Poisoner, greedy, new_folder, open_llm, quick, random_prompts, tiny, tiny_llm
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.sampled import tokens_of
 from tests.helpers.sharing import assert_clean

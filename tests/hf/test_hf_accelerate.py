@@ -12,13 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    StoppingCriteria,
-    pipeline,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria, pipeline
 
 import treespec.hf
 from tests.helpers.architectures import VOCAB, make_model, random_ids

@@ -79,11 +79,7 @@ def test_rounds_launched_ahead(gpu: Gpu, llm: LLM) -> None:
         draft(batch, requests, levels, *rest)
         followed.append((levels > 0, batch.has_followed))
 
-    with (
-        rounds_wait_for_nothing(gpu),
-        mock.patch.object(BatchRound, "draft", watched),
-        launched_ahead(),
-    ):
+    with rounds_wait_for_nothing(gpu), mock.patch.object(BatchRound, "draft", watched), launched_ahead():
         for spec in ("off", TREES):
             assert tokens_of(llm.generate(PROMPTS, params, spec=spec)) == expected
             llm.engine.check_integrity()

@@ -15,10 +15,7 @@ from tests.helpers.serving import NAME, PATIENCE, client_of, serving
 from tests.helpers.speech import scripted
 from tests.helpers.tool_calls import ANSWERS, CALLS, FUNCTIONS, NOW_CALL, ROME, Parsed, ToolCall
 from treespec import LLM, AsyncLLM
-from treespec.serve.output_parser import (
-    CALL_FORMATS,
-    OutputParser,
-)
+from treespec.serve.output_parser import CALL_FORMATS, OutputParser
 from treespec.serve.output_reader import OutputReader
 
 pytestmark = pytest.mark.usefixtures("gives_all_pages_back")

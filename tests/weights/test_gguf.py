@@ -189,13 +189,7 @@ IN_BLOCKS = {kind: f"gguf {kind}" for kind in FORMATS} | {"tied": "gguf Q4_1, Q8
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "kind",
-    quick(
-        ("F32", "F16", "BF16", *FORMATS),
-        ("F16", "Q8_0", "Q6_K", "Q4_K_M", "tied"),
-    ),
-)
+@pytest.mark.parametrize("kind", quick(("F32", "F16", "BF16", *FORMATS), ("F16", "Q8_0", "Q6_K", "Q4_K_M", "tied")))
 def test_every_type_of_block(kind: str) -> None:
     path = llama_file(kind)
     assert read_config(path)["dtype"] == {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")

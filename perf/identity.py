@@ -15,6 +15,7 @@ import argparse
 import itertools
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def against_transformers(model: Path, plain: list[RequestOutput], logits: list[T
     return {"tokens": total, "agree": agree, "rounding_ties": ties, "max_kl": divergence}
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = measuring.parser(__doc__, grows=False, prompts=200, max_tokens=128, nodes=16, max_depth=16)
     parser.add_argument("--model", help="a folder; default: the embedded target")
     parser.add_argument("--draft", action="append", help="a folder; repeatable; default: the embedded SSMs")
@@ -138,7 +139,7 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="LLM(compile=True)")
     parser.add_argument("--out", dest="json", type=Path, help="the same as --json")
     parser.add_argument("--sampling", action="store_true", help="compare sampled tokens instead of greedy ones")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.threads:
         torch.set_num_threads(args.threads)
     report = compare(args)

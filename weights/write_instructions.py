@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from treespec_training import data
 from treespec_training.instructions import instructions, interleaved, raw_texts
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None, installed: Iterable[data.Document] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of train.jsonl and heldout.jsonl")
     parser.add_argument("--per-kind", type=int, default=2000, help="training instructions of each kind")
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     everything = sys.maxsize  # no limit of characters per package: instructions alternate between packages anyway
-    documents = chain(data.installed_documents(), data.folder_documents(args.text_root))
+    documents = chain(installed or data.installed_documents(), data.folder_documents(args.text_root))
     halves = data.select(documents, data.KINDS, args.held_out, everything, args.seed)
     for name, half, count in (("train", halves[0], args.per_kind), ("heldout", halves[1], args.heldout_per_kind)):
         selected = interleaved(instructions(half, name == "heldout", count, args.seed))

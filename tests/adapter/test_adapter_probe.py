@@ -7,13 +7,14 @@ between them, or from float32, in bfloat16.
 import functools
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from tests.helpers.architectures import VOCAB, logits_by, make_model, open_adapter_llm
-from tests.helpers.faults import FAULTS, WINDOW_FAULTS, Fault, open_with
+from tests.helpers.faults import FAULTS, WINDOW_FAULTS, Fault, decoder_with, open_with
 from tests.helpers.models import random_prompts
 from treespec.adapter.decoder import PackedLinear
 from treespec.adapter.probe import BOUNDS
@@ -88,15 +89,17 @@ def test_faults_in_noisy_models_are_refused(kind: str, fault: str, dtype: torch.
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fault", ["sinks", "scale", "mask"])
-def test_faults_of_rows_that_attend_alone(fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_rows_that_attend_alone(fault: str, dtype: torch.dtype) -> None:
+    def unmasked(*args: Any) -> torch.Tensor:
+        with mock.patch("treespec.adapter.row_attention.visible_keys", lambda _, rows, keys: keys <= rows[:, None]):
+            return attend_rows(*args)
+
     planted = {
-        "sinks": ("adapter.decoder.attend_rows", lambda *args: attend_rows(*args[:7])),
-        "scale": ("adapter.decoder.attend_rows", lambda *args: attend_rows(*args[:5], 1.03 * args[5], *args[6:])),
-        "mask": ("adapter.row_attention.visible_keys", lambda _, queries, keys: keys <= queries[:, None]),
+        "sinks": lambda *args: attend_rows(*args[:7]),
+        "scale": lambda *args: attend_rows(*args[:5], 1.03 * args[5], *args[6:]),
+        "mask": unmasked,
     }
-    name, wrong = planted[fault]
-    monkeypatch.setattr(f"treespec.{name}", wrong)
-    with pytest.raises(ModelError, match=REFUSED):
+    with decoder_with(attend_rows=planted[fault]), pytest.raises(ModelError, match=REFUSED):
         open_adapter_llm(noisy("gpt_oss", dtype), dtype=dtype, exact=False)
 
 

@@ -17,6 +17,7 @@ from transformers.models.stablelm import modeling_stablelm
 
 from tests.helpers.architectures import VOCAB, continuations, logits_after, make_model, open_adapter_llm, saved
 from tests.helpers.exactness import Run, assert_exact, differences, run
+from tests.helpers.faults import decoder_with
 from tests.helpers.models import OracleDrafter, greedy, make_llama, new_folder, quick_start, random_prompts
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.adapter.decoder import AdapterDecoder
@@ -56,17 +57,16 @@ def foretold(model: Any, prompts: list[list[int]], count: int) -> tuple[list[lis
 
 
 @pytest.mark.parametrize(("kind", "alone"), [*((kind, False) for kind in EXACT), ("gemma2", True), ("cohere2", True)])
-def test_parity_and_identity(kind: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parity_and_identity(kind: str, alone: bool) -> None:
     """Greedy tokens are transformers', all logits of trees are within 1e-4 of it, and equal plain decoding's.
 
     Also of the attention for other masks, of every row `alone`, given windows and soft caps.
     """
-    if alone:
-        monkeypatch.setattr("treespec.adapter.decoder.window_below", lambda *_: None)
     model, folder = saved(kind)
     prompts = random_prompts([5, 58, 1] + [129] * (kind == "cohere2"), vocab=VOCAB)  # four windows deep
     wanted, oracle = foretold(model, prompts, COUNT)
-    llm = open_adapter_llm(folder, [oracle], backend="transformers", max_num_batched_tokens=37)
+    with decoder_with(window_below=(lambda *_: None) if alone else window_below):
+        llm = open_adapter_llm(folder, [oracle], backend="transformers", max_num_batched_tokens=37)
     frozen = llm.stats()["frozen"]
     assert frozen["backend"] == "transformers"
     assert frozen["exactness"].startswith("bit-identical")
@@ -154,17 +154,17 @@ def test_longrope_by_request(kind: str) -> None:
         assert run(llm, [prompt], greedy(16)).tokens == [tokens]
 
 
-def test_a_model_that_reads_its_linear_weights_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = modeling_stablelm.StableLmMLP
+def test_a_model_that_reads_its_linear_weights_itself() -> None:
+    class Reading(modeling_stablelm.StableLmMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate = nn.functional.linear(x, self.gate_proj.weight)
+            return self.down_proj(self.act_fn(gate) * self.up_proj(x))
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        gate = nn.functional.linear(x, self.gate_proj.weight)
-        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
-
-    monkeypatch.setattr(module, "forward", forward)
-    model, folder = saved("stablelm")
+    model = make_model("stablelm")
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Reading
     prompts = random_prompts([9], vocab=VOCAB)
-    llm = open_adapter_llm(folder)
+    llm = open_adapter_llm(model)
     assert llm.config.linear == "torch"
     assert llm.stats()["frozen"]["exactness"] == "bit-identical at 32 fixed rows"
     assert run(llm, prompts, greedy(12)).tokens == continuations(model, prompts, 12)
@@ -294,13 +294,11 @@ def test_the_selftest_finds_experts_that_share_a_product() -> None:
 
 def test_a_model_in_memory_keeps_its_own_experts() -> None:
     model = make_model("mixtral")
-    own = model.config._experts_implementation
     tokens = torch.arange(9, dtype=torch.int64)[None]
     with torch.inference_mode():
         expected = model(tokens).logits
         with routed(configs_of(model), reference_attention), ThreadPoolExecutor(1) as other:
             assert torch.equal(other.submit(torch.inference_mode()(lambda: model(tokens).logits)).result(), expected)
-    assert model.config._experts_implementation == own
     assert torch.equal(model(tokens).logits, expected)
 
 
@@ -317,13 +315,11 @@ def shorter(window: Window | None) -> Window:
     ],
     ids=["a window one shorter", "positions by row"],
 )
-def test_the_probe_notices_planted_faults(name: str, planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_notices_planted_faults(name: str, planted: Any) -> None:
     """Those of the decoder itself; tests/adapter/test_adapter_probe.py has those of attention."""
     open_adapter_llm(model := make_model("gemma2"), exact=False)
-    monkeypatch.setattr(f"treespec.adapter.decoder.{name}", planted)
-    with pytest.raises(ModelError, match="logits differ from transformers'"):
+    with decoder_with(**{name: planted}), pytest.raises(ModelError, match="logits differ from transformers'"):
         open_adapter_llm(model, exact=False)
-    monkeypatch.undo()
     model.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] + args[0].mean(1, keepdim=True),))
     with pytest.raises(ModelError, match="logits differ from transformers'"):  # what mixes rows
         open_adapter_llm(model)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import treespec.sampling.sampler
 from tests.bench.test_bench import arguments, options
 from tests.helpers.commands import run
+from tests.helpers.exactness import altered_logits
 from tests.helpers.models import random_prompts, tiny_llm
 from treespec import SamplingParams, SpecConfig
 from treespec.bench.measure import MEANING, profiled
@@ -104,19 +104,16 @@ def test_rules_in_one_document(ids_file: Path, lent_engine: None) -> None:
             assert set(mode["accepted_by_source"]) <= {"ssm-1", "ssm-2", "ssm-3"}
 
 
-def test_a_planted_fault_is_counted(ids_file: Path, lent_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    temper = treespec.sampling.sampler.Sampler.walk
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_planted_fault_is_counted(ids_file: Path, lent_engine: None, shift: int) -> None:
+    def shifted(request: Any, tree: Any, logits: Any) -> None:
+        logits.copy_(logits.roll(shift if len(tree) > 1 else 0, 1))
 
-    def wrong(self: Any, tree: Any, *rest: Any) -> Any:
-        path, bonus = temper(self, tree, *rest)
-        return path, (bonus + (len(tree) > 1)) % 512
-
-    for is_right in (True, False):
+    with altered_logits(tiny_llm(), shifted):
         figures = bench(options(ids_file, temperature=1.0, only=("tree-ssms-*", "chain-k3")))["runs"][0]
-        plain, *drafted = figures["modes"]
-        assert [mode["mode"] for mode in drafted] == ["chain-k3", "tree-ssms-n8"] and figures["rules"] is None
-        assert plain["mismatches"] == 0 and all((mode["mismatches"] == 0) == is_right for mode in drafted)
-        monkeypatch.setattr(treespec.sampling.sampler.Sampler, "walk", wrong)
+    plain, *drafted = figures["modes"]
+    assert [mode["mode"] for mode in drafted] == ["chain-k3", "tree-ssms-n8"] and figures["rules"] is None
+    assert plain["mismatches"] == 0 and all((mode["mismatches"] > 0) == bool(shift) for mode in drafted)
 
 
 def test_prints_rules(ids_file: Path, lent_engine: None) -> None:

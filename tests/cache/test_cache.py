@@ -1,8 +1,5 @@
 """The KV cache: pages, commits in place, leaks, scrubbing."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -101,19 +98,23 @@ def test_scrub_of_slots(first: int, count: int, pool: int) -> None:
     assert (cache.pools[1 - pool] == 7).all(), "another pool was touched"
 
 
-BROKEN: dict[str, Callable[[KVCache, np.ndarray], Any]] = {
-    "more holders than counted": lambda cache, pages: cache._held.update(b=pages[:1]),
-    "lost": lambda cache, pages: cache._held.pop("a"),
-    "holds a page twice": lambda cache, pages: cache._held.update(a=pages[[0, 0]]),
-    "not scrubbed": lambda cache, pages: cache._dirty.__setitem__(6, True),
-    "null page": lambda cache, pages: cache._holders.__setitem__(0, 1),
-}
+class BrokenCache(KVCache):
+    def corrupt(self, message: str, pages: np.ndarray) -> None:
+        if message == "not scrubbed":
+            self._dirty[6] = True
+        elif message == "null page":
+            self._holders[0] = 1
+        else:
+            holders = {"lost": {}, "holds a page twice": {"a": pages[[0, 0]]}}
+            self._held = holders.get(message, {"a": pages, "b": pages[:1]})
 
 
-@pytest.mark.parametrize("message", BROKEN)
+@pytest.mark.parametrize(
+    "message", ["more holders than counted", "lost", "holds a page twice", "not scrubbed", "null page"]
+)
 def test_integrity_sees_what_is_wrong(message: str) -> None:
-    cache = new_cache(6)
-    BROKEN[message](cache, cache.reserve("a", 2 * PAGE_SIZE))
+    cache = BrokenCache(SHAPES, 6, torch.float32, "cpu")
+    cache.corrupt(message, cache.reserve("a", 2 * PAGE_SIZE))
     with pytest.raises(AssertionError, match=message):
         cache.check_integrity()
 

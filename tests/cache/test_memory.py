@@ -6,13 +6,13 @@ import os
 import re
 import warnings
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from tests.helpers.calls import failing
 from tests.helpers.child import run_uninterpreted
 from tests.helpers.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
 from treespec import SpecConfig
@@ -110,7 +110,7 @@ def test_cached_files_count_as_free(tmp_path: Path) -> None:
 
 def test_where_nothing_says_what_is_free(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nowhere = tmp_path / "meminfo"
-    with mock.patch("os.sysconf", side_effect=ValueError("unrecognized configuration name")):
+    with failing(os, "sysconf", ValueError("unrecognized configuration name")):
         assert _available(nowhere) == memory.UNKNOWN
     assert "assuming 8 GiB" in caplog.text
 

@@ -1,7 +1,6 @@
 """Models that commands load, and an engine that they are lent instead."""
 
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 
@@ -20,7 +19,7 @@ def llm() -> LLM:
 def models() -> Iterator[list[str]]:
     """Options that name a target and two drafts; their costs are known and stay, and their proofs are made once."""
     drafts = [part for draft in tiny()[1][:2] for part in ("--draft", str(draft))]
-    with quick_start(), mock.patch("treespec.planning.round_costs.RoundCosts.learn", lambda *_: None):
+    with quick_start():
         yield ["--model", str(speaking_folder()), *drafts]
 
 

@@ -4,19 +4,18 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import treespec.engine.host_executor
 from tests.helpers.commands import lend, program, run
+from tests.helpers.exactness import altered_logits
 from tests.helpers.models import VOCAB, tiny_llm
 from tests.helpers.speech import speaking_folder
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.cli import app
 from treespec.cli.generate import pairs_of_seconds, speed_up, summary
-from treespec.engine.host_executor import verify_request
 
 PROMPT = "def add(a, b):\n    return"
 
@@ -85,23 +84,23 @@ def test_a_speed_up_is_the_median_of_pairs() -> None:
         assert speed_up(12, pairs).startswith(expected)
 
 
-def test_check_finds_a_planted_difference(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, rounds = ("generate", PROMPT, "--max-tokens", 24), list[Any]()
+def test_check_finds_a_planted_difference(loaded: LLM) -> None:
+    given, rounds = ("generate", PROMPT, "--max-tokens", 24), list[int]()
     right = run(*given, "--json").document["token_ids"]
 
-    def one_wrong(request: Any, tree: Any, choices: Any) -> tuple[np.ndarray, int]:
-        path, bonus = verify_request(request, tree, choices)
+    def one_wrong(request: Any, tree: Any, logits: Any) -> None:
         if len(tree) > 1:
-            rounds.append(path)
-        return path, (bonus + 1) % VOCAB if len(tree) > 1 and len(rounds) == 2 else bonus
+            rounds.append(request.num_generated)
+        if len(tree) > 1 and len(rounds) == 2:
+            logits[0, (right[rounds[1]] + 1) % VOCAB] = logits.max() + 1
 
-    monkeypatch.setattr(treespec.engine.host_executor, "verify_request", one_wrong)
-    ran = run(*given, "--check", "--json", code=1)
-    at = sum(map(len, rounds[:2])) - 1
-    found = {"index": at, "token": (right[at] + 1) % VOCAB, "plain_token": right[at]}
-    assert ran.document["identical"] is False and ran.document["first_difference"] == found
-    rounds.clear()
-    ran = run(*given, "--check", code=1)
+    with altered_logits(loaded, one_wrong):
+        ran = run(*given, "--check", "--json", code=1)
+        at = rounds[1]
+        found = {"index": at, "token": (right[at] + 1) % VOCAB, "plain_token": right[at]}
+        assert ran.document["identical"] is False and ran.document["first_difference"] == found
+        rounds.clear()
+        ran = run(*given, "--check", code=1)
     assert "NOT identical" in ran.stderr and "times as fast" not in ran.stderr
     assert f"output position {at} " in ran.stderr and f"token {right[at]} " in ran.stderr
 
@@ -163,18 +162,15 @@ def test_errors_of_the_engine(loaded: LLM) -> None:
     assert "UTF-8" in run("generate", stdin=b"\xff\xfe", code=2).stderr
 
 
-def test_a_bug_keeps_its_traceback_and_ctrl_c_has_none(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> tuple[np.ndarray, int]:
-        raise errors[0]
-
-    errors: list[BaseException] = [ValueError("no user's error")]
-    monkeypatch.setattr(treespec.engine.host_executor, "verify_request", broken)
-    result = CliRunner().invoke(app, ["generate", PROMPT])
-    assert result.exception is errors[0] and result.exit_code == 1
-    loaded.engine.check_integrity()
-    errors[0] = KeyboardInterrupt()
-    assert run("generate", PROMPT, "--model", "embedded", code=130).stderr == "interrupted\n"
-    assert run("generate", PROMPT, "--json", code=130).document["error"]["message"] == "interrupted"
+def test_a_bug_keeps_its_traceback_and_ctrl_c_has_none(loaded: LLM) -> None:
+    broken = mock.Mock(side_effect=ValueError("no user's error"))
+    with altered_logits(loaded, broken):
+        result = CliRunner().invoke(app, ["generate", PROMPT])
+        assert result.exception is broken.side_effect and result.exit_code == 1
+        loaded.engine.check_integrity()
+        broken.side_effect = KeyboardInterrupt
+        assert run("generate", PROMPT, "--model", "embedded", code=130).stderr == "interrupted\n"
+        assert run("generate", PROMPT, "--json", code=130).document["error"]["message"] == "interrupted"
     loaded.engine.check_integrity()
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-import treespec.sampling.sampler
 from tests.helpers.commands import lend, run
+from tests.helpers.exactness import altered_logits
 from tests.helpers.models import tiny_llm
 from treespec import LLM, SamplingParams, SpecConfig
 
@@ -89,18 +89,15 @@ def test_several_outputs(asked: list[Any], loaded: LLM) -> None:
         assert line == " ".join(map(str, [*IDS, *each.token_ids]))
 
 
-def test_a_difference_names_its_output(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = treespec.sampling.sampler.Sampler.choose
+def test_a_difference_names_its_output(loaded: LLM) -> None:
+    def wrong(request: Any, tree: Any, logits: Any) -> None:
+        if request.sample == 1 and request.spec.nodes != 1:
+            logits.copy_(logits.roll(1, 1))
 
-    def wrong(self: Any, logits: Any, tokens: Any, ancestors: Any = ()) -> int:
-        token = choose(self, logits, tokens, ancestors)
-        second = self.noise.sample == 1 and loaded.engine.scheduler.running[0].spec.nodes != 1
-        return (token + second) % 512
-
-    monkeypatch.setattr(treespec.sampling.sampler.Sampler, "choose", wrong)
-    ran = run(*HOT, "-n", 2, "--seed", 2, "--check", "--json", code=1)
-    assert ran.document["first_difference"]["output"] == 1 and ran.document["first_difference"]["index"] == 0
-    assert "output 2, position 0 (" in run(*HOT, "-n", 2, "--seed", 2, "--check", code=1).stderr
+    with altered_logits(loaded, wrong):
+        ran = run(*HOT, "-n", 2, "--seed", 2, "--check", "--json", code=1)
+        assert ran.document["first_difference"]["output"] == 1 and ran.document["first_difference"]["index"] == 0
+        assert "output 2, position 0 (" in run(*HOT, "-n", 2, "--seed", 2, "--check", code=1).stderr
 
 
 def test_one_stream_has_one_output(loaded: LLM) -> None:

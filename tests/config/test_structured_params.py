@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 from tokenizers import Tokenizer
@@ -100,9 +99,10 @@ def test_a_tokenizer_is_needed_whose_tokens_can_be_read() -> None:
     assert llm.generate("x", SamplingParams(max_tokens=1))[0].error is None
 
 
-def test_without_llguidance_the_error_says_what_to_install() -> None:
+def test_without_llguidance_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = speaking_llm()
-    with no_form_read(llm), mock.patch.dict(sys.modules, {"llguidance": None}):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with no_form_read(llm):
         outputs = llm.generate(["x", "x"], [asked({"regex": "a"}), SamplingParams(max_tokens=2)])
     assert str(outputs[0].error).endswith("pip install llguidance") and outputs[1].error is None
 

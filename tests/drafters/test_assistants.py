@@ -21,10 +21,7 @@ from treespec_weights import inspect_checkpoint
 from treespec_weights.heads import compare_head, read_head
 
 LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
-KINDS: dict[str, dict[str, Any]] = {
-    "all tokens": {},
-    "groups": {"use_ordered_embeddings": True, "num_centroids": 8},
-}
+KINDS: dict[str, dict[str, Any]] = {"all tokens": {}, "groups": {"use_ordered_embeddings": True, "num_centroids": 8}}
 EXECUTORS = [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=needs_compiler)]
 QUICK = [("groups", False)]
 EVEN = {"vocab_size": VOCAB + 3, "vocab_size_per_layer_input": VOCAB + 3}  # a multiple of the groups

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.blocks_made import write_dflash
+from tests.helpers.calls import calls_of
 from tests.helpers.enumeration import paths_of
 from tests.helpers.families import TYPICAL, fitting, make_model
 from tests.helpers.heads_made import MASK, TargetShape
@@ -99,9 +100,9 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
         with watch(llm.engine) as rounds:
             return tokens_of(llm.generate(prompts, params, spec)), rounds
 
-    with mock.patch.object(CompiledGrowth, "grow", autospec=True, side_effect=CompiledGrowth.grow) as whole_trees:
+    with calls_of(CompiledGrowth, "grow") as whole_trees:
         ours, compiled = run()
-    assert bool(whole_trees.call_count) != (name == "traversal")
+    assert bool(whole_trees) != (name == "traversal")
     with mock.patch.object(SsmDrafter, "_models_for_call", lambda *_: None):
         theirs, general = run()
     assert ours == theirs

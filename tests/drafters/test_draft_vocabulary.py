@@ -3,6 +3,7 @@
 import json
 import mmap
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,24 +163,20 @@ def test_tokens_rank_by_counts_then_by_script_and_merges(tmp_path: Path) -> None
 def test_ranks_are_stored_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_tokenizer(tmp_path / "bpe", byte_level(400, TEXT.splitlines()))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    ranked: list[Path] = []
-
-    def counted(folder: Path, *rest: Any) -> np.ndarray:
-        ranked.append(folder)
-        return rank_tokens(folder, *rest)
-
-    monkeypatch.setattr(vocabularies, "rank_tokens", counted)
-    limit = vocabularies.HeadLimit(300, always=True)
-    kept = [limit.kept(source, 400, ends) for ends in ((), (), (399,), (399,))]
-    assert len(ranked) == 2 and np.array_equal(kept[0], kept[1]) and np.array_equal(kept[2], kept[3])
+    limit, kept, files = vocabularies.HeadLimit(300, always=True), [], []
+    for ends in ((), (), (399,), (399,)):
+        kept.append(limit.kept(source, 400, ends))
+        [stored] = (tmp_path / "cache").rglob("*.npy")
+        files.append(stored.stat().st_ino)
+    assert files[0] == files[1] != files[2] == files[3], "a rank that is stored replaces none"
+    assert np.array_equal(kept[0], kept[1]) and np.array_equal(kept[2], kept[3])
     assert np.array_equal(kept[0], np.sort(rank_tokens(source)[:300])) and 399 in kept[2]
     shutil.copy(save_tokenizer(tmp_path / "other", byte_level(400, TEXT.splitlines()[::2])) / "tokenizer.json", source)
-    assert np.array_equal(limit.kept(source, 400, ()), np.sort(rank_tokens(source)[:300])) and len(ranked) == 3
-    [stored] = (tmp_path / "cache").rglob("*.npy")
-    for damaged in (b"", stored.read_bytes()[:200]):
+    assert np.array_equal(limit.kept(source, 400, ()), np.sort(rank_tokens(source)[:300]))
+    whole = stored.read_bytes()
+    for damaged in (b"", whole[:200]):
         stored.write_bytes(damaged)
-        assert limit.kept(source, 400, ()) is not None
-    assert len(ranked) == 5
+        assert limit.kept(source, 400, ()) is not None and stored.read_bytes() == whole
 
 
 def test_rows_of_a_quantised_head_are_gathered() -> None:
@@ -191,12 +188,25 @@ def test_rows_of_a_quantised_head_are_gathered() -> None:
     cut = QuantizedWeight(*(weights.get(name) for name in names))  # type: ignore[arg-type]
     assert tokens is not None and tokens.tolist() == [1, 4, 11] and torch.equal(weights["embed"], head[:14])
     assert torch.equal(dequantized(cut), dequantized(whole)[kept])
-    blocks = Blocks("Q8_0", torch.randint(256, (16, 34), dtype=torch.uint8), mmap.mmap(-1, 1))
+    dropped = []
+
+    class Mapping(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            dropped.append(advice)
+
+    mapping = Mapping(-1, 16 * 8704)
+    rows = torch.frombuffer(mapping, dtype=torch.uint8).view(16, 8704)
+    rows.copy_(torch.randint(256, rows.shape))
+    blocks = Blocks("Q8_0", rows, mapping)
     tied = {"embed": blocks}
-    with mock.patch.object(Blocks, "release") as release:
-        assert vocabularies.fit_weights(tied, 16, None, kept) is not None
-    assert release.called, "pages from which rows were copied stay in memory"
+    assert vocabularies.fit_weights(tied, 16, None, kept) is not None
+    assert dropped, "pages from which rows were copied stay in memory"
     assert torch.equal(tied["lm_head"].rows, blocks.rows[kept]) and torch.equal(tied["embed"].rows, blocks.rows)
+
+
+def cutting_small_heads() -> AbstractContextManager[object]:
+    """While it lasts, "auto" cuts heads of as many tokens as those of the tests have."""
+    return mock.patch.object(vocabularies, "LEAST_VOCABULARY", VOCAB)
 
 
 def test_heads_that_can_be_cut() -> None:
@@ -213,7 +223,7 @@ def test_heads_that_can_be_cut() -> None:
         sizes.append([head.num_parameters for _, head in resolve(options).heads])
     mtp, own, less = (cut - whole for whole, cut in zip(*sizes, strict=True))
     assert (mtp, own, less) == (256 * 48, -256 * 48, 0)
-    with mock.patch.object(vocabularies, "LEAST_VOCABULARY", VOCAB):
+    with cutting_small_heads():
         found = open_llm(target, drafts).stats()["draft_vocabularies"]
         assert [value.endswith(", 256 of 512 tokens") for value in found.values()] == [True, True, False]
         (target / "tokenizer.json").write_text("{}")
@@ -241,7 +251,7 @@ def test_the_option(tmp_path: Path) -> None:
     for value, cut in rows.items():
         llm = open_llm(speaking_folder(), drafts[:1], draft_vocabulary=value)
         assert llm.stats()["draft_vocabularies"] == {"ssm-1": f"same vocabulary{cut}"}
-    with mock.patch.object(vocabularies, "LEAST_VOCABULARY", 512):
+    with cutting_small_heads():
         llm = open_llm(speaking_folder(), drafts[:1])
     assert llm.stats()["draft_vocabularies"] == {"ssm-1": "same vocabulary, 256 of 512 tokens"}
     assert 256 in llm.engine.sources.ssms.models[0].cost_key  # its passes cost less than those of a whole head

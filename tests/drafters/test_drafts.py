@@ -1,18 +1,25 @@
 """The SSMs' side: a draft that is the target itself is never wrong, and a draft's cache holds what it computes anew."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 from tests.helpers.exactness import assert_exact, run
-from tests.helpers.models import assert_same_tree, exact_in, greedy, open_llm, random_prompts, tiny, tiny_llm
+from tests.helpers.models import (
+    assert_same_tree,
+    equal_weights,
+    exact_in,
+    greedy,
+    open_llm,
+    random_prompts,
+    tiny,
+    tiny_llm,
+)
 from treespec import LLM, SpecConfig
 from treespec.drawing.recording import watch
 from treespec.engine.round_record import RoundRecord
-from treespec.mixture_weights import MixtureWeights
 from treespec.tree import TokenTree
 
 TOKENS = 24
@@ -58,9 +65,10 @@ def first_proposals(llm: LLM, keys: Iterable[tuple[int, ...]], spec: SpecConfig)
 
 
 @pytest.fixture
-def equal_trust(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights of the SSMs, which remember more than the tokens of a new request's prompt, stay equal."""
-    monkeypatch.setattr(MixtureWeights, "weights", lambda self, ssms: np.full(len(ssms), 1 / len(ssms)))
+def equal_trust() -> Iterator[None]:
+    """The weights of the SSMs remember more than the tokens of a new request's prompt."""
+    with equal_weights():
+        yield
 
 
 SSMS_24 = SpecConfig(nodes=24, max_depth=5, sources=("ssm",))

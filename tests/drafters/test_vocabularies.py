@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -303,9 +302,7 @@ def test_samples_aborts_and_streams_leave_nothing_behind() -> None:
 
 def test_nothing_is_drafted_where_it_does_not_pay() -> None:
     llm = llm_of("unigram")
-    drafter = cross_tokenizer_drafters_of(llm)[0]
-    with mock.patch.object(drafter.model, "forward", wraps=drafter.model.forward) as passes:
+    with watch(llm.engine) as rounds:
         (output,) = llm.generate(random_prompts((20,)), greedy(150), spec=SpecConfig(sources=("ssm",)))
     assert output.metrics.target_passes > 100
-    assert passes.call_count < 100
-    assert np.isfinite(drafter.pass_value._calibration)
+    assert sum(len(each.tree) > 1 for each in rounds) < 50

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.calls import calls_of, failing
 from tests.helpers.models import greedy, open_llm, random_prompts, tiny, tiny_llm, tokens_of
 from tests.helpers.sharing import assert_clean
 from tests.helpers.speech import around_steps, checked
@@ -33,15 +34,9 @@ def test_slots_are_refilled_at_once() -> None:
 def test_a_long_prompt_does_not_hold_up_the_others() -> None:
     """Prompts are computed in chunks beside the decoding of others; every step stays within the prefill budget."""
     llm = tiny_llm(ssms=(0,), max_num_seqs=3, max_num_batched_tokens=16)
-    rows: list[int] = []
-    prefill = llm.engine.runner.prefill
-
-    def counted(requests: Any, counts: Any) -> None:
-        rows.append(sum(counts))
-        prefill(requests, counts)
-
-    with mock.patch.object(llm.engine.runner, "prefill", counted), checked(llm) as running:
+    with calls_of(llm.engine.runner, "prefill") as prefilled, checked(llm) as running:
         short, long, other = llm.generate(random_prompts((3, 100, 20)), [greedy(4), greedy(4), greedy(9)], "off")
+    rows = [sum(counts) for _, counts in prefilled]
     assert max(rows) == 16 and sum(rows) == 2 + 99 + 19
     ended = [short.request_id not in now for now in running].index(True)
     assert ended == 3, "the short request did not wait for the long prompt"
@@ -196,17 +191,14 @@ def test_ctrl_c_frees_everything(place: str) -> None:
     prompts = random_prompts((1, 30, 64, 70, 5, 5))  # four of twelve samples wait
     before = llm.stats()["requests"]
 
-    def interrupted() -> Any:
-        return mock.patch.object(*PLACES[place](llm), side_effect=KeyboardInterrupt)
-
-    with interrupted(), pytest.raises(KeyboardInterrupt):
+    with failing(*PLACES[place](llm), KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, params, TREE)
     assert_clean(llm)
     assert llm.stats()["requests"] == before + 2 * len(prompts)
     stream = llm.stream(prompts[1], greedy(40), TREE)
     next(stream)
     if place in ("draft", "forward", "commit", "update", "observe"):  # in the middle: some rounds are done
-        with interrupted(), pytest.raises(KeyboardInterrupt):
+        with failing(*PLACES[place](llm), KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             list(stream)  # the planner observes several rounds together
     del stream
     assert_clean(llm)

@@ -12,21 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.helpers.models import (
-    VOCAB,
-    Poisoner,
-    greedy,
-    new_folder,
-    open_llm,
-    quick,
-    random_prompts,
-    tiny,
-    tiny_llm,
-)
+from tests.helpers.exactness import altered_logits
+from tests.helpers.models import VOCAB, Poisoner, greedy, new_folder, open_llm, quick, random_prompts, tiny, tiny_llm
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.sampled import tokens_of
 from tests.helpers.sharing import assert_clean
-from tests.helpers.speech import altered_logits, around_steps, checked
+from tests.helpers.speech import around_steps, checked
 from treespec import LLM, SpecConfig
 from treespec.errors import ModelError, RequestError
 from treespec.request import Request

@@ -1,12 +1,12 @@
 """Several threads on one engine: rounds take turns, tokens are plain decoding's, and nothing stays behind."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 
+from tests.helpers.exactness import altered_logits
 from tests.helpers.models import greedy, open_llm, random_prompts, tiny, tiny_llm
 from treespec import LLM, SpecConfig
 from treespec.errors import RequestError
@@ -50,19 +50,6 @@ def test_threads_get_plain_decodings_tokens() -> None:
     assert_idle(llm)
 
 
-def in_step(llm: LLM, act: Callable[[], None]) -> Any:
-    """Let something happen in the middle of the next round."""
-    forward, done = llm.engine.host.forward, []
-
-    def once(*args: Any) -> Any:
-        if not done:
-            done.append(True)
-            act()
-        return forward(*args)
-
-    return mock.patch.object(llm.engine.host, "forward", once)
-
-
 def test_a_round_of_another_thread_advances_and_ends_this_ones_requests() -> None:
     llm = tiny_llm(max_num_seqs=4)
     expected = [generated(llm, prompt, PARAMS[0], "off") for prompt in PROMPTS[:2]]
@@ -87,7 +74,7 @@ def test_aborts_from_another_thread_and_in_the_middle_of_a_round() -> None:
     assert chunks[-1].finish_reason == "abort"
     stream = llm.stream(PROMPTS[1], PARAMS[0], TREE)
     again = [next(stream)]
-    with in_step(llm, lambda: llm.abort(again[0].request_id)):  # as a processor or a drafter might
+    with altered_logits(llm, lambda *_: llm.abort(again[0].request_id)):  # as a processor or a drafter might
         again += stream
     assert again[-1].finish_reason == "abort"
     for some in (chunks, again):
@@ -101,7 +88,7 @@ def test_a_stream_that_is_dropped_in_the_middle_of_a_round() -> None:
     expected = generated(llm, PROMPTS[1], PARAMS[0], "off")
     kept = [llm.stream(PROMPTS[0], greedy(24), TREE)]
     next(kept[0])
-    with in_step(llm, kept.clear):
+    with altered_logits(llm, lambda *_: kept.clear()):
         assert generated(llm, PROMPTS[1], PARAMS[0]) == expected
     assert_idle(llm)
 
@@ -110,12 +97,9 @@ def test_a_stream_that_is_dropped_in_the_middle_of_a_round() -> None:
 def test_a_round_that_breaks_off_tells_the_other_callers(error: type[BaseException]) -> None:
     llm = open_llm(tiny()[0])
 
-    def fail() -> None:
-        raise error("enough")
-
     stream = llm.stream(PROMPTS[0], greedy(24))
     next(stream)
-    with in_step(llm, fail), pytest.raises(error):
+    with altered_logits(llm, Mock(side_effect=error("enough"))), pytest.raises(error):
         llm.generate(PROMPTS[1], greedy(24))
     if error is KeyboardInterrupt:
         assert next(stream).finish_reason == "abort"

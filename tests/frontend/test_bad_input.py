@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.models import (
-    edit_config,
-    greedy,
-    make_llama,
-    open_llm,
-    quick_start,
-    random_prompts,
-    tiny,
-    tiny_llm,
-)
+from tests.helpers.models import edit_config, greedy, make_llama, open_llm, quick_start, random_prompts, tiny, tiny_llm
 from tests.helpers.speech import add_tokenizer
 from treespec import LLM, SamplingParams, SpecConfig, errors
 from treespec.errors import CheckpointError, ConfigError, DraftError, KernelError, ModelError

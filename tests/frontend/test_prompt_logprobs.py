@@ -3,22 +3,21 @@
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
+import treespec.engine.runner
 from tests.helpers.architectures import open_adapter_llm, saved
+from tests.helpers.calls import calls_of
 from tests.helpers.families import MAX_LEN, TYPICAL, make_model
 from tests.helpers.models import VOCAB, exact_in, greedy, new_folder, open_llm, quick, random_prompts, tiny, tiny_llm
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.sharing import assert_clean
 from tests.helpers.speech import checked, speaking_llm
 from treespec import LLM, RequestOutput, SpecConfig
-from treespec.engine.runner import Runner
 from treespec.errors import RequestError
-from treespec.sampling.logprobs import Logprob, logprobs_of
+from treespec.sampling.logprobs import Logprob
 
 LENGTHS = (1, 2, 9, 62, 65, 130)
 TREE = SpecConfig(nodes=16, max_depth=5)
@@ -115,10 +114,10 @@ def test_who_does_not_ask_does_not_pay() -> None:
     """Prompt rows are scored for the requests that ask, in blocks, and once for all samples."""
     llm, prompts = tiny_llm(ssms=(), max_num_batched_tokens=100), random_prompts((150, 80))
     asks = greedy(4, prompt_logprobs=1, n=3, temperature=1.0, seed=1)
-    with mock.patch("treespec.engine.runner.logprobs_of", side_effect=logprobs_of) as scored:
+    with calls_of(treespec.engine.runner, "logprobs_of") as scored:
         three, _ = llm.generate(prompts, [asks, greedy(2)])
     # 50 rows of the first step, then 71 and 28: half of a step's 100 rows go to the shorter prompt while it has some.
-    assert [len(call.args[1]) for call in scored.call_args_list] == [50, 64, 7, 28]
+    assert [len(rows) for _, rows, *_ in scored] == [50, 64, 7, 28]
     assert of_prompt(three) == of_prompt(llm.generate(prompts[0], greedy(1, prompt_logprobs=1))[0])
 
 
@@ -130,21 +129,13 @@ def test_infinity_in_a_prompt_ends_its_request_alone(spec: SpecConfig | str, n: 
     prompts = random_prompts((70, 40, 90))
     params = [greedy(6, temperature=1.0, seed=1, n=n, prompt_logprobs=count) for count in (1, 2, None)]
     alone = llm.generate(prompts, params, spec)
-    score = Runner.score_prompt
-    target = llm.engine.runner.target
-    original = target.logits
 
-    def spoiled(runner: Runner, request: Any, hidden: Tensor, count: int) -> None:
-        def logits(rows: Tensor) -> Tensor:
-            found = original(rows).clone()
-            if request.prompt_token_ids == prompts[0] and request.context_len <= 60 < request.context_len + len(rows):
-                found[60 - request.context_len, 3] = math.inf
-            return found
+    def spoil(calls: list[Any]) -> None:
+        request, hidden, _ = calls[-1]
+        if request.prompt_token_ids == prompts[0] and request.context_len <= 60 < request.context_len + len(hidden):
+            hidden[60 - request.context_len] = math.inf
 
-        with mock.patch.object(target, "logits", logits):
-            score(runner, request, hidden, count)
-
-    with checked(llm), mock.patch.object(Runner, "score_prompt", spoiled):
+    with checked(llm), calls_of(llm.engine.runner, "score_prompt", spoil):
         bad, *good = llm.generate(prompts, params, spec)
     assert {each.finish_reason for each in bad.outputs} == {"error"} and bad.prompt_logprobs is None
     assert bad.metrics.target_passes == 0 and not any(each.token_ids for each in bad.outputs)

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -23,6 +22,7 @@ from tests.helpers.models import (
 )
 from treespec import LLM, LLMEngine, SamplingParams, SpecConfig
 from treespec.drafters.ssm.captured_ssms import CapturedSsms
+from treespec.engine.executor import StageClock
 from treespec.errors import DraftError
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput, RoundLimits
@@ -167,23 +167,24 @@ def test_what_rounds_emit_reaches_the_requests(accepts: int) -> None:
 def test_what_ssms_have_missed_is_not_charged_to_a_round() -> None:
     """They read a prompt once, and the planner would take drafting to be as slow as that."""
     llm, rounds, prompts, _ = scripted(1)
-    slow, took = [], []
+    slow, took, now = [], [], [0.0]
 
     class Slow(CapturedSsms):
         def catch_up(self, requests: Sequence[Request], width: int) -> bool:
             if missed := super().catch_up(requests, width):
                 slow.append(requests)
-                time.sleep(0.5)
+                now[0] += 0.5
             return missed
 
     class Watched(Planner):
         def observe(self, requests: Any, trees: Any, emitted: Any, seconds: RoundSeconds, *rest: Any) -> None:
             took.append(sum(seconds) - seconds.read)
 
-    llm.engine.captured.ssms = Slow(llm.engine.sources.ssms)
+    llm.engine.captured.ssms, llm.engine.clock = Slow(llm.engine.sources.ssms), StageClock(lambda: now[0])
     rounds.planners = {2: Watched(CURVE, rounds.limits)}
     llm.generate(prompts[1:], greedy(6), spec=SpecConfig(sources=("ssm",)))
-    assert rounds.seen and len(slow) == 1 and max(took) < 0.5
+    llm.engine.clock = StageClock()
+    assert rounds.seen and len(slow) == 1 and max(took) == 0
 
 
 def test_ssms_are_weighed_by_what_they_read() -> None:

@@ -56,6 +56,12 @@ def lend(engine: LLM | Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, load
 
     --check measures as few runs as it may.
     """
-    for loader in loaders:
-        monkeypatch.setattr(loader, (lambda *_, **__: engine) if isinstance(engine, LLM) else engine)
-    monkeypatch.setattr("treespec.cli.generate.MEASURED_SECONDS", 0)
+    opened = (lambda *_, **__: engine) if isinstance(engine, LLM) else engine
+    for name, value in (dict.fromkeys(loaders, opened) | {"treespec.cli.generate.MEASURED_SECONDS": 0}).items():
+        monkeypatch.setattr(name, value)
+
+
+def use_hub_cache(folder: Path, monkeypatch: pytest.MonkeyPatch, **constants: Any) -> None:
+    """Let a folder be the hub's cache; environment variables are read at the import of huggingface_hub alone."""
+    for name, value in {"HF_HUB_CACHE": str(folder), **constants}.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)

@@ -1,7 +1,11 @@
 """Checkpoints to convert, and what a conversion must keep of them: shared by the tests of converting."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -22,6 +26,22 @@ def make(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Pa
     for name, text in beside.items():
         (folder / name).write_text(text)
     return folder
+
+
+def full_disk() -> AbstractContextManager[object]:
+    """While it lasts, every disk says that it is full."""
+    return mock.patch("shutil.disk_usage", return_value=mock.Mock(free=0))
+
+
+@contextmanager
+def no_file_above(size: int) -> Iterator[None]:
+    """Let writes that make a file larger than `size` bytes fail, as on a disk that fills."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

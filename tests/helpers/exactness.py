@@ -1,6 +1,6 @@
 """Whether trees have the tokens and the logit bits of plain decoding: shared by the guards and the guards' guards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest import mock
@@ -47,23 +47,33 @@ def prefixes_of(request: Request, tree: TokenTree) -> list[Prefix]:
 
 
 @contextmanager
+def altered_logits(llm: LLM, change: Callable[[Request, TokenTree, Tensor], object]) -> Iterator[None]:
+    """Let `change(request, tree, logits)` write into the logits of every request's rows, or fail, in each round."""
+    original = llm.engine.runner.logits
+
+    def logits(requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
+        result = original(requests, trees)
+        parts = torch.split(result, [len(tree) for tree in trees])
+        for request, tree, part in zip(requests, trees, parts, strict=True):
+            change(request, tree, part)
+        return result
+
+    with mock.patch.object(llm.engine.runner, "logits", logits):
+        yield
+
+
+@contextmanager
 def recorded(llm: LLM) -> Iterator[tuple[dict[Prefix, Tensor], list[Prefix]]]:
     """Collect logits by prefix while the block runs."""
     logits: dict[Prefix, Tensor] = {}
     unequal: list[Prefix] = []
-    original = llm.engine.runner.logits
 
-    def record(requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
-        result = original(requests, trees)
-        rows = iter(result)
-        for request, tree in zip(requests, trees, strict=True):
-            for prefix in prefixes_of(request, tree):
-                row = next(rows).clone()
-                if not torch.equal(logits.setdefault(prefix, row), row):
-                    unequal.append(prefix)
-        return result
+    def record(request: Request, tree: TokenTree, rows: Tensor) -> None:
+        for prefix, row in zip(prefixes_of(request, tree), rows.clone(), strict=True):
+            if not torch.equal(logits.setdefault(prefix, row), row):
+                unequal.append(prefix)
 
-    with mock.patch.object(llm.engine.runner, "logits", record):
+    with altered_logits(llm, record):
         yield logits, unequal
 
 

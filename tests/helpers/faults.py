@@ -1,6 +1,7 @@
 """The ways in which an attention can be run wrong: what the adapter's probe has to refuse."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -86,6 +87,11 @@ WINDOW_FAULTS = {"window ignored": Fault(no_window=True), "soft cap dropped": Fa
 """For models with a window and a cap on their scores."""
 
 
+def decoder_with(**parts: Any) -> AbstractContextManager[object]:
+    """Let the adapter's decoder be made of other parts while the block runs."""
+    return mock.patch.multiple("treespec.adapter.decoder", **parts)
+
+
 def open_with(model: Any, fault: Fault, layer: int) -> None:
     """Open a model in memory through the adapter with a fault. Raises ModelError where it is refused."""
 
@@ -93,12 +99,9 @@ def open_with(model: Any, fault: Fault, layer: int) -> None:
         is_tree = len(positions.unique()) < len(positions) // 2  # siblings share a position
         return run(base, tokens, positions + 1 if is_tree else positions)
 
-    with (
-        mock.patch(
-            "treespec.adapter.decoder.make_attention",
-            lambda _kind, shape, *_: FaultyAttention(shape.num_heads, fault, layer),
-        ),
-        mock.patch("treespec.adapter.decoder.run", late if fault.late else run),
-    ):
+    def attention(_kind: str, shape: Any, *_: Any) -> FaultyAttention:
+        return FaultyAttention(shape.num_heads, fault, layer)
+
+    with decoder_with(make_attention=attention, run=late if fault.late else run):
         dtype = next(model.parameters()).dtype
         open_adapter(Source.from_model(model), dtype, torch.device("cpu"), "cpu-packed")

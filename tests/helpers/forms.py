@@ -5,9 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from tokenizers import Tokenizer
 from tests.helpers.models import VOCAB
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.sampled import NAIVE, TREE
-from tests.helpers.speech import speaking_folder, speaking_llm
+from tests.helpers.speech import making_requests, speaking_folder, speaking_llm
 from treespec import LLM, RequestOutput, SamplingParams, SpecConfig, StructuredOutputsParams
 from treespec.sampling.grammar import Grammars
 
@@ -127,10 +125,10 @@ def parsed(name: str) -> LLMatcher:
 
 
 @contextmanager
-def no_form_read(llm: LLM) -> Iterator[None]:
-    """While it lasts, the engine reads every form anew."""
+def no_form_read(llm: LLM, kind: type[Grammars] = Grammars) -> Iterator[Grammars]:
+    """While it lasts, the engine reads every form anew, as this class does."""
     own = llm.request_factory
     assert own.tokenizer is not None
-    fresh = Grammars(own.tokenizer.base, own.vocab_size, own.eos_token_ids, own.device)
-    with mock.patch.object(llm, "request_factory", replace(own, grammars=fresh)):
-        yield
+    fresh = kind(own.tokenizer.base, own.vocab_size, own.eos_token_ids, own.device)
+    with making_requests(llm, grammars=fresh):
+        yield fresh

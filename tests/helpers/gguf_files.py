@@ -57,6 +57,7 @@ def write_gguf(
     tokenizer: Mapping[str, Any] | None = None,  # as from `metadata_of`
     split: int = 0,  # tensors of a file, where they are split
     fuses: bool = False,  # gate and up projections of experts, as the converter does if asked to
+    arch: str | None = None,  # by default the model type's
     **metadata: Any,
 ) -> Path:
     """Writes a checkpoint of a Hugging Face folder as a GGUF file; vectors and convolutions are always F32.
@@ -67,7 +68,7 @@ def write_gguf(
     config = read_config(folder)
     rules = family_of(config, folder)
     shape = ModelShape.from_hf(config, rules, folder)
-    arch = ARCHITECTURES.get(rules.model_type, rules.model_type)
+    arch = arch or ARCHITECTURES.get(rules.model_type, rules.model_type)
     arch += "_moe" if arch == "nemotron_h" and shape.experts is not None else ""
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     values = _metadata(config, rules, shape) | {key.replace("__", "."): value for key, value in metadata.items()}

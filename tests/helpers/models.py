@@ -9,7 +9,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import treespec_weights
 from treespec import LLM, RequestOutput, SamplingParams
 from treespec.drafters.base import Drafter
 from treespec.drafters.custom_source import CustomSource
+from treespec.mixture_weights import MixtureWeights
 from treespec.models.decoder import Decoder
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
@@ -245,6 +246,11 @@ def at_fixed_costs(planner: Planner) -> Planner:
     """A planner that learns nothing from measured times."""
     planner.costs.learn = _learn_nothing  # type: ignore[method-assign]
     return planner
+
+
+def equal_weights() -> AbstractContextManager[object]:
+    """While it lasts, the SSMs' weights stay equal, whatever they said before."""
+    return mock.patch.object(MixtureWeights, "weights", lambda self, ssms: np.full(len(ssms), 1 / len(ssms)))
 
 
 def tree_of(root: int, paths: dict[tuple[int, ...], float], name: str = "oracle") -> TokenTree:

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tests.helpers.exactness import Run, recorded
+from tests.helpers.calls import calls_of
+from tests.helpers.exactness import Run, altered_logits, recorded
 from tests.helpers.models import VOCAB, greedy, random_prompts
-from tests.helpers.speech import altered_logits, around_steps
+from tests.helpers.speech import around_steps
 from treespec import LLM, LLMEngine, RequestOutput, SamplingParams, SpecConfig
 from treespec.cache.kv_cache import KVCache
 from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter
@@ -72,20 +72,17 @@ def drive(llm: LLM, requests: Sequence[Request], change: Any = part_ways) -> Dri
 def guarded(llm: LLM) -> Iterator[None]:
     """While the block runs no write targets a page with several holders, which keeps its bits; pages add up."""
     cache, scheduler = llm.engine.cache, llm.engine.scheduler
-    plan, commit = Decoder.plan, KVCache.commit
 
     def assert_own(pages: np.ndarray) -> None:
         assert (cache.num_holders(pages) == 1).all(), f"a write to shared pages: {np.unique(pages).tolist()}"
 
-    def checked_plan(self: Decoder, requests: Any, kv: Tensor) -> Any:
-        for rows in requests:
+    def check_plan(calls: list[Any]) -> None:
+        for rows in calls[-1][1]:
             assert_own(rows.slots[0])
-        return plan(self, requests, kv)
 
-    def checked_commit(self: KVCache, pool: int, pages: Any, lens: Any, paths: Any) -> None:
-        for own, length, path in zip(pages, lens, paths, strict=True):
+    def check_commit(calls: list[Any]) -> None:
+        for own, length, path in zip(*calls[-1][2:], strict=True):
             assert_own(own[(length + np.arange(len(path))) // PAGE_SIZE])
-        commit(self, pool, pages, lens, paths)
 
     @contextmanager
     def checked_step() -> Iterator[None]:
@@ -99,11 +96,8 @@ def guarded(llm: LLM) -> Iterator[None]:
         cache.check_integrity()
         scheduler.check_integrity()
 
-    with (
-        mock.patch.object(Decoder, "plan", checked_plan),
-        mock.patch.object(KVCache, "commit", checked_commit),
-        around_steps(llm, checked_step),
-    ):
+    plans, commits = calls_of(Decoder, "plan", check_plan), calls_of(KVCache, "commit", check_commit)
+    with plans, commits, around_steps(llm, checked_step):
         yield
 
 

@@ -6,14 +6,13 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 from tokenizers import ByteLevelBPETokenizer
-from torch import Tensor
 
 from tests.helpers.exactness import prefixes_of
 from tests.helpers.models import VOCAB, OracleDrafter, drafting_by, new_folder, open_llm, tiny
@@ -77,12 +76,19 @@ def scripted(llm: LLM, sequences: Sequence[Sequence[int]], depth: int = 8) -> It
         for request, tree, choices in zip(requests, trees, original(requests, trees), strict=True):
             prefixes = prefixes_of(request, tree)
             said = [continuation.get(prefix, 1 + (prefix[-1] * 7 + len(prefix)) % (VOCAB - 1)) for prefix in prefixes]
-            results.append(choices._replace(tokens=said))
+            results.append(Choices(said, *choices[1:]))
         return results
 
     oracle = OracleDrafter(sequences, depth)
     with mock.patch.object(llm.engine.runner, "forward", forward), drafting_by(llm, oracle):
         yield oracle
+
+
+@contextmanager
+def making_requests(llm: LLM, **changes: Any) -> Iterator[None]:
+    """Make requests with other parts of the engine's factory while the block runs."""
+    with mock.patch.object(llm, "request_factory", replace(llm.request_factory, **changes)):
+        yield
 
 
 @contextmanager
@@ -111,19 +117,3 @@ def checked(llm: LLM) -> Iterator[list[list[str]]]:
 
     with around_steps(llm, step):
         yield running
-
-
-@contextmanager
-def altered_logits(llm: LLM, change: Callable[[Request, TokenTree, Tensor], None]) -> Iterator[None]:
-    """Let `change(request, tree, logits)` write into the logits of every request's rows while the block runs."""
-    original = llm.engine.runner.logits
-
-    def logits(requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
-        result = original(requests, trees)
-        parts = torch.split(result, [len(tree) for tree in trees])
-        for request, tree, part in zip(requests, trees, parts, strict=True):
-            change(request, tree, part)
-        return result
-
-    with mock.patch.object(llm.engine.runner, "logits", logits):
-        yield

@@ -12,16 +12,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    StoppingCriteria,
-    pipeline,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria, pipeline
 
 import treespec.hf
 from tests.helpers.architectures import VOCAB, make_model, random_ids
+from tests.helpers.commands import use_hub_cache
 from tests.helpers.models import add_noise, quick
 from tests.helpers.tokenizers_made import letters
 from treespec import LLM, SamplingParams, SpecConfig
@@ -156,15 +151,16 @@ def test_an_assistant_and_its_tokenizer(
 def test_tokenizers_that_models_in_memory_were_loaded_with(
     place: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    use_hub_cache(tmp_path, monkeypatch)
     models = []
     for name, size in (("target", VOCAB), ("draft", VOCAB + 40)):
         folder = tmp_path / f"models--owner--{name}" / "snapshots" / ("0" * 40)
         make_model("stablelm", vocab_size=size).save_pretrained(folder)
         letter_tokenizer(VOCAB, turned=(kind, name) == ("translated", "draft")).save_pretrained(folder)
-        models.append(AutoModelForCausalLM.from_pretrained(folder).eval())
-        if place == "hub cache":
-            models[-1].config.name_or_path, models[-1].config._commit_hash = f"owner/{name}", folder.name
+        (folder.parents[1] / "refs").mkdir()
+        (folder.parents[1] / "refs" / "main").write_text(folder.name)
+        source = f"owner/{name}" if place == "hub cache" else folder
+        models.append(AutoModelForCausalLM.from_pretrained(source, cache_dir=tmp_path, local_files_only=True).eval())
     llm = LLM(models[0], models[1:], TREES)
     [connection] = llm.stats()["draft_vocabularies"].values()
     assert connection.startswith(kind)

@@ -14,6 +14,7 @@ from transformers.generation import MaxTimeCriteria
 
 import treespec.hf
 from tests.helpers.architectures import make_model, random_ids
+from tests.helpers.calls import calls_of
 from tests.helpers.exactness import threads
 from tests.helpers.models import greedy, random_prompts, tiny_llm
 from treespec.errors import RequestError
@@ -37,43 +38,39 @@ def by_trees(model: Any, ids: Tensor, **options: Any) -> Tensor:
     return plainly(model, ids, custom_generate=treespec.hf.generate, **options)
 
 
-def kept(model: Any) -> list[Any]:
-    return [entry.llm for entry in engines._engines[model].entries]
-
-
 def test_another_number_of_threads_is_another_engine(model: Any) -> None:
     wanted = plainly(model, random_ids())
     assert torch.equal(by_trees(model, random_ids()), wanted)
-    [first] = kept(model)
+    [first] = engines.engines_of(model)
     with threads(torch.get_num_threads() + 1):
         assert torch.equal(by_trees(model, random_ids()), wanted)
     assert torch.equal(by_trees(model, random_ids()), wanted)
-    assert kept(model)[-1] is first
+    assert engines.engines_of(model)[-1] is first
 
 
 def test_the_last_few_engines_are_kept(model: Any) -> None:
     drafts = [make_model("stablelm", seed=seed) for seed in range(1, 4)]
     wanted = plainly(model, random_ids())
     assert torch.equal(by_trees(model, random_ids()), wanted)
-    [plain] = kept(model)
+    [plain] = engines.engines_of(model)
     for draft in drafts[:2]:
         assert torch.equal(by_trees(model, random_ids(), drafts=[draft]), wanted)
     by_trees(model, random_ids())
-    assert kept(model)[-1] is plain and len(kept(model)) == 3
+    assert engines.engines_of(model)[-1] is plain and len(engines.engines_of(model)) == 3
     by_trees(model, random_ids(), drafts=[drafts[2]])
-    assert kept(model)[1] is plain and len(kept(model)) == 3  # that of the first draft went
+    assert engines.engines_of(model)[1] is plain and len(engines.engines_of(model)) == 3  # that of the first draft went
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     assert torch.equal(by_trees(model, random_ids()), plainly(model, random_ids()))
-    assert len(kept(model)) == 1, "engines around tensors that the model no longer has"
+    assert len(engines.engines_of(model)) == 1, "engines around tensors that the model no longer has"
 
 
 def test_an_engine_has_room_for_the_rows_of_the_call(model: Any) -> None:
     by_trees(model, random_ids())
-    assert [llm.config.max_num_seqs for llm in kept(model)] == [1]
+    assert [llm.config.max_num_seqs for llm in engines.engines_of(model)] == [1]
     assert torch.equal(by_trees(model, random_ids(3)), plainly(model, random_ids(3)))
-    assert [llm.config.max_num_seqs for llm in kept(model)] == [3], "the smaller one is of no more use"
+    assert [llm.config.max_num_seqs for llm in engines.engines_of(model)] == [3], "the smaller one is of no more use"
     by_trees(model, random_ids(2))
-    assert [llm.config.max_num_seqs for llm in kept(model)] == [3]
+    assert [llm.config.max_num_seqs for llm in engines.engines_of(model)] == [3]
 
 
 def test_where_memory_is_short(model: Any) -> None:
@@ -82,7 +79,7 @@ def test_where_memory_is_short(model: Any) -> None:
     with mock.patch("treespec.startup.memory.free_memory") as free:
         free.return_value = 8 * page
         assert torch.equal(by_trees(model, random_ids(4)), plainly(model, random_ids(4)))
-        [llm] = kept(model)
+        [llm] = engines.engines_of(model)
         assert llm.config.max_model_len < 512
         free.return_value = page
         with pytest.raises(RequestError, match=r"one row of 209 tokens.*lower max_new_tokens"):
@@ -91,14 +88,10 @@ def test_where_memory_is_short(model: Any) -> None:
 
 def test_time_runs_from_the_first_round_on(model: Any) -> None:
     """Building an engine takes no time of `max_time`, and the caller's own criterion stays as it is."""
-    now, build = [1000.0], engines.engine_for
-
-    def slow(*args: Any) -> Any:
-        now[0] += 60.0
-        return build(*args)
-
+    now = [1000.0]
+    slow = calls_of(module, "engine_for", lambda _: now.append(now[-1] + 60.0))
     own = MaxTimeCriteria(10.0, initial_timestamp=1060.0)
-    with mock.patch("time.time", lambda: now[0]), mock.patch.object(module, "engine_for", slow):
+    with mock.patch("time.time", lambda: now[-1]), slow:
         found = [
             by_trees(model, random_ids(), **options) for options in ({"max_time": 5.0}, {"stopping_criteria": [own]})
         ]
@@ -108,7 +101,7 @@ def test_time_runs_from_the_first_round_on(model: Any) -> None:
 
 
 def test_autocast_changes_nothing_and_the_log_says_so(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    module._warn_autocast.cache_clear()
+    module.warn_autocast.cache_clear()
     wanted = plainly(model, random_ids())
     with torch.autocast("cpu", torch.bfloat16), caplog.at_level(logging.WARNING, "treespec"):
         for _ in range(2):  # built under it, and used under it

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from tests.helpers.calls import failing
 from tests.helpers.models import LONGROPE, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
 from treespec import LLM, RequestOutput, SpecConfig
 from treespec.engine.executor import Execution
@@ -34,7 +35,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float16", "prove": None}
 @contextlib.contextmanager
 def captured_rounds() -> Iterator[None]:
     """Asserts that all rounds are captured."""
-    with mock.patch.object(HostExecutor, "propose", side_effect=AssertionError("step by step")):
+    with failing(HostExecutor, "propose", AssertionError("step by step")):
         yield
 
 
@@ -48,6 +49,11 @@ def step_by_step(llm: LLM) -> Iterator[None]:
         yield
     finally:
         engine.captured, engine.executors = captured, executors
+
+
+def launched_ahead() -> contextlib.AbstractContextManager[object]:
+    """From the first round on, a round like the last one is launched before that one has ended."""
+    return mock.patch("treespec.graphs.graph_executor.STEADY_ROUNDS", 0)
 
 
 @contextlib.contextmanager

@@ -3,11 +3,11 @@
 import functools
 import math
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
+from tests.helpers.calls import calls_of
 from tests.helpers.families import CASES, make_model, small
 from tests.helpers.models import (
     OracleDrafter,
@@ -20,9 +20,10 @@ from tests.helpers.models import (
     tokens_of,
     tree_of,
 )
-from tests.interpreted.engines import TRITON, captured_rounds, step_by_step, told
+from tests.interpreted.engines import TRITON, captured_rounds, launched_ahead, step_by_step, told
 from treespec import LLM, SpecConfig
 from treespec.engine.host_executor import HostExecutor
+from treespec.tree import TokenTree
 
 TREES = SpecConfig(nodes=8, max_depth=3)
 VOCAB, POISON = 61, 60
@@ -65,7 +66,7 @@ def test_rounds_launched_ahead() -> None:
     stops = [PARAMS[0], PARAMS[1].clone()]
     stops[1].stop_token_ids = plain[1][2:3]
     expected = [plain[0], plain[1][: plain[1].index(plain[1][2]) + 1]]
-    with captured_rounds(), mock.patch("treespec.graphs.graph_executor.STEADY_ROUNDS", 0):
+    with captured_rounds(), launched_ahead():
         for spec in ("off", TREES):
             assert tokens_of(llm.generate(PROMPTS[:2], stops, spec=spec)) == expected
     llm.engine.check_integrity()
@@ -75,10 +76,10 @@ def test_a_round_that_is_dropped_leaves_the_states() -> None:
     """A drafted token whose logits are NaN; the request's root is computed again, step by step."""
     llm, plain = opened("qwen3_5")
     source, *_ = llm.engine.sources.others
-    embed, forward = llm.engine.runner.target.embed, HostExecutor.forward
+    embed = llm.engine.runner.target.embed
     before = embed[POISON].clone()
     with (
-        mock.patch.object(HostExecutor, "forward", autospec=True, side_effect=forward) as by_steps,
+        calls_of(HostExecutor, "forward") as by_steps,
         drafting_by(llm, Poisoner(POISON, source.drafter.truths, 3, vocab=POISON)),
         torch.inference_mode(),
     ):
@@ -86,7 +87,7 @@ def test_a_round_that_is_dropped_leaves_the_states() -> None:
         trees = llm.generate(PROMPTS, PARAMS, spec=TREES)
         embed[POISON] = before
     assert tokens_of(trees) == plain and all(output.metrics.acceptance_length > 1 for output in trees)
-    assert by_steps.call_count > 0
+    assert by_steps
     llm.engine.check_integrity()
 
 
@@ -96,13 +97,15 @@ def test_a_deeper_path_than_a_captured_round_replays() -> None:
     [prompt], params = PROMPTS[:1], greedy(16)
     with step_by_step(llm):
         [plain] = tokens_of(llm.generate([prompt], params, spec="off"))
-    embed, source = llm.engine.runner.target.embed, OracleDrafter([prompt + plain], 7, 0, vocab=POISON)
+    embed = llm.engine.runner.target.embed
     before = embed[POISON].clone()
     trees = [tree_of(prompt[-1], {(POISON,): 0.9})]
-    drafted = mock.patch.object(
-        source, "tree", side_effect=lambda *of: trees.pop() if trees else OracleDrafter.tree(source, *of)
-    )
-    with drafting_by(llm, source), drafted, torch.inference_mode():
+
+    class OncePoisoned(OracleDrafter):
+        def tree(self, tokens: list[int], max_depth: int) -> TokenTree:
+            return trees.pop() if trees else super().tree(tokens, max_depth)
+
+    with drafting_by(llm, OncePoisoned([prompt + plain], 7, 0, vocab=POISON)), torch.inference_mode():
         embed[POISON] = math.nan
         [output] = llm.generate([prompt], params, spec=SpecConfig(nodes=8, max_depth=7))
         embed[POISON] = before

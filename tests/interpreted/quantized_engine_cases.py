@@ -55,11 +55,10 @@ def test_an_engine_uses_what_was_tuned(folders: tuple[Path, list[Path]], tmp_pat
     op, config = "quantized_row_linear", {"block_n": 16, "block_k": 16, "split_k": 2}
     key = {"dtype": "float32", "groups": 1, "out_features": 64, "in_features": 32, "bits": 4, "group": 32, "zero": 0}
     entry = TunedEntry(op, key, config, 1.0, 2.0, {}, tuned.versions_of(NAME, op), "2026-01-01")
-    path, load = tmp_path / f"{tuned.slug(NAME)}.json", KernelConfigs.load
+    path = tmp_path / f"{tuned.slug(NAME)}.json"
     tuned.save_entries(path, NAME, [entry])
-    with mock.patch.object(KernelConfigs, "load", lambda device: load("cuda", name=NAME, folder=tmp_path)):
+    configs = KernelConfigs.load("cuda", name=NAME, folder=tmp_path)
+    with mock.patch.object(KernelConfigs, "load", lambda device: configs):
         llm = open_llm(folders[0], [], max_num_seqs=1, quantization="int4", max_model_len=128, **TRITON)
-    [linear] = llm.engine.runner.target.kernels._linear
-    found = [(each.block_n, each.block_k, each.split_k) for each in linear.values()]
-    assert found == [(16, 16, 2), *[(64, 32, 1)] * 3]
+    assert configs.tuned == [entry.label]
     assert llm.stats()["frozen"]["tuned_file"] == str(path)

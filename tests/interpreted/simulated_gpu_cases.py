@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
+from tests.helpers.calls import calls_of
 from tests.helpers.drafting import make_target
 from tests.helpers.families import TYPICAL, WINDOW, make_model, small
 from tests.helpers.heads_made import TargetShape, write_eagle1, write_eagle3
@@ -210,8 +211,7 @@ def test_a_kernel_that_does_not_fit(gpu: Gpu) -> None:
 )
 def test_doubts(gpu: Gpu, capability: tuple[int, int], version: str, doubted: bool) -> None:
     gpu.properties.major, gpu.properties.minor = capability
-    with mock.patch("triton.__version__", version):
-        doubts = known_issue(torch.device("cuda"))
+    doubts = known_issue(torch.device("cuda"), version)
     assert (doubts is not None) == doubted and (doubts is None or f"Triton {version} may" in doubts)
 
 
@@ -235,13 +235,9 @@ def test_captured_rounds_that_give_other_tokens(gpu: Gpu, caplog: pytest.LogCapt
 def test_rounds_that_cuda_does_not_capture(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     """It goes step by step, with nothing of the capture that failed in the way of what follows."""
     target = make_llama(new_folder("waiting") / "target", 0, torch.float16, **LONG)
-    run, before = VerifyStage.run, torch.cuda.current_stream()
-
-    def waiting(stage: VerifyStage, *args: Any) -> None:
-        run(stage, *args)
-        stage.target.pool.sum().item()
-
-    with captured_at_start(proven=True), mock.patch.object(VerifyStage, "run", waiting):
+    before = torch.cuda.current_stream()
+    waiting = calls_of(VerifyStage, "run", lambda calls: calls[-1][0].target.pool.sum().item())
+    with captured_at_start(proven=True), waiting:
         llm = open_llm(target, [], spec=TREES, max_num_seqs=1, **ON_GPU)
     assert llm.stats()["frozen"]["rounds"] == "step by step"
     [warning] = [record for record in caplog.records if (record.name, record.levelname) == ("treespec", "WARNING")]

@@ -1,7 +1,5 @@
 """Mixtures of experts, adapters of requests, and hybrid models, on a simulated GPU."""
 
-from unittest import mock
-
 import pytest
 import torch
 
@@ -18,7 +16,17 @@ from tests.helpers.models import (
     random_prompts,
     tokens_of,
 )
-from tests.interpreted.engines import ON_GPU, SHORT, SMALL, TREES, leave, rounds_wait_for_nothing, step_by_step, told
+from tests.interpreted.engines import (
+    ON_GPU,
+    SHORT,
+    SMALL,
+    TREES,
+    launched_ahead,
+    leave,
+    rounds_wait_for_nothing,
+    step_by_step,
+    told,
+)
 from tests.simulated_gpu import Gpu
 from treespec import SpecConfig
 
@@ -90,7 +98,7 @@ def test_rounds_of_hybrids(name: str, gpu: Gpu) -> None:
     [plain] = tokens_of(open_llm(target, spec="off", max_num_seqs=1, **ON_GPU).generate([prompt], greedy(6)))
     llm = open_llm(target, [draft, OracleDrafter([prompt + plain], 3, vocab=61)], **options, **ON_GPU)
     assert llm.stats()["frozen"]["rounds"] == "on the device"
-    with rounds_wait_for_nothing(gpu), mock.patch("treespec.graphs.graph_executor.STEADY_ROUNDS", 0):
+    with rounds_wait_for_nothing(gpu), launched_ahead():
         assert tokens_of(llm.generate([prompt], greedy(6), spec="off")) == [plain]
         gpu.launches.backwards = True
         [trees] = llm.generate([prompt], greedy(6), spec=TREES)

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.calls import calls_of
 from tests.helpers.models import greedy, tokens_of
 from tests.interpreted.engines import (
     PROMPTS,
     SHORT,
     TREES,
+    launched_ahead,
     leave,
     open_on_gpu,
     rounds_wait_for_nothing,
@@ -24,7 +26,6 @@ from tests.interpreted.engines import (
 from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, RoundRecord
 from treespec.bench.measure import profiled
-from treespec.engine.executor import Execution
 from treespec.engine.runner import Runner
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.graph_executor import GraphExecutor
@@ -78,11 +79,7 @@ def test_rounds_launched_ahead(gpu: Gpu, llm: LLM) -> None:
         draft(batch, requests, levels, *rest)
         followed.append((levels > 0, batch.has_followed))
 
-    with (
-        rounds_wait_for_nothing(gpu),
-        mock.patch.object(BatchRound, "draft", watched),
-        mock.patch("treespec.graphs.graph_executor.STEADY_ROUNDS", 0),
-    ):
+    with rounds_wait_for_nothing(gpu), mock.patch.object(BatchRound, "draft", watched), launched_ahead():
         for spec in ("off", TREES):
             assert tokens_of(llm.generate(PROMPTS, params, spec=spec)) == expected
             llm.engine.check_integrity()
@@ -92,18 +89,17 @@ def test_rounds_launched_ahead(gpu: Gpu, llm: LLM) -> None:
 
 def test_a_round_does_not_wait_for_prompts(gpu: Gpu, llm: LLM) -> None:
     """The planner learns from what a round takes, which a prompt before it is no part of."""
-    prefill, run, order = Runner.prefill, GraphExecutor.run, []
+    prefill, order = Runner.prefill, []
 
     def prompts(runner: Runner, requests: Sequence[Request], counts: Sequence[int]) -> list[torch.Tensor]:
         states = prefill(runner, requests, counts)
         gpu.later(lambda: order.append("prompt computed"))
         return states
 
-    def rounds(executor: GraphExecutor, requests: Sequence[Request], *rest: Any) -> Execution:
-        order.extend(["round begins"] if requests else [])
-        return run(executor, requests, *rest)
+    def begins(calls: list[Any]) -> None:
+        order.extend(["round begins"] if calls[-1][1] else [])
 
-    with mock.patch.object(Runner, "prefill", prompts), mock.patch.object(GraphExecutor, "run", rounds):
+    with mock.patch.object(Runner, "prefill", prompts), calls_of(GraphExecutor, "run", begins):
         llm.generate(PROMPTS[:1], greedy(1), spec="off")
     assert order == ["prompt computed", "round begins"]
 

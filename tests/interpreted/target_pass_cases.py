@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.helpers.calls import failing
 from tests.helpers.drafting import make_target
 from tests.helpers.heads_made import TargetShape, write_eagle3
 from tests.helpers.models import OracleDrafter, greedy, make_llama, new_folder, open_llm, tokens_of
@@ -161,16 +162,16 @@ def test_a_graph_that_cannot_be_captured_later(
     llm = open_llm(target, [], spec="off", max_num_seqs=2, **ON_GPU)
     expected = [tokens[:3] for tokens in plain]
     assert tokens_of(llm.generate(SHORT, greedy(3))) == expected
-    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    full = torch.OutOfMemoryError("CUDA out of memory")
     params = greedy(3, temperature=0.8, seed=3)
-    with mock.patch.object(batch_round, "capture_replay", full), caplog.at_level(logging.WARNING, "treespec"):
+    with failing(batch_round, "capture_replay", full) as captures, caplog.at_level(logging.WARNING, "treespec"):
         sampled = tokens_of(llm.generate(SHORT, params))
-        calls = full.call_count
+        calls = captures.call_count
         assert calls and "cannot capture" in caplog.text
         assert tokens_of(llm.generate(SHORT, params)) == sampled
         before = gpu.replays
         assert tokens_of(llm.generate(SHORT, greedy(3))) == expected and gpu.replays > before
-    assert full.call_count == calls
+    assert captures.call_count == calls
     with step_by_step(llm):
         assert tokens_of(llm.generate(SHORT, params)) == sampled
     llm.engine.check_integrity()

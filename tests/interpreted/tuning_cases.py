@@ -25,16 +25,7 @@ from treespec_kernels.linear.quantized import QuantizedWeight, WeightForm
 from treespec_kernels.ops import cases_of, linear
 from treespec_kernels.ops.op import Case
 from treespec_kernels.ops.shapes import KernelShape, Setting
-from treespec_kernels.sweep import (
-    Measurement,
-    SweepLog,
-    Tuned,
-    TuningError,
-    TuningProblem,
-    measure,
-    problems_of,
-    tune,
-)
+from treespec_kernels.sweep import Measurement, SweepLog, Tuned, TuningError, TuningProblem, measure, problems_of, tune
 from treespec_kernels.tuning import tuned
 from treespec_weights import load_weights
 

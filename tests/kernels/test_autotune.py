@@ -93,8 +93,8 @@ def test_a_curve_is_stored_shown_and_used(tmp_path: Path) -> None:
 
 def run_children(child: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a function stand for the processes that measure, of a machine with two cores."""
-    monkeypatch.setattr(autotune, "thread_counts", lambda: [1, 2])
-    monkeypatch.setattr(subprocess, "run", child)
+    for owner, name, stand_in in ((autotune, "thread_counts", lambda: [1, 2]), (subprocess, "run", child)):
+        monkeypatch.setattr(owner, name, stand_in)
 
 
 def test_each_number_of_threads_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

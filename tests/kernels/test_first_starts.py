@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.calls import failing
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.serving import wait_until
 from treespec_kernels.cpu.cpu_library import compile_library, find_compiler
@@ -104,14 +105,9 @@ def test_one_process_builds_and_the_other_waits(
     assert second.communicate(timeout=120)[0] == "3\n" and compiler.builds == ["three"] * builds
 
 
-def test_a_file_system_without_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    assert compile_library(find_compiler(), (source(tmp_path),), (), tmp_path / "kept").three() == 3
+def test_a_file_system_without_locks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with failing(fcntl, "flock", OSError(errno.ENOLCK, "No locks available")):
+        assert compile_library(find_compiler(), (source(tmp_path),), (), tmp_path / "kept").three() == 3
     assert "cannot lock" in caplog.text and "No locks available" in caplog.text
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 from typing import Any
-from unittest import mock
 
 import gguf
 import pytest
@@ -12,11 +11,10 @@ from tests.helpers.gguf_files import block_weight, reading
 from tests.helpers.libraries import LIBRARIES
 from tests.helpers.quantized_checkpoints import needs_compiler, random_weight
 from treespec_kernels.comparison import assert_close
-from treespec_kernels.cpu import decoder_library
 from treespec_kernels.cpu.compiled_linear import CompiledLinear
 from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_library import build
-from treespec_kernels.linear.quantized import BLOCK_TYPES, dequantized, integers, stacked
+from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight, dequantized, integers, stacked
 from treespec_kernels.linear.row_linear import row_linear_ref
 from treespec_weights.quantize import Quantized, dequantize
 
@@ -111,6 +109,18 @@ def test_dense_matrices_of_one_product(dtype: torch.dtype, sizes: tuple[int, ...
 
 
 @needs_compiler
+def test_a_large_matrix_is_packed_in_parts() -> None:
+    """Of 16 MiB each, after which the pages of its file are dropped."""
+    released, whole = [], block_weight("Q8_0", 33_000, 512)
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(1))
+    parts = [BlockWeight("Q8_0", rows, lambda: released.append(None)) for rows in whole.rows.split(16_512)]
+    alone = [CompiledLinear(library(torch.float32), part, None, torch.float32, 2)(x) for part in parts]
+    released.clear()
+    joined = CompiledLinear(library(torch.float32), parts, None, torch.float32, 2)(x)
+    assert torch.equal(joined, torch.cat(alone, 1)) and len(released) == 4
+
+
+@needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_blocks_of_gguf_files(dtype: torch.dtype, kind: str) -> None:
@@ -126,8 +136,6 @@ def test_blocks_of_gguf_files(dtype: torch.dtype, kind: str) -> None:
     assert_close(joined / scale, expected / scale, max_error=BOUNDS[dtype][0], rms_error=BOUNDS[dtype][1])
     alone = torch.cat([CompiledLinear(library(dtype), part, None, dtype, 1)(x) for part in (*parts, dense)], 1)
     assert torch.equal(CompiledLinear(library(dtype), [*parts, dense], None, dtype, 2)(x), alone)
-    with mock.patch.object(decoder_library, "_AT_ONCE", 1):  # panel by panel
-        assert torch.equal(CompiledLinear(library(dtype), parts, None, dtype, 2)(x), alone[:, :160])
     row = torch.empty(512)
     kinds = gguf.GGMLQuantizationType[kind]
     library(dtype).treespec_dequantize_row(kinds, parts[0].rows[3].data_ptr(), 512, row.data_ptr())

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
+from tests.helpers.calls import failing
 from tests.helpers.models import make_llama, new_folder, quick_start, tiny
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import LLM
@@ -118,13 +118,13 @@ def test_without_a_cache_folder_libraries_are_built_for_each_start(
 def test_auto_needs_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A container may run under a number that no user has."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
-    with caplog.at_level(logging.INFO, "treespec"):
+    homeless = failing(Path, "home", RuntimeError("Could not determine home directory."))
+    with homeless, caplog.at_level(logging.INFO, "treespec"):
         assert not is_compiled(tiny()[0])
         assert not is_compiled(tiny()[0], quantization="int8")
     assert "not compiled: no home folder to keep files in; set XDG_CACHE_HOME" in caplog.text
     assert "quantised weights are held as torch.float32" in caplog.text
-    with pytest.raises(OSError, match="no home folder"):
+    with homeless, pytest.raises(OSError, match="no home folder"):
         is_compiled(tiny()[0], compile=True)
 
 

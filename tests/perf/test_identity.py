@@ -9,7 +9,6 @@ import torch
 
 from tests.helpers.models import tiny
 from tests.helpers.scripts import load_script
-from treespec import LLM
 
 PERF = Path(__file__).resolve().parents[2] / "perf"
 
@@ -22,18 +21,11 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--sampling"]], ids=["greedy", "sampled"])
-def test_all_runs_are_identical(
-    options: list[str], identity: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def open_llm(args: object, dtype: str, batch: int) -> LLM:
-        target, drafts = tiny(torch.float32)
-        return LLM(target, drafts=drafts[:2], max_num_seqs=batch)  # not `tiny_llm`: the script patches its engine
-
-    monkeypatch.setattr(identity, "open_llm", open_llm)
-    out = tmp_path / "out.json"
-    arguments = ["identity.py", "--prompts", "5", "--max-tokens", "6", "--nodes", "8", "--dtypes", "float32"]
-    monkeypatch.setattr("sys.argv", [*arguments, "--out", str(out), *options])
-    assert identity.main() == 0
+def test_all_runs_are_identical(options: list[str], identity: ModuleType, tmp_path: Path) -> None:
+    (target, drafts), out = tiny(torch.float32), tmp_path / "out.json"
+    models = ["--model", target, *(part for draft in drafts[:2] for part in ("--draft", draft))]
+    arguments = [*models, "--prompts", 5, "--max-tokens", 6, "--nodes", 8, "--dtypes", "float32", "--out", out]
+    assert identity.main([*map(str, arguments), *options]) == 0
     document = json.loads(out.read_text())
     settings = list(identity.SAMPLING if options else identity.GREEDY)
     modes = ["plain", "ssm-1", "ssm-2", "ssm-1,ssm-2", "one a round", "lookup", "everything", "auto"]

@@ -17,11 +17,6 @@ LONG = dataclasses.replace(CURVE, position_seconds=1e-6, row_position_seconds=2e
 NOTHING = Drafted(0, 0)
 
 
-@pytest.fixture(autouse=True)
-def learn_from_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treespec.planning.round_costs.LEARN_SECONDS", 0.0)
-
-
 def batch_of(*contexts: int) -> list[Request]:
     requests = [Request([1] * (context + 1), SamplingParams(), SpecConfig()) for context in contexts]
     for request, context in zip(requests, contexts, strict=True):
@@ -30,7 +25,7 @@ def batch_of(*contexts: int) -> list[Request]:
 
 
 def costs_at(curve: CostCurve, *contexts: int) -> RoundCosts:
-    costs = RoundCosts(curve)
+    costs = RoundCosts(curve, learn_seconds=0.0)
     costs.begin(batch_of(*contexts))
     return costs
 

@@ -3,12 +3,11 @@
 import random
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from llguidance import LLParserLimits
+from llguidance import LLMatcher
 
 from tests.helpers.forms import FORMS, PROMPTS, asked, form_of, grammars, no_form_read, parsed, speaking_tokenizer
 from tests.helpers.models import VOCAB
@@ -65,21 +64,28 @@ def test_what_may_follow_depends_on_the_text_alone(name: str) -> None:
             text.append(int(rng.choice(following)))
 
 
-def limited(**limits: int) -> Any:
-    """While it lasts, llguidance reads forms within narrow limits."""
-    return mock.patch("llguidance.LLParserLimits", lambda **options: LLParserLimits(**options, **limits))
+def limited(**limits: int) -> type[Grammars]:
+    """Grammars that are read within narrow limits of llguidance, and count how often."""
+
+    class Limited(Grammars):
+        count = 0
+
+        def build(self, source: str, **_: int) -> LLMatcher:
+            self.count += 1
+            return super().build(source, **limits)
+
+    return Limited
 
 
 def test_a_limit_that_a_drafted_text_comes_to_costs_no_token() -> None:
     """Copies of a parser share their lexer, which has failed for all of them then."""
     llm, params = speaking_llm(), asked({"choice": ["orngé", "argumentm", "b\u2028", "oem"]})
     (plain,) = llm.generate([[5]], params, "off")
-    parse = mock.patch.object(Grammars, "parse", autospec=True, side_effect=Grammars.parse)
     for spec in ("off", TREE, SpecConfig()):
-        with limited(step_lexer_fuel=50), no_form_read(llm), parse as parsing:
+        with no_form_read(llm, limited(step_lexer_fuel=50)) as read:
             (output,) = llm.generate([[5]], params, spec)
         assert output.outputs == plain.outputs and output.outputs[0].finish_reason == "stop"
-        assert (parsing.call_count > 1) == (spec != "off"), "the form is read anew"
+        assert (read.count > 1) == (spec != "off"), "the form is read anew"
 
 
 @pytest.mark.parametrize("spec", ["off", TREE], ids=["off", "tree"])
@@ -87,7 +93,7 @@ def test_a_limit_that_one_request_comes_to_is_not_the_next_ones(spec: Any) -> No
     llm, form = speaking_llm(), {"regex": "[ab]*a[ab]{14}c"}
     a, b = (speaking_tokenizer().token_to_id(letter) for letter in "ab")
     long, short = (asked(form, count, temperature=1.0, seed=1, allowed_token_ids=[a, b]) for count in (200, 3))
-    with limited(max_lexer_states=60), no_form_read(llm):
+    with no_form_read(llm, limited(max_lexer_states=60)):
         for _ in range(2):
             failed, beside = llm.generate(PROMPTS[:2], [long, short], spec)
             assert "lexer error: too many states" in str(failed.error) and len(failed.outputs[0].token_ids) > 3

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 from llguidance import LLMatcher
@@ -15,6 +14,7 @@ from tests.helpers.scripts import run_script
 from tests.helpers.sharing import assert_clean
 from tests.helpers.speech import speaking_llm
 from treespec import SamplingParams
+from treespec.sampling.grammar import Grammars
 
 
 def doubling(depth: int) -> str:
@@ -102,21 +102,21 @@ def test_large_forms_are_served(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_reading_that_takes_long_all_the_same_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_that_takes_long_all_the_same_is_given_up() -> None:
     """The others of the batch finish."""
     llm, stop = speaking_llm(), threading.Event()
 
-    def read(*given: Any, **options: Any) -> LLMatcher:
-        stop.wait()
-        return LLMatcher(*given, **options)
+    class Slow(Grammars):
+        seconds = 0.05
 
-    monkeypatch.setattr("treespec.sampling.grammar.SECONDS", 0.05)
+        def build(self, source: str, **limits: int) -> LLMatcher:
+            stop.wait()
+            return super().build(source, **limits)
+
     alone = llm.generate("def", greedy(4))[0].outputs
-    with no_form_read(llm):
-        llm.generate("x", asked({"choice": ["a"]}, 2))  # reads the tokenizer
+    with no_form_read(llm, Slow):
         try:
-            with mock.patch("llguidance.LLMatcher", mock.Mock(wraps=LLMatcher, side_effect=read)):
-                bad, good = llm.generate(["x", "def"], [asked({"choice": ["a", "b"]}), greedy(4)])
+            bad, good = llm.generate(["x", "def"], [asked({"choice": ["a", "b"]}), greedy(4)])
         finally:
             stop.set()
     assert "choice takes more than 0.05 s to compile; simplify it" in str(bad.error)
@@ -129,11 +129,10 @@ def test_a_reader_that_was_given_up_does_not_keep_the_process() -> None:
 import time
 from treespec.sampling import grammar
 from treespec.errors import RequestError
-grammar.SECONDS = 0.01
 def spin():
     while True: pass
 try:
-    grammar.run_with_large_stack(spin, "regex")
+    grammar.run_with_large_stack(spin, "regex", 0.01)
 except RequestError as error:
     print(error)
 """

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.exactness import altered_logits
 from tests.helpers.models import VOCAB
 from tests.helpers.sampled import (
     COMPANY,
@@ -22,7 +23,7 @@ from tests.helpers.sampled import (
     two_ssms,
 )
 from tests.helpers.sharing import assert_clean
-from tests.helpers.speech import altered_logits, checked, speaking_llm
+from tests.helpers.speech import checked, speaking_llm
 from treespec import SpecConfig
 from treespec.errors import RequestError
 from treespec.request import Request

@@ -7,6 +7,7 @@ probability of each. A G-test compares; a wrong rule, or a distribution that was
 import functools
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ import torch
 from tests.helpers.exactness import recorded
 from tests.helpers.models import (
     at_fixed_costs,
+    equal_weights,
     make_draft,
     make_llama,
     new_folder,
@@ -29,7 +31,6 @@ from treespec import LLM, SamplingParams, SpecConfig
 from treespec.config.configs import DRAWS
 from treespec.drawing.recording import watch
 from treespec.engine.round_record import RoundRecord
-from treespec.mixture_weights import MixtureWeights
 from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve
 from treespec.sampling.sampler import DRAFT_STREAM, Sampler
@@ -146,10 +147,8 @@ def sampled(llm: LLM, spec: SpecConfig, seed: int = 1, **options: Any) -> tuple[
     params = SamplingParams(
         **({"temperature": TEMPERATURE, "seed": seed, "max_tokens": deep, "n": SAMPLES, "ignore_eos": True} | options)
     )
-    own_trust = MixtureWeights.weights
     # Fixed trees give both drafts a turn at every node; left to itself, the better one takes nearly all.
-    weights = (lambda self, ssms: np.full(len(ssms), 1 / len(ssms))) if spec.branching else own_trust
-    with mock.patch.object(MixtureWeights, "weights", weights):
+    with equal_weights() if spec.branching else nullcontext():
         [output] = llm.generate([PROMPT], params, spec=spec)
     llm.engine.check_integrity()
     return worst_p([each.token_ids for each in output.outputs], params), output.metrics.acceptance_length

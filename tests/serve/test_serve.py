@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import httpx2
 import openai
@@ -20,6 +21,7 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.commands import ROOT
+from tests.helpers.exactness import altered_logits
 from tests.helpers.serving import NAME, PATIENCE, TEMPLATE, client_of, connect, running, wait_until
 from treespec import LLM, AsyncLLM, RequestOutput, SamplingParams
 from treespec.drawing.recording import picture
@@ -348,16 +350,12 @@ def test_a_client_that_does_not_read_delays_nobody(url: str, client: OpenAI, llm
     assert text == expected.outputs[0].text
 
 
-def test_a_request_that_fails_ends_with_an_error(client: OpenAI, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prefill(*_: Any) -> None:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(llm.engine, "prefill", prefill)
-    with pytest.raises(openai.InternalServerError, match="a round failed: RuntimeError: broken"):
-        client.completions.create(model=NAME, prompt="x")
-    with pytest.raises(openai.APIError, match="a round failed: RuntimeError: broken"):
-        list(client.completions.create(model=NAME, prompt="x", stream=True))
-    monkeypatch.undo()
+def test_a_request_that_fails_ends_with_an_error(client: OpenAI, llm: LLM) -> None:
+    with altered_logits(llm, Mock(side_effect=RuntimeError("broken"))):
+        with pytest.raises(openai.InternalServerError, match="a round failed: RuntimeError: broken"):
+            client.completions.create(model=NAME, prompt="x")
+        with pytest.raises(openai.APIError, match="a round failed: RuntimeError: broken"):
+            list(client.completions.create(model=NAME, prompt="x", stream=True))
     assert client.completions.create(model=NAME, prompt="x", max_tokens=2).choices
 
 

@@ -10,6 +10,7 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from tests.helpers.exactness import altered_logits
 from tests.helpers.models import VOCAB
 from tests.helpers.serving import NAME, client_of, serving
 from tests.helpers.speech import scripted
@@ -170,8 +171,8 @@ def test_formats_and_choices(client: OpenAI, llm: LLM) -> None:
             assert (document["tools"], document["tool_choice"]) == (TOOLS[:1], choice)
 
 
-def test_a_request_that_fails(client: OpenAI, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.engine, "prefill", lambda *_: 1 / 0)
-    *_, last = client.responses.create(**ASKED, stream=True)
+def test_a_request_that_fails(client: OpenAI, llm: LLM) -> None:
+    with altered_logits(llm, lambda *_: 1 / 0):
+        *_, last = client.responses.create(**ASKED, stream=True)
     assert last.type == "response.failed" and last.response.error is not None
     assert last.response.status == "failed" and "ZeroDivisionError" in last.response.error.message

@@ -267,10 +267,7 @@ def simulated_gpu() -> Iterator[Gpu]:
         "graph": gpu.captures.capture,
         "is_current_stream_capturing": lambda: gpu.capturing is not None,
     }
-    allocator = {
-        "_cuda_endAllocateToPool": gpu.captures.end_allocation,
-        "_cuda_releasePool": lambda device, pool: None,
-    }
+    allocator = {"_cuda_endAllocateToPool": gpu.captures.end_allocation, "_cuda_releasePool": lambda device, pool: None}
     factories = {name: _through_host(getattr(torch, name)) for name in ("tensor", "as_tensor")}
     with contextlib.ExitStack() as stack:
         for owner, functions in (

@@ -50,11 +50,12 @@ class Launches:
             place(builder, *(at if self.backwards else (x, y, z)))
 
         accesses = {name: order.checked(getattr(builder, name)) for name in ACCESSES}
-        with (
-            mock.patch.object(interpreter.InterpretedFunction, "run", run),
-            mock.patch.multiple(cuda, gdc_wait=order.wait, gdc_launch_dependents=order.release),
-            mock.patch.multiple(builder, set_grid_idx=turned, create_inline_asm=_prefetch, **accesses),
-        ):
+        replaced: dict[Any, dict[str, Any]] = {interpreter.InterpretedFunction: {"run": run}}
+        replaced[cuda] = {"gdc_wait": order.wait, "gdc_launch_dependents": order.release}
+        replaced[builder] = {"set_grid_idx": turned, "create_inline_asm": _prefetch} | accesses
+        with contextlib.ExitStack() as stack:
+            for owner, functions in replaced.items():
+                stack.enter_context(mock.patch.multiple(owner, **functions))
             yield
 
     def _launch(self, original: Any, function: Any, args: Any, grid: Any, kwargs: Any) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from tests.helpers.architectures import make_model
 from tests.helpers.commands import lend, run
 from tests.helpers.models import embedded_draft, open_llm
 from treespec import LLM, SamplingParams
+from treespec.engine.round_record import RoundRecord
 from treespec.errors import ConfigError, ModelError, RequestError
-from treespec.outputs import StreamChunk
 from treespec.sampling_params import LEAST_TEMPERATURE
 from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec_weights import CheckpointError
@@ -265,19 +264,14 @@ def test_a_conversation_in_the_terminal(
     ]
     assert told[1].endswith("/new starts another conversation") and told[2].endswith("tokens/s, truncated]")
 
-    stream = LLM.stream
-
-    def interrupted(self: LLM, messages: Any, *rest: Any, **options: Any) -> Iterator[StreamChunk]:
-        chunks = stream(self, messages, *rest, **options)
-        yield next(chunks)
-        if messages[-1] == USER:
+    def interrupt(record: RoundRecord) -> None:
+        if record.number == 2 and len(record.context) < len(expected(llm, [system, USER])) + 6:
             raise KeyboardInterrupt
-        yield from chunks
 
-    monkeypatch.setattr(LLM, "stream", interrupted)
-    begun = {"role": "assistant", "content": run(*command, stdin=USER["content"]).stdout[:-1]}
-    assert begun["content"] and first["content"].startswith(begun["content"])
-    ran = run(*command, stdin=f"{USER['content']}\n{again['content']}\n")
+    with llm.add_round_observer(interrupt):
+        begun = {"role": "assistant", "content": run(*command, stdin=USER["content"]).stdout[:-1]}
+        assert begun["content"] and first["content"].startswith(begun["content"])
+        ran = run(*command, stdin=f"{USER['content']}\n{again['content']}\n")
     assert ran.stdout == f"{begun['content']}\n{answered(USER, begun, again)['content']}\n"
 
     lend(open_llm(model_folder(tmp_path / "bare", None)), monkeypatch)

@@ -4,7 +4,6 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -16,7 +15,7 @@ from tokenizers.normalizers import NFC, Prepend, Replace, Sequence, Strip
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from tests.helpers.serving import PATIENCE
-from tests.helpers.speech import END, speaking_folder
+from tests.helpers.speech import END, making_requests, speaking_folder
 from treespec import LLM, AsyncLLM, RequestOutput, SamplingParams
 from treespec.errors import RequestError
 from treespec.text.prompt_tokenizer import UserTokenizer
@@ -65,21 +64,16 @@ def test_a_text_that_cannot_fit_is_not_tokenized(llm: LLM) -> None:
         llm.generate("ab " * 100_000)
 
 
-def test_requests_do_not_wait_for_long_prompts(
-    engine: AsyncLLM, llm: LLM, monkeypatch: pytest.MonkeyPatch, gives_all_pages_back: None
-) -> None:
+def test_requests_do_not_wait_for_long_prompts(engine: AsyncLLM, llm: LLM, gives_all_pages_back: None) -> None:
     """Seeds are those of the order of arrival all the same."""
-    begun, go_on, tokenizer, drawn = threading.Event(), threading.Event(), llm.request_factory.tokenizer, count(1)
-    encode = tokenizer._encode  # type: ignore[union-attr]
+    begun, go_on, drawn = threading.Event(), threading.Event(), count(1)
 
-    def slow(text: str, **options: Any) -> Any:
-        if len(text) > 1000:
-            begun.set()
-            assert go_on.wait(PATIENCE)
-        return encode(text[-1000:], **options)
-
-    monkeypatch.setattr(tokenizer, "_encode", slow)
-    monkeypatch.setattr(llm, "request_factory", replace(llm.request_factory, draw_seed=lambda: next(drawn)))
+    class Slow(UserTokenizer):
+        def encode(self, text: str, special: bool = True) -> list[int]:
+            if len(text) > 1000:
+                begun.set()
+                assert go_on.wait(PATIENCE)
+            return super().encode(text[-1000:], special)
 
     async def last(prompt: str) -> RequestOutput:
         params = SamplingParams(max_tokens=2, temperature=1.0, output_kind="FINAL_ONLY")
@@ -93,7 +87,9 @@ def test_requests_do_not_wait_for_long_prompts(
         go_on.set()
         return [output.metrics.seed for output in [*await asyncio.gather(*long), *short]]
 
+    slow = Slow(llm.get_tokenizer())
     try:
-        assert asyncio.run(together()) == [*range(1, 9)]
+        with making_requests(llm, tokenizer=slow, draw_seed=lambda: next(drawn)):
+            assert asyncio.run(together()) == [*range(1, 9)]
     finally:
         go_on.set()

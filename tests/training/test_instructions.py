@@ -19,14 +19,14 @@ def test_the_script_holds_out_packages_kinds_and_phrasings(tmp_path: Path, monke
     """Of a few modules and packages: reading all that is installed takes a minute."""
     for module in ("asyncio", "json", "unittest"):
         shutil.copytree(Path(sysconfig.get_paths()["stdlib"]) / module, tmp_path / "stdlib" / module)
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "stdlib")})
     some = {"jinja2", "tqdm", "typer", "filelock", "safetensors"}
     installed = [each for each in metadata.distributions() if each.metadata["Name"].lower() in some]
-    monkeypatch.setattr(metadata, "distributions", lambda: installed)
     monkeypatch.syspath_prepend(WEIGHTS)
     written = importlib.import_module("treespec_training.instructions")
+    data = importlib.import_module("treespec_training.data")
     arguments = ["--out", str(tmp_path), "--per-kind", "4", "--heldout-per-kind", "4"]
-    load_script(WEIGHTS / "write_instructions.py").main(arguments)
+    documents = data.installed_documents(tmp_path / "stdlib", installed)
+    load_script(WEIGHTS / "write_instructions.py").main(arguments, documents)
     train, held, texts = (
         [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "heldout", "texts")

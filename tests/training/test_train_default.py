@@ -6,11 +6,13 @@ import shutil
 import signal
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers.calls import calls_of
 from tests.helpers.scripts import load_script
 
 pytestmark = pytest.mark.slow
@@ -78,20 +80,15 @@ def test_held_out_package_is_never_trained_on(script: ModuleType, built: Path) -
     assert prompts and {prompt["package"] for prompt in prompts} == {"secret"}
 
 
-def test_pause_loses_nothing(
-    script: ModuleType, text_root: Path, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pause_loses_nothing(script: ModuleType, text_root: Path, built: Path, tmp_path: Path) -> None:
     """Signals in every stage change no bit of any model."""
-    progress, calls = script.train.Budget.progress, []
 
-    def signalling(budget: object, step: int, elapsed: float) -> float:
-        calls.append(step)
+    def pause(calls: list[Any]) -> None:
         if len(calls) in (2, 6, 12, 19, 26):
             os.kill(os.getpid(), signal.SIGTERM)
-        return progress(budget, step, elapsed)
 
-    monkeypatch.setattr(script.train.Budget, "progress", signalling)
-    codes = [script.main([*options(text_root, tmp_path), "--resume"]) for _ in range(6)]
+    with calls_of(script.train.Budget, "progress", pause):
+        codes = [script.main([*options(text_root, tmp_path), "--resume"]) for _ in range(6)]
     assert codes == [130] * 5 + [0]
     for name in FOLDERS:
         file = Path("default") / name / "model.safetensors"

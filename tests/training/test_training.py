@@ -16,11 +16,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import treespec.training.run
+from tests.helpers.calls import calls_of
 from tests.helpers.commands import run
+from tests.helpers.conversions import full_disk
 from tests.helpers.gguf_files import metadata_of, write_gguf
 from tests.helpers.models import CURVE, make_llama, new_folder
 from tests.helpers.tokenizers_made import TEXT, byte_level, save_tokenizer
-from treespec import LLM, SamplingParams, SpecConfig
+from treespec import LLM, SpecConfig
 from treespec.errors import ConfigError, ModelError
 from treespec.planning.round_costs import CostCurve
 from treespec.text.prompt_tokenizer import load_tokenizer
@@ -28,7 +31,7 @@ from treespec.text.training_prompts import MAX_FILE_BYTES, SYNTHETIC, TrainingPr
 from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
 from treespec.training.files import replacing
 from treespec.training.lessons import TOP, Lessons, LessonWriter, best_batch, prompts_of_shard, shard_path
-from treespec.training.loop import Budget, Paused, PauseRequest, optimizers_for, train
+from treespec.training.loop import Budget, Paused, PauseRequest, optimizers_for
 from treespec.training.muon import Float32Muon, orthogonalize
 from treespec.training.report import measure_drafts
 from treespec.training.run import TrainingRun, by_benefit, held_out, train_drafts
@@ -119,9 +122,8 @@ def test_texts_of_any_encoding_and_length(tmp_path: Path, caplog: pytest.LogCapt
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, folder: bool) -> None:
     path = tmp_path / "ssm-1"
     path.write_text("before") if not folder else path.mkdir()
-    full = mock.patch("shutil.disk_usage", return_value=mock.Mock(free=0))
     message = r"no space left for .*ssm-1; free some space, then resume"
-    with pytest.raises(OSError, match=message), full, replacing(path) as temporary:
+    with pytest.raises(OSError, match=message), full_disk(), replacing(path) as temporary:
         temporary.write_text("half") if not folder else temporary.mkdir()
         raise RuntimeError("PytorchStreamWriter failed writing file")
     assert [each.name for each in tmp_path.iterdir()] == ["ssm-1"] and path.is_dir() == folder
@@ -326,16 +328,11 @@ def test_drafts_of_a_gguf_file(target: Path, data: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_reports_take_as_long_as_they_may(target: Path) -> None:
-    generate, most = LLM.generate, list[int]()
-
-    def counted(llm: LLM, prompt: Any, params: SamplingParams, spec: Any) -> Any:
-        most.append(params.max_tokens or 0)
-        return generate(llm, prompt, params, spec)
-
     options = {"compile": False, "max_model_len": 256}
-    with mock.patch.object(LLM, "generate", counted):
+    with calls_of(LLM, "generate") as generated:
         for seconds in (0.0, 1e6):
             measure_drafts(target, [], [[5, 6]] * 2, {}, 40, options, seconds, lambda: None)
+    most = [params.max_tokens for _, _, params, _ in generated]
     assert set(most[: len(most) // 2]) == {16} and set(most[len(most) // 2 :]) == {16, 40}
     with pytest.raises(Paused):
         measure_drafts(target, [], [[5, 6]], {}, 40, options, 1.0, mock.Mock(side_effect=Paused))
@@ -390,11 +387,11 @@ def test_training_starts_from_a_draft(target: Path, trained: Path, tmp_path: Pat
     convert_checkpoint(trained / "ssm-1", start := tmp_path / "start", quantization="fp8")
     options, began = OPTIONS | {"layers": None, "lessons": trained}, {}
 
-    def begin(name: str, model: torch.nn.Module, *rest: Any) -> Any:
-        began[name] = {name: weight.clone() for name, weight in model.state_dict().items()}
-        return train(name, model, *rest)
+    def begin(calls: list[Any]) -> None:
+        student, model, *_ = calls[-1]
+        began[student] = {name: weight.clone() for name, weight in model.state_dict().items()}
 
-    with mock.patch("treespec.training.run.train", begin):
+    with calls_of(treespec.training.run, "train", begin):
         train_drafts(target, [], tmp_path / "out", start=Path(os.path.relpath(start)), **options)
     for name, weight in open_model(start, torch.float32).state_dict().items():
         assert torch.equal(began["generalist"][name], weight), name
@@ -417,7 +414,6 @@ def test_training_starts_from_a_draft(target: Path, trained: Path, tmp_path: Pat
 def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trained: Path, tmp_path: Path) -> None:
     """Killed and interrupted while lessons are written, and interrupted while specialists are trained."""
     out, left, settings = tmp_path / "out", tmp_path / "left", {"target": target, "data": [data], **OPTIONS}
-    progress, calls = Budget.progress, 0
 
     class Killed(PauseRequest):
         def check(self) -> None:
@@ -434,12 +430,9 @@ def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trai
                 os.kill(os.getpid(), signal.SIGINT)
             super().check()
 
-    def interrupt(budget: Budget, step: int, elapsed: float) -> float:
-        nonlocal calls
-        calls += 1
-        if calls == 8:
+    def interrupt(calls: list[Any]) -> None:
+        if len(calls) == 8:
             os.kill(os.getpid(), signal.SIGINT)
-        return progress(budget, step, elapsed)
 
     with pytest.raises(RuntimeError, match="killed"):
         TrainingRun(TrainingSettings(out=out, **settings), Killed()).run()
@@ -451,7 +444,7 @@ def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trai
     with pytest.raises(Paused), pause.listening():
         TrainingRun(TrainingSettings(out=out, resume=True, **settings), pause).run()
     assert pause.passes == 3, "an interruption does not wait for the end of the shard"
-    with mock.patch.object(Budget, "progress", interrupt):
+    with calls_of(Budget, "progress", interrupt):
         run("train", "--target", target, "--data", data, "--out", out, *flags, "--resume", code=130)
     assert (out / "work" / "specialist-1.ckpt").exists() and not (out / "report.json").exists()
     train_drafts(target, [data], out, resume=True, **OPTIONS)

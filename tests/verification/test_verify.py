@@ -125,7 +125,7 @@ def test_lossless(name: str, seed: int) -> None:
 def test_nothing_follows_an_end(name: str, rule: str) -> None:
     """A node without a distribution ends the output, and the tokens up to it keep theirs."""
     world, drafts = drafted(name, 0)
-    world = world._replace(end=2)
+    world = World(*world[:4], end=2)
     emitted, _ = output_distribution(world, drafts, engine(rule))
     assert total_variation(emitted, world.joint()) < EXACT
 

@@ -5,7 +5,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import gguf
 import pytest
@@ -14,11 +13,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.helpers.calls import calls_of
 from tests.helpers.conversions import loaded
 from tests.helpers.exactness import differences, run
 from tests.helpers.families import CASES, TYPICAL, VOCAB, WINDOW, Case, fitting, make_model
 from tests.helpers.gguf_files import (
-    ARCHITECTURES,
     GGUF_CASES,
     RELATIVES,
     add_tensor,
@@ -70,8 +69,7 @@ def test_a_file_is_the_model_of_its_folder(name: str, tmp_path: Path) -> None:
         path = write_gguf(tmp_path / "model.gguf", folder, attention__sliding_window_pattern=pattern)
         assert ModelConfig.from_hf(path).layers == given.layers
     if name in OF_IMAGES:
-        with mock.patch.dict(ARCHITECTURES, {name: OF_IMAGES[name]}):
-            path = write_gguf(path, folder, rope__dimension_sections=[2, 1, 1, 0])
+        path = write_gguf(path, folder, arch=OF_IMAGES[name], rope__dimension_sections=[2, 1, 1, 0])
         assert replace(ModelConfig.from_hf(path), ropes=made.ropes) == replace(made, folder=path)
 
 
@@ -191,13 +189,7 @@ IN_BLOCKS = {kind: f"gguf {kind}" for kind in FORMATS} | {"tied": "gguf Q4_1, Q8
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "kind",
-    quick(
-        ("F32", "F16", "BF16", *FORMATS),
-        ("F16", "Q8_0", "Q6_K", "Q4_K_M", "tied"),
-    ),
-)
+@pytest.mark.parametrize("kind", quick(("F32", "F16", "BF16", *FORMATS), ("F16", "Q8_0", "Q6_K", "Q4_K_M", "tied")))
 def test_every_type_of_block(kind: str) -> None:
     path = llama_file(kind)
     assert read_config(path)["dtype"] == {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
@@ -305,9 +297,9 @@ def test_the_selftest_computes_layers_of_every_form() -> None:
 @needs_compiler
 def test_pages_of_the_file_are_dropped() -> None:
     """Of each matrix when it is packed; of q and k when they are permuted; of the embedding after the self-test."""
-    with mock.patch.object(Blocks, "release", autospec=True) as release:
+    with calls_of(Blocks, "release") as released:
         open_llm(llama_file("tied"))
-    assert Counter(call.args[0].kind for call in release.call_args_list) == {"Q4_1": 14 + 4, "Q8_0": 2}
+    assert Counter(blocks.kind for (blocks,) in released) == {"Q4_1": 14 + 4, "Q8_0": 2}
 
 
 @pytest.mark.parametrize(("name", "read"), [("Q4_K_M", "output.weight"), ("tied", "token_embd.weight")])

@@ -10,6 +10,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNot
 from huggingface_hub.utils import filter_repo_objects
 
 from tests.helpers import commands
+from tests.helpers.commands import use_hub_cache
 from tests.helpers.loras import make_lora
 from tests.helpers.models import make_llama
 from treespec import LLM
@@ -126,8 +127,7 @@ def test_folders_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub
 
 
 def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    use_hub_cache(tmp_path, monkeypatch, HF_HUB_OFFLINE=True)
     message = "(?s)'owner/model' is no folder here.*not in the cache.*HF_HUB_OFFLINE is set.*weights fetch"
     with pytest.raises(ModelError, match=message):
         LLM("owner/model")

@@ -13,15 +13,7 @@ from tests.helpers.conversions import loaded
 from tests.helpers.models import edit_config, make_llama, new_folder
 from treespec_weights import CheckpointError, UnsupportedModelError
 from treespec_weights.quant_config import scheme_of
-from treespec_weights.quantize import (
-    Quantized,
-    compressed_tensors,
-    dequantize,
-    group_of,
-    packed,
-    quantize,
-    unpacked,
-)
+from treespec_weights.quantize import Quantized, compressed_tensors, dequantize, group_of, packed, quantize, unpacked
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 64}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}

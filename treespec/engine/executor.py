@@ -69,12 +69,12 @@ class StageClock:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.seconds, self._now = dict.fromkeys(STAGES, 0.0), now
+        self.seconds, self.now = dict.fromkeys(STAGES, 0.0), now
         self._stage, self._since = "idle", now()
 
     def enter(self, stage: str) -> str:
         """Enter a stage and return the previous one."""
-        now = self._now()
+        now = self.now()
         self.seconds[self._stage] += now - self._since
         ended, self._stage, self._since = self._stage, stage, now
         return ended

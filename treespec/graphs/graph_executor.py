@@ -1,6 +1,5 @@
 """The graph executor: runs whole rounds on the device by replaying CUDA graphs."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,7 +79,7 @@ class GraphExecutor(Executor[GraphExecution]):
         return super().run(requests, others_wait, clock, meanwhile)
 
     def plan(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> GraphExecution:
-        began = time.perf_counter()
+        began = clock.now()
         clock.enter("merge")
         planner = self.rounds.planners[self.rounds.size_for(len(requests))]
         plans = planner.draft_plans(requests, self.max_model_len, others_wait=others_wait)
@@ -98,7 +97,7 @@ class GraphExecutor(Executor[GraphExecution]):
         read_seconds = 0.0
         if drafting := [request for request, plan in zip(requests, execution.plans, strict=True) if plan.levels]:
             clock.enter("draft")
-            read_seconds = self._catch_up(drafting)
+            read_seconds = self._catch_up(drafting, clock)
             if (ssms := self.sources.ssms) is None or not any(map(ssms.may_draft, drafting)):
                 clock.enter("search")  # otherwise the search overlaps with the first level
                 if not any(search()):
@@ -125,7 +124,7 @@ class GraphExecutor(Executor[GraphExecution]):
             execution.planner = None
         if not batch.has_followed:  # otherwise the device did not wait, or waited between draft levels
             began = execution.began if self._waited is None else self._waited
-            execution.host_seconds = time.perf_counter() - began - read_seconds
+            execution.host_seconds = clock.now() - began - read_seconds
 
     def overlap(
         self, execution: GraphExecution, others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
@@ -135,9 +134,9 @@ class GraphExecutor(Executor[GraphExecution]):
         self._launch_following(execution, others_wait)
 
     def verify(self, execution: GraphExecution, clock: StageClock) -> None:
-        began = time.perf_counter()
+        began = clock.now()
         execution.decided = execution.results()
-        self._waited = time.perf_counter()
+        self._waited = clock.now()
         clock.enter("commit")
         draft, forward = execution.batch.seconds()
         execution.seconds = RoundSeconds(draft, execution.drafted.read_seconds, forward, execution.host_seconds)
@@ -201,13 +200,13 @@ class GraphExecutor(Executor[GraphExecution]):
             self._last = []
             self.runner.wait()
 
-    def _catch_up(self, requests: Sequence[Request]) -> float:
+    def _catch_up(self, requests: Sequence[Request], clock: StageClock) -> float:
         """Prefill the SSMs with prompts or the output of plain rounds; return the seconds, 0 if nothing was missing."""
-        ssms, began = self.ssms, time.perf_counter()
+        ssms, began = self.ssms, clock.now()
         if ssms is None or not requests or not ssms.catch_up(requests, self.rounds.limits.width):
             return 0.0
         self.runner.wait()
-        return time.perf_counter() - began
+        return clock.now() - began
 
     def _search(self, execution: GraphExecution) -> list[TokenTree | None]:
         """Return and record the proposals of the sources other than SSMs, None for empty ones."""

@@ -52,6 +52,11 @@ def room_for(length: int, most_positions: int) -> int:
     return min(-(-length // _LENGTH_STEP) * _LENGTH_STEP, most_positions)
 
 
+def engines_of(model: nn.Module) -> list[LLM]:
+    """Return the engines in the cache that serve a model, the latest last."""
+    return [entry.llm for entry in _engines[model].entries]
+
+
 def engine_for(
     model: nn.Module,
     drafts: Sequence[Any],

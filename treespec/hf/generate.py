@@ -120,7 +120,7 @@ def generate(
         sources = [draft for draft in drafts or () if not (isinstance(draft, str) and draft == "lookup")]  # always on
         llm = engine_for(model, sources, resolved, exact, len(input_ids), max_length, positions, target_tokenizer)
         if torch.is_autocast_enabled(llm.config.device.type):
-            _warn_autocast(llm.config.dtype)
+            warn_autocast(llm.config.dtype)
         stopping = type(stopping_criteria)(with_delayed_start(criteria, time.time() - began))
         llm.check_sources(resolved)
         decoder = llm.engine.runner.target
@@ -147,7 +147,7 @@ def generate(
 
 
 @functools.cache
-def _warn_autocast(dtype: torch.dtype) -> None:
+def warn_autocast(dtype: torch.dtype) -> None:
     """Warn once per dtype, since evaluations call `generate` for every batch."""
     logger.warning("torch.autocast has no effect in treespec.hf.generate: the model computes in %s", dtype)
 

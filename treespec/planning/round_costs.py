@@ -189,8 +189,9 @@ class CostedBatch(NamedTuple):
 class RoundCosts:
     """Modelled seconds of the parts of a round, for the batch set by `begin`."""
 
-    def __init__(self, curve: CostCurve):
-        self._correction, self._num_learned, self._unlearned = CurveCorrection(curve.rows), 0, LEARN_SECONDS
+    def __init__(self, curve: CostCurve, learn_seconds: float = LEARN_SECONDS):
+        self._correction, self._num_learned = CurveCorrection(curve.rows), 0
+        self._learn_seconds = self._unlearned = learn_seconds
         self.store: Callable[[CostCurve], None] | None = None  # stores a corrected curve for the next start
         self._hosts: dict[HostWork, KalmanFilter] = {}  # logarithms of the host's seconds per request
         self._follow(self._correction.apply(curve))
@@ -251,7 +252,7 @@ class RoundCosts:
 
     def learn(self, seconds: RoundSeconds, rows: int, drafted: Drafted, drafting: bool) -> None:
         """Update the costs with a round; `drafting`: whether sources were asked."""
-        is_due, whole = self._unlearned >= LEARN_SECONDS, sum(seconds)
+        is_due, whole = self._unlearned >= self._learn_seconds, sum(seconds)
         self._unlearned = whole if is_due else self._unlearned + whole
         if not is_due or seconds.forward <= 0:
             return

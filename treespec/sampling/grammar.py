@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _KEPT = 64  # number of compiled constraints cached for later requests (LRU)
-SECONDS = 10  # time limit for compiling a constraint; within `form_limits` it takes less than 1 s of CPU time
 _STACK = 256 << 20  # stack bytes, committed on first use; nested rules take 15 KB each
 _stack_size = threading.Lock()  # guards the stack size of new threads, a global setting
 
 
 class Grammars:
     """Creates and caches parsers for requests with structured outputs."""
+
+    seconds: float = 10  # time limit for compiling a constraint, which takes 1 s of CPU time at most in `form_limits`
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: Sequence[int], device: torch.device):
         self._user_tokenizer, self._vocab_size, self._device = tokenizer, vocab_size, device
@@ -61,7 +62,7 @@ class Grammars:
     def parse(self, form: StructuredOutputsParams) -> "LLMatcher":
         """Compile a constraint. Raises RequestError if it is invalid or takes too long."""
         try:
-            from llguidance import LLMatcher, LLParserLimits
+            import llguidance  # noqa: F401
         except ImportError:
             raise RequestError(
                 "structured_outputs need llguidance, which is not installed: pip install llguidance"
@@ -77,13 +78,17 @@ class Grammars:
             raise
         except (ValueError, RecursionError) as error:
             raise RequestError(f"structured_outputs: {form.form} cannot be compiled: {error}") from None
-        limits = LLParserLimits(verbose_errors=False)
-        parser = run_with_large_stack(
-            partial(LLMatcher, self._tokenizer, source, log_level=0, limits=limits), form.form
-        )
+        parser = run_with_large_stack(partial(self.build, source), form.form, self.seconds)
         if parser.is_error():
             raise RequestError(f"structured_outputs: {form.form} cannot be compiled: {_reason(parser)}")
         return parser
+
+    def build(self, source: str, **limits: int) -> "LLMatcher":
+        """Build llguidance's parser of a grammar; `limits` replace those of `LLParserLimits`."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        bounds = LLParserLimits(verbose_errors=False, **limits)
+        return LLMatcher(self._tokenizer, source, log_level=0, limits=bounds)
 
 
 def _read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -> "LLTokenizer":
@@ -140,8 +145,8 @@ class _PlainTextTokenizer:
         return tokens
 
 
-def run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatcher":
-    """Run a call in a thread with a large stack.
+def run_with_large_stack(call: Callable[[], "LLMatcher"], form: str, seconds: float) -> "LLMatcher":
+    """Run a call in a thread with a large stack, for at most `seconds`.
 
     A chain of 800 references, `{"$ref": ...}`, overflows the usual 8 MB and kills the process. If a constraint passes
     `check_form` but exceeds the time limit, its thread is abandoned; it cannot be stopped and continues to run.
@@ -161,9 +166,9 @@ def run_with_large_stack(call: Callable[[], "LLMatcher"], form: str) -> "LLMatch
         finally:
             threading.stack_size(previous)
     try:
-        return result.result(timeout=SECONDS)
+        return result.result(timeout=seconds)
     except TimeoutError:
-        raise RequestError(f"structured_outputs: {form} takes more than {SECONDS} s to compile; simplify it") from None
+        raise RequestError(f"structured_outputs: {form} takes more than {seconds} s to compile; simplify it") from None
 
 
 def _source(form: StructuredOutputsParams) -> str:

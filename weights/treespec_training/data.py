@@ -111,16 +111,20 @@ def _document(package: str, path: Path, name: str, license: str) -> Document | N
     return None if text is None else Document(package, name, kind, license, text)
 
 
-def installed_documents() -> Iterator[Document]:
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+
+
+def installed_documents(
+    stdlib: Path = STDLIB, distributions: Iterable[metadata.Distribution] | None = None
+) -> Iterator[Document]:
     """Yield documents of the standard library, without its tests, and of permissively licensed distributions."""
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(stdlib.rglob("*.py")):
         relative = path.relative_to(stdlib)
         if relative.parts[0] not in ("site-packages", "dist-packages", "test", "idlelib", "lib2to3"):
             package = "stdlib." + relative.parts[0].removesuffix(".py")
             if document := _document(package, path, str(relative), "PSF-2.0"):
                 yield document
-    for dist in sorted(metadata.distributions(), key=lambda d: d.metadata["Name"].lower()):
+    for dist in sorted(distributions or metadata.distributions(), key=lambda d: d.metadata["Name"].lower()):
         license = license_of(dist)
         if not is_permissive(license):
             continue

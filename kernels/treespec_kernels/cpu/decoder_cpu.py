@@ -265,7 +265,8 @@ class CompiledModel:
         )
         self._head = self._linear(head, None)
         self.vocab_size = self._head.stride
-        if self.nbytes > (l3_bytes() or math.inf):
+        self.streams = self.nbytes > (l3_bytes() or math.inf)  # whether weights are read past the caches
+        if self.streams:
             for linear in (self._head, *(linear for layer in self._layers for linear in _linears(layer))):
                 for matrix in _matrices(linear):
                     matrix.streams = True

@@ -116,25 +116,25 @@ def is_triton_error(error: BaseException) -> bool:
     return errors is not None and isinstance(error, errors.TritonError)
 
 
-def emits_proxy_fences() -> bool:
-    """Return whether this Triton version emits fences between shared-memory copies and matrix products (#9610)."""
-    import triton
-
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
+def emits_proxy_fences(version: str) -> bool:
+    """Return whether a Triton version emits fences between shared-memory copies and matrix products (#9610)."""
+    return tuple(map(int, version.split(".")[:2])) >= (3, 8)
 
 
-def known_issue(device: torch.device) -> str | None:
-    """Return a warning about a known miscompilation of this Triton version for a device, or None.
+def known_issue(device: torch.device, version: str | None = None) -> str | None:
+    """Return a warning about a known miscompilation of a Triton version, the installed one, for a device, or None.
 
     Without `emits_proxy_fences`, products in tensor memory are occasionally wrong. On sm_90 the kernels place the fence
     themselves (`linear/dot.py`).
     """
     target = target_of(device)
-    if not has_tensor_memory(target) or emits_proxy_fences():
+    if not has_tensor_memory(target):
         return None
     import triton
 
-    return f"Triton {triton.__version__} may compute wrong products on {target}; upgrade to Triton 3.8 or later"
+    if emits_proxy_fences(version := version or triton.__version__):
+        return None
+    return f"Triton {version} may compute wrong products on {target}; upgrade to Triton 3.8 or later"
 
 
 def require_triton(op: str) -> None:

@@ -16,7 +16,7 @@ def lacks_proxy_fence(_semantic: Any = None) -> tl.constexpr:
     loops (triton #9610). Triton calls this function at compile time; it returns False in the interpreter.
     """
     options = getattr(getattr(_semantic, "builder", None), "options", None)
-    return tl.constexpr(getattr(options, "arch", None) == "sm90" and not emits_proxy_fences())
+    return tl.constexpr(getattr(options, "arch", None) == "sm90" and not emits_proxy_fences(triton.__version__))
 
 
 lacks_proxy_fence.__triton_builtin__ = True  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
     python perf/llama_server.py --model A.gguf --draft B.gguf --server bin/llama-server --json out.json
     python perf/llama_server.py ... --llama plain: "cache:--spec-type ngram-cache" --questions 2    # other modes
     python perf/llama_server.py --model random.gguf --shape qwen3-moe --skip starts prompt --temperatures 0 ...
+    python perf/llama_server.py --model folder --shape qwen3-moe --temperatures 0    # without llama.cpp, in bfloat16
 
 Every question is answered by every mode in turn, so that interference affects all of them: greedily, then sampled with
 a seed. Each mode of llama.cpp is its own server, which stays open; treespec's modes are calls of one engine with the
@@ -211,9 +212,14 @@ def answer(llm: LLM, spec: Any, tokens: list[int], max_tokens: int, temperature:
     return Answer(decoded.tokens[0], seconds, decoded.passes, drafted)
 
 
+def random_model(shape: str) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(SHAPES[shape], dtype=torch.bfloat16).eval()
+
+
 def transformers_answers(shape: str) -> Callable[..., Answer]:
     """Return a function that answers with transformers' model of a shape, of random weights in bfloat16."""
-    model = AutoModelForCausalLM.from_config(SHAPES[shape], dtype=torch.bfloat16).eval()
+    model = random_model(shape)
 
     def generate(tokens: list[int], count: int) -> tuple[list[int], float]:
         began = time.perf_counter()
@@ -348,21 +354,27 @@ def main() -> None:
     parser = measuring.parser(
         __doc__, grows=False, threads=2, questions=12, max_tokens=128, prompt=512, starts=3, seconds=10
     )
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument(
+        "--model", type=Path, required=True, help="with --shape, also a folder, written if it is missing"
+    )
     parser.add_argument("--draft", type=Path, help="without one, random guesses are the draft of nodes='auto'")
     parser.add_argument("--shape", choices=SHAPES, help="of a model with random weights, also run by transformers")
-    parser.add_argument("--server", type=Path, required=True, help="llama-server")
+    parser.add_argument("--server", type=Path, help="llama-server; without one, only the answers are measured")
     parser.add_argument("--llama", nargs="+", metavar="NAME:OPTIONS", help="modes of llama.cpp; replaces the default")
     parser.add_argument("--only", nargs="+", metavar="MODE", help="modes to answer in, such as 'treespec auto'")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
     parser.add_argument("--skip", nargs="+", default=[], choices=("starts", "prompt", "passes"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.shape and not args.model.exists():
+        random_model(args.shape).save_pretrained(args.model)
     options = dict(mode.split(":", 1) for mode in args.llama or ())
     options = options or (LLAMA if args.draft else {"plain": ""})
     files = [args.model] if args.draft is None else [args.model, args.draft]
     base = [str(args.server), "-m", str(args.model), "-t", str(args.threads), *COMMON.split()]
     commands = {name: [*base, *shlex.split(text.replace("DRAFT", str(args.draft)))] for name, text in options.items()}
+    if args.server is None:
+        commands, args.skip = {}, ["starts", "prompt", "passes"]
     document: dict[str, Any] = {"setup": measuring.setup(args, "threads", "questions", "max_tokens", "starts")}
     document["setup"] |= {"models": [*map(_name, files)], "llama.cpp": options, "common": COMMON}
     if "starts" not in args.skip:
@@ -391,6 +403,8 @@ def main() -> None:
 
 
 def _name(path: Path) -> str:
+    if path.is_dir():
+        return path.name
     file = read_gguf(path)
     return f"{file.metadata.get('general.name', 'unnamed')}, {path.stat().st_size / 2**20:.0f} MiB"
 

@@ -83,10 +83,11 @@ class Grammars:
             raise RequestError(f"structured_outputs: {form.form} cannot be compiled: {_reason(parser)}")
         return parser
 
-    def build(self, source: str, **limits: int) -> "LLMatcher":
+    def build(self, source: str, **limits: Any) -> "LLMatcher":
         """Build llguidance's parser of a grammar; `limits` replace those of `LLParserLimits`."""
         from llguidance import LLMatcher, LLParserLimits
 
+        assert self._tokenizer is not None
         bounds = LLParserLimits(verbose_errors=False, **limits)
         return LLMatcher(self._tokenizer, source, log_level=0, limits=bounds)
 

@@ -56,7 +56,7 @@ class Sampler:
         # Compute noise and transforms on the logits' device, with the kernels of captured rounds. Their rounding may
         # differ from the host's, so an engine always uses the same ones
         kernel_noise: bool = False,
-        library: CDLL | None = None,  # `growth_library`, which chooses faster on the CPU with the same bits
+        library: CDLL | None = None,  # from `growth_library`; chooses faster on the CPU, with the same bits
     ):
         self.params, self.temperature, self._device = params, params.temperature, device
         self._end_tokens = frozenset(end_tokens)

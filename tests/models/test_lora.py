@@ -231,9 +231,24 @@ def test_a_batch_has_max_loras_adapters_and_idle_ones_are_forgotten() -> None:
     held = llm.loras.get(loras[0])  # type: ignore[arg-type]
     assert llm.stats()["memory"]["loras"] == held.updates.nbytes > 0  # that of the other was dropped
     assert llm.loras.get(loras[0]) is held  # type: ignore[arg-type]
-    assert llm.loras.get(loras[0], fresh=True) is not held  # type: ignore[arg-type]
     llm.loras.forget(loras[0])  # type: ignore[arg-type]
     assert llm.stats()["memory"]["loras"] == 0
+
+
+def test_each_name_keeps_what_its_folder_held_when_it_was_loaded(tmp_path: Path) -> None:
+    """Names of equal files share memory; one that is loaded again, or forgotten, changes no other."""
+    folder, other = (make_lora(tmp_path / name, tiny()[0], seed) for seed, name in enumerate("ab"))
+    llm = open_llm(tiny()[0], enable_lora=True, max_loras=2)
+    assert llm.loras is not None
+    first, second = (LoRARequest(name, 1, str(folder)) for name in ("first", "second"))
+    held = llm.loras.get(first)
+    assert llm.loras.get(second) is held and llm.stats()["memory"]["loras"] == held.updates.nbytes
+    assert llm.loras.get(second, fresh=True) is held, "the files have not changed"
+    (folder / "adapter_model.safetensors").write_bytes((other / "adapter_model.safetensors").read_bytes())
+    changed = llm.loras.get(first, fresh=True)
+    assert llm.loras.get(second) is held and changed.digest != held.digest
+    llm.loras.forget(first)
+    assert llm.loras.get(second) is held
 
 
 def test_modules_may_have_the_names_of_another_class(tmp_path: Path) -> None:

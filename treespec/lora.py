@@ -20,7 +20,7 @@ class LoRARequest:
 
     Args:
         lora_name: the adapter's name.
-        lora_int_id: a number of at least 1. Unlike in vLLM, adapters are told apart by their folders.
+        lora_int_id: a number of at least 1. Unlike in vLLM, adapters are told apart by their names and folders.
         lora_path: PEFT's folder: adapter_config.json and adapter_model.safetensors; or a hub id. Its files must not
             change while the engine has the adapter.
 
@@ -49,13 +49,19 @@ class Lora:
     updates: Any  # result of `Decoder.updates`
 
 
+_Key = tuple[str, str]  # name and path
+
+
 class LoraCache:
-    """Loads adapters, and keeps those of running and waiting requests, and the last few that were asked for."""
+    """Loads adapters, and keeps those of running and waiting requests, and the last few that were asked for.
+
+    Each name keeps the weights that its folder held when it was loaded; names of equal files share memory.
+    """
 
     def __init__(self, load: Callable[[str], Lora], num_kept: int):
         self._load, self._num_kept = load, num_kept
-        self._in_use = WeakValueDictionary[str, Lora]()  # by path
-        self._kept: dict[str, Lora] = {}  # the last one asked for at the end
+        self._in_use = WeakValueDictionary[_Key, Lora]()
+        self._kept: dict[_Key, Lora] = {}  # the last one asked for at the end
         self._lock, self._loading = threading.Lock(), threading.Lock()
 
     def get(self, request: LoRARequest, fresh: bool = False) -> Lora:
@@ -69,8 +75,8 @@ class LoraCache:
             with self._loading:
                 lora = None if fresh else self._use(key)
                 if lora is None:
-                    lora = self._load(os.path.expanduser(request.lora_path))
-                    self._use(key, lora)
+                    lora = self._use(key, self._load(os.path.expanduser(request.lora_path)))
+        assert lora is not None
         return lora
 
     def forget(self, request: LoRARequest) -> None:
@@ -79,10 +85,12 @@ class LoraCache:
             self._kept.pop(_key(request), None)
             self._in_use.pop(_key(request), None)
 
-    def _use(self, key: str, loaded: Lora | None = None) -> Lora | None:
-        """Return the adapter of a path, which `loaded` replaces, and keep it as the last one that was asked for."""
+    def _use(self, key: _Key, loaded: Lora | None = None) -> Lora | None:
+        """Return the adapter of a key, which `loaded` replaces, and keep it as the last one that was asked for."""
         with self._lock:  # also while it is looked up, so that a replaced adapter is not put back
-            lora = loaded or self._in_use.get(key)
+            lora = self._in_use.get(key)
+            if loaded is not None:
+                lora = next((other for other in self._in_use.values() if other.digest == loaded.digest), loaded)
             if lora is not None:
                 self._in_use[key] = lora
                 self._kept.pop(key, None)
@@ -93,9 +101,9 @@ class LoraCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(lora.updates.nbytes for lora in [*self._in_use.values()])
+        return sum(lora.updates.nbytes for lora in {*self._in_use.values()})
 
 
-def _key(request: LoRARequest) -> str:
+def _key(request: LoRARequest) -> _Key:
     path = os.path.expanduser(request.lora_path)
-    return os.path.realpath(path) if Path(path).exists() else path
+    return request.lora_name, os.path.realpath(path) if Path(path).exists() else path

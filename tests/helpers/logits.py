@@ -29,8 +29,8 @@ def our_logits(llm: LLM, tokens: list[int], lora: LoRARequest | None = None) -> 
         if request.state is not None:  # it cannot go back to score the prompt a step each
             parts = [tokens[:half], *([token] for token in tokens[half:])]
             for part in parts:
-                state = request.state_rows(len(part))
-                rows_of = RequestRows.chain(request.context_len, len(part), request.pages, state=state)
+                own = {"adapter": request.adapter, "state": request.state_rows(len(part))}
+                rows_of = RequestRows.chain(request.context_len, len(part), request.pages, **own)
                 rows.append(engine.runner.target.logits(engine.runner.run_pass([rows_of], np.array(part))))
                 request.context_len += len(part)
             engine.cache.release(request.request_id)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from treespec import LoRARequest
 
-MATRICES = r".*(layers|h)\.\d+\..*"  # of all layers
+# Of all layers, except those of routers and of experts other than the shared one, which take no updates
+MATRICES = r".*(layers|h)\.\d+\.(?!(\w+\.)*(gate$|router|experts\.|shared_expert_gate|fc\d)|block_sparse).*"
 CONFIG = {"peft_type": "LORA", "r": 5, "lora_alpha": 12.5, "bias": "none", "use_rslora": False, "target_modules": ["x"]}
 
 

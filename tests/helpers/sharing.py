@@ -121,8 +121,12 @@ def random_requests(
 def run_at_random_times(
     llm: LLM, asked: Sequence[tuple[Any, ...]], seed: int, aborts: float
 ) -> dict[int, RequestOutput]:
-    """Add requests at random times, abort some with this probability; the outputs of the others by number."""
+    """Add requests at random times, abort fewer than half, with this probability; the outputs of the others by number.
+
+    Timings decide how many steps there are, each of which may abort a request.
+    """
     rng, engine, waiting = np.random.default_rng(seed), LLMEngine(llm), dict(enumerate(asked))
+    to_abort = rng.permutation(len(asked))[: (len(asked) - 1) // 2].tolist()
     outputs: dict[int, RequestOutput] = {}
     while waiting or engine.has_unfinished_requests():
         for i in rng.permutation(list(waiting))[: rng.integers(0, 4)].tolist():
@@ -130,7 +134,7 @@ def run_at_random_times(
             options = {"spec": spec, "priority": priority, "lora_request": lora[0] if lora else None}
             engine.add_request(str(i), {"prompt_token_ids": prompt}, params, **options)
         if rng.random() < aborts:
-            engine.abort_request(str(rng.integers(len(asked))))
+            engine.abort_request(str(rng.choice(to_abort)))
         for output in engine.step():
             if not llm.engine.scheduler.is_idle:  # `few_pages` may hold some
                 llm.engine.check_integrity()

@@ -7,9 +7,18 @@ import torch
 
 from tests.helpers.families import TYPICAL, make_model, small
 from tests.helpers.loras import lora_request, make_lora
-from tests.helpers.models import greedy, make_draft, make_llama, new_folder, open_llm, random_prompts, tokens_of
+from tests.helpers.models import (
+    OracleDrafter,
+    greedy,
+    make_draft,
+    make_llama,
+    new_folder,
+    open_llm,
+    random_prompts,
+    tokens_of,
+)
 from tests.interpreted.engines import PROMPTS, SHORT, SMALL, TREES, TRITON, captured_rounds
-from treespec import LLM, LoRARequest
+from treespec import LLM, LoRARequest, SpecConfig
 
 
 def test_adapters_of_a_batch_change_no_bits_of_one_another() -> None:
@@ -36,19 +45,39 @@ def test_adapters_of_a_batch_change_no_bits_of_one_another() -> None:
     llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "qwen2_moe", "gemma4", "gemma4, experts"])
+@pytest.mark.parametrize("name", ["gpt_neox", "gemma4", "gemma4, experts", "qwen3_5_moe", "lfm2", "granite_hybrid"])
 def test_other_families(name: str) -> None:
-    """Products without a gate, a block whose MLP does not see its attention, experts, and layers of unequal sizes."""
+    """Products without a gate, parallel attention and MLP, shared experts, unequal layers, and recurrent ones."""
     root = new_folder("families")
     target = make_model(root / "target", TYPICAL[name], 3, **small(name))
-    modules = r".*self_attn.*" if "experts" in name else r".*layers\.\d+\.(?!mlp\.(gate$|.*expert)).*"
-    lora, (prompt,) = lora_request(make_lora(root / "lora", target, 7, modules)), random_prompts([9], vocab=61)
+    lora, (prompt,) = lora_request(make_lora(root / "lora", target, 7)), random_prompts([9], vocab=61)
     llm = open_llm(target, enable_lora=True, max_num_seqs=1, **TRITON)
     cpu = open_llm(target, attention="cpu-packed", enable_lora=True, max_num_seqs=1)
     found, expected = ([values(said(each, [prompt], [one])) for one in (lora, None)] for each in (llm, cpu))
     for (tokens, logprobs), (of_cpu, near) in zip(found, expected, strict=True):
         assert tokens == of_cpu and (logprobs - near).abs().max() < 1e-3
     assert (found[0][1] - found[1][1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "lfm2"])
+def test_adapters_of_hybrids(name: str) -> None:
+    """Several in captured rounds, whose trees have the tokens and log-probabilities of each request alone."""
+    root, prompts = new_folder("hybrids"), random_prompts([20, 3, 7], vocab=60)
+    target = make_model(root / "target", TYPICAL[name], 3, **small(name))
+    first, second = (lora_request(make_lora(root / str(seed), target, seed)) for seed in (1, 2))
+    loras, options = [first, None, second], {"enable_lora": True, "max_loras": 2, "max_num_seqs": 3}
+    cpu = open_llm(target, attention="cpu-packed", **options)
+    plain = tokens_of(cpu.generate(prompts, greedy(4), spec="off", lora_request=loras))
+    oracle = OracleDrafter([p + t for p, t in zip(prompts, plain, strict=True)], 3, vocab=60)
+    llm = open_llm(target, [oracle], spec=SpecConfig(nodes=8, max_depth=3), **options, **TRITON)
+    alone = [said(llm, [prompt], [lora])[0] for prompt, lora in zip(prompts, loras, strict=True)]
+    with captured_rounds():
+        trees = llm.generate(prompts, greedy(4, logprobs=2), lora_request=loras)
+        assert said(llm, prompts, loras) == alone
+    assert [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in trees] == alone
+    assert plain == [tokens for tokens, _ in alone]
+    assert all(output.metrics.acceptance_length > 1.1 for output in trees)
+    llm.engine.check_integrity()
 
 
 def values(told: list[tuple[list[int], Any]]) -> tuple[list[int], torch.Tensor]:

@@ -49,10 +49,11 @@ def make_model(kind: str, instructions: str | None, threads: int = 1) -> Compile
     def random(*size: int, gain: float = 1.0) -> Tensor:
         return (torch.randn(*size, generator=generator) * gain * size[-1] ** -0.5).bfloat16()
 
-    def layer(out: int, inner: int, **parts: Tensor) -> CompiledLayerWeights:
-        matrices = random(out, HIDDEN, gain=1.5), None, random(HIDDEN, inner, gain=2.0), None
+    def layer(names: tuple[str, str], out: int, inner: int, **parts: Tensor) -> CompiledLayerWeights:
+        matrices = dict(zip(names, (random(out, HIDDEN, gain=1.5), random(HIDDEN, inner, gain=2.0)), strict=True))
         mlp = random(2 * HIDDEN, HIDDEN), None, random(HIDDEN, HIDDEN), None
-        return CompiledLayerWeights(ones, ones, None, *matrices, *mlp, (0, 0), None, **parts)
+        weights = CompiledLayerWeights(ones, ones, None, None, None, None, None, *mlp, (0, 0), None, **parts)
+        return weights._replace(**matrices)
 
     def recurrent() -> CompiledLayerWeights:
         parts = {"conv": torch.randn(of.kernel, of.channels, generator=generator)}
@@ -62,11 +63,11 @@ def make_model(kind: str, instructions: str | None, threads: int = 1) -> Compile
         if of.rates == 1:
             parts |= {"skip": torch.randn(HEADS, generator=generator)}
             parts |= {"conv_bias": torch.randn(of.channels, generator=generator)}
-        return layer(of.channels + of.projections, of.inner, **parts)
+        return layer(("mix", "mix_out"), of.channels + of.projections, of.inner, **parts)
 
     ones = torch.ones(HIDDEN)
     torch.manual_seed(3)
-    layers = [recurrent(), layer(6 * 16, 32), recurrent()]
+    layers = [recurrent(), layer(("qkv", "o"), 6 * 16, 32), recurrent()]
     sizes = of.kernel, of.channels, KEYS, of.heads, KEY_DIM if of.heads else 0, VALUE_DIM if of.heads else 0
     fields = "kernel", "channels", "key_heads", "state_heads", "key_dim", "value_dim"
     own = {"output_gate": True, "rates": of.rates, "mixer_eps": 1e-6}

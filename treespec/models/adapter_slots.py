@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from treespec.models.layer import fused_matrices
+from treespec.models.layer import TRITON, present
 from treespec.models.low_rank import RANK_STEP, LowRank
 from treespec.models.model_config import ModelConfig
 from treespec_kernels.launch.triton_launch import target_of
@@ -42,9 +42,8 @@ class SlotLimits(NamedTuple):
         if key in own and not config.shape.layer(i).has_v:
             own[f"layers.{i}.v"] = own[key]
         shapes = {}
-        for product, names in fused_matrices(config.shape.gated, fuses_gate=True).items():
-            sizes = [own[f"layers.{i}.{name}"] for name in names if f"layers.{i}.{name}" in own]
-            if sizes:  # the experts of a sparse layer have no updates
+        for product, names in TRITON.items():
+            if sizes := [own[f"layers.{i}.{name}"] for name in present(names, f"layers.{i}.", own)]:
                 rank = -(-len(sizes) * self.rank // RANK_STEP) * RANK_STEP
                 shapes[product] = (
                     (self.adapters, rank, sizes[0][1]),
@@ -109,7 +108,8 @@ class AdapterSlots:
 
     def rows(self, slots: Tensor) -> ChosenRows:
         """List the rows of each slot, from the slots of the rows, int32 [num_rows]."""
-        block_m = self._config(self.layers[0]["o"][0], 1).block_m  # the same for all matrices
+        down, _ = next(pair for layer in self.layers for pair in layer.values())
+        block_m = self._config(down, 1).block_m  # the same for all matrices
         return group_rows(slots[:, None].contiguous(), self._count, block_m)
 
     def add(self, layer: int, product: str, x: Tensor, rows: ChosenRows, out: Tensor, pdl: bool) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from treespec.errors import KernelError, ModelError
 from treespec.models.decoder import Decoder, Pass, StreamInput
 from treespec.models.hidden_states import HiddenStates, without_scales
-from treespec.models.layer import take_experts, take_inputs, take_layer, take_projection
+from treespec.models.layer import COMPILED, take_experts, take_inputs, take_layer, take_projection
 from treespec.models.low_rank import LowRank, updates_by_matrix
 from treespec.models.model_config import ModelConfig
 from treespec.models.norms import take_head_norm
@@ -154,7 +154,7 @@ class CompiledDecoder(Decoder):
             prefix = f"layers.{i}."
             head_norm, sizes = take_head_norm(weights, i, shape), shape.layer(i)
             dense = [value for name, value in weights.items() if name.startswith(prefix) and isinstance(value, Tensor)]
-            parts = take_layer(weights, i, joins=False) | take_inputs(weights, i)
+            parts = take_layer(weights, i, COMPILED, joins=False) | take_inputs(weights, i)
             parts["sinks"] = weights.pop(f"{prefix}sinks", None)
             if kind.recurrent:
                 parts |= take_mixer(weights, prefix, config)
@@ -169,7 +169,7 @@ class CompiledDecoder(Decoder):
     def _take_experts(self, weights: Weights, i: int) -> CompiledExperts:
         config = self.config.shape.experts
         assert config is not None
-        own = take_experts(weights, i, config.count, joins=False)
+        own = take_experts(weights, i, config.count, COMPILED, joins=False)
         forms = {tuple(_forms_of(expert["gate_up"]) + _forms_of(expert["down"])) for expert in own.experts}
         if len(forms) > 1:
             raise ModelError(
@@ -220,7 +220,7 @@ class CompiledDecoder(Decoder):
         return Pass(plan.num_rows, self.rotations_to(num_positions), plan.slots, plan, learned, updated)
 
     def updates(self, matrices: Mapping[str, LowRank]) -> CompiledUpdates:
-        return CompiledUpdates(self.library, updates_by_matrix(self.config, matrices))
+        return CompiledUpdates(self.library, updates_by_matrix(self.config, matrices, COMPILED))
 
     def rotations_to(self, num_positions: int) -> Tensor:
         """Return cos and signed sin of every rope by position, fp32 [>= num_positions, 2 * num_ropes, head_dim]."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from treespec.errors import ConfigError
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.hidden_states import HiddenStates, record_states
-from treespec.models.layer import Layer, make_linear, prepare, take_projection
+from treespec.models.layer import EAGER, Layer, make_linear, prepare, take_projection
 from treespec.models.layer_kinds import RotaryEmbedding
 from treespec.models.low_rank import LowRank, Updates, fused_updates
 from treespec.models.model_config import ModelConfig
@@ -238,10 +238,8 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        positions = 0 if self.positions is None else self.positions.nbytes
-        inputs = 0 if self.per_layer is None else self.per_layer.nbytes
-        layers = sum(layer.nbytes for layer in self.layers)
-        return self.embed.nbytes + positions + inputs + layers + self.final_norm.nbytes + self.head.nbytes
+        parts: list[Any] = [self.embed, self.positions, self.per_layer, *self.layers, self.final_norm, self.head]
+        return sum(part.nbytes for part in parts if part is not None)
 
     def layer_subset(self, max_window: int) -> tuple["Decoder", int]:
         """Return a decoder whose first layers include every kind, for the self-test, and their planes of the cache.
@@ -293,7 +291,7 @@ class Decoder:
     def updates(self, matrices: Mapping[str, LowRank]) -> Any:
         """Return the low-rank updates of an adapter, by decoder parameter, in the form of `RequestRows.adapter`."""
         assert self.linear == "onednn" or self.linear == "torch"
-        return Updates(fused_updates(self.config, matrices, fuses_gate=False), self.linear)
+        return Updates(fused_updates(self.config, matrices, EAGER), self.linear)
 
     def _positions(self, rows: RequestRows) -> np.ndarray:
         """Return positions as rows of the RoPE tables, or of the learned positions, int64 [num_rows]."""
@@ -422,16 +420,16 @@ class Decoder:
     ) -> None:
         """Run one layer in place on the stream."""
         h = stream.norm(layer.mlp_norm) if self.config.parallel else None  # the MLP does not see the attention output
-        if layer.o is not None:
+        if not self.config.layers[layer.index].mlp_only:
             normed: Any = stream.norm(layer.attn_norm) if qkv is None else None
-            mixed = None if layer.mixer is None else layer.mixer(normed, layout.states, number)
-            if mixed is not None and layer.mix_out is None:
-                update = self._apply("o", layer, mixed, layout)
-            else:
+            update: Any = None
+            if layer.mixer is not None:
+                mixed = layer.mixer(lambda name: self._apply(name, layer.mixer, normed, layout), layout.states, number)
+                update = self._apply("mix_out", layer, mixed, layout)
+            if layer.o is not None:
                 qkv = self._apply("qkv", layer, normed, layout) if qkv is None else qkv
-                update = self._attend(layer, qkv, rotation, layout, cache)
-                if mixed is not None:
-                    update = update.add_(layer.mix_out(mixed))
+                attended = self._attend(layer, qkv, rotation, layout, cache)
+                update = attended if update is None else attended.add_(update)
             if layer.attn_post_norm is not None:
                 update = stream.norm_of(update, layer.attn_post_norm)
             stream.x.add_(update)
@@ -439,12 +437,13 @@ class Decoder:
             return
         if h is None:
             h = stream.norm(layer.mlp_norm)
-        if layer.sparse is not None:
-            update = layer.sparse(h, num_rows, stream)
-        else:
+        update = None
+        if layer.up is not None:
             update = self._apply("up" if layer.gate is None else "gate", layer, h, layout, self.config.activation)
             update = update if layer.gate is None else update.mul_(self._apply("up", layer, h, layout))
             update = self._apply("down", layer, update, layout)
+        if layer.sparse is not None:
+            update = layer.sparse(h, num_rows, stream, update)
         if layer.mlp_post_norm is not None:
             update = stream.norm_of(update, layer.mlp_post_norm)
         stream.x.add_(update)
@@ -461,8 +460,8 @@ class Decoder:
             out = out.float() * sigmoid(qkv[:, -out.shape[1] :])
         return self._apply("o", layer, out.to(self.dtype), layout)
 
-    def _apply(self, name: str, layer: Layer, x: Tensor, layout: Pass, activation: str | None = None) -> Tensor:
-        """Apply a linear layer, with the updates of the rows that have any, and then an activation."""
+    def _apply(self, name: str, layer: Any, x: Tensor, layout: Pass, activation: str | None = None) -> Tensor:
+        """Apply a product of a layer or mixer, with the updates of the rows that have any, and then an activation."""
         linear = getattr(layer, name)
         y: Tensor = linear(x) if activation is None else linear.activated(x, activation)
         for adapter, first, num_rows in layout.updated:

@@ -1,6 +1,7 @@
 """Weights of the decoders: their preparation, fused projections, and one layer of the eager decoder."""
 
 import itertools
+from collections.abc import Collection, Iterable, Mapping
 from ctypes import CDLL
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +17,38 @@ from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_kernels.linear.quantized import BlockWeight, QuantizedWeight, stacked
 from treespec_kernels.linear.row_linear import RowLinear
 from treespec_weights.blocks import Blocks, Weights
+
+Products = Mapping[str, tuple[str, ...]]
+"""The matrices of each product of a layer, by their names in it: those that it has are computed together."""
+
+_GATE, _UP = ("gate", "shared.gate"), ("up", "shared.up")
+_QKV, _RATES = ("q", "k", "v"), ("beta", "decay")
+_MIX = ("mix", "mix_q", "mix_k", "mix_v")
+_OUTPUTS = {"o": ("o",), "mix_out": ("mix_out",), "down": ("down", "shared.down")}
+_INPUTS = {"input_gate": ("input_gate",), "input_out": ("input_out",)}
+_MIXER = {"mix": (*_MIX, "mix_gate"), "rates": _RATES}
+COMPILED: Products = {
+    "qkv": (*_QKV, "attn_gate"),
+    "mix": (*_MIX, *_RATES, "mix_gate"),
+    "gate_up": (*_GATE, *_UP),
+    **_OUTPUTS,
+    **_INPUTS,
+}
+EAGER: Products = {"qkv": (*_QKV, "attn_gate"), "gate": _GATE, "up": _UP, **_MIXER, **_OUTPUTS, **_INPUTS}
+TRITON: Products = {
+    "qkv": _QKV,
+    "attn_gate": ("attn_gate",),
+    "gate_up": (*_GATE, *_UP),
+    "o": ("o", "mix_out"),
+    "down": _OUTPUTS["down"],
+    **_MIXER,
+    **_INPUTS,
+}
+
+
+def present(names: Iterable[str], prefix: str, weights: Collection[str]) -> tuple[str, ...]:
+    """Return those of the names that, with `prefix` before them, are among `weights`."""
+    return tuple(name for name in names if prefix + name in weights)
 
 
 def prepare(config: ModelConfig, weights: Weights) -> None:
@@ -36,10 +69,9 @@ def prepare(config: ModelConfig, weights: Weights) -> None:
         weights["final_norm"] = (norm.float() * config.logit_scale).to(norm.dtype)
     for i, kind in enumerate(config.layers):
         recurrent = config.shape.recurrent if kind.recurrent else None
-        if recurrent is not None and not recurrent.normed:
-            weights[f"layers.{i}.mix_gain"] = torch.ones(
-                recurrent.heads * recurrent.value_dim, dtype=torch.float32, device=weights[f"layers.{i}.skip"].device
-            )
+        if recurrent is not None and not recurrent.normed and (skip := weights.get(f"layers.{i}.skip")) is not None:
+            size = recurrent.heads * recurrent.value_dim
+            weights[f"layers.{i}.mix_gain"] = torch.ones(size, dtype=torch.float32, device=skip.device)
         for name, factor in config.factors:
             if factor != 1 and (value := weights.get(f"layers.{i}.{name}")) is not None:
                 kept = value.dtype if name.endswith("_bias") else torch.float32
@@ -114,50 +146,39 @@ def _take_matrix(weights: Weights, name: str) -> Any:
     return weight
 
 
-def fused_matrices(gated: bool, fuses_gate: bool) -> dict[str, tuple[str, ...]]:
-    """Return the matrices of each product of a layer; without `fuses_gate`, `gate` and `up` are two."""
-    products: dict[str, tuple[str, ...]] = {name: (name,) for name in ("o", "down", "input_gate", "input_out")}
-    products["qkv"] = ("q", "k", "v")
-    if fuses_gate:
-        return products | {"gate_up": ("gate", "up") if gated else ("up",)}
-    return products | {"gate": ("gate",), "up": ("up",)}
-
-
-def _take_products(
-    weights: Weights, prefix: str, names: tuple[str, ...], fuses_gate: bool, joins: bool
+def take_products(
+    weights: Weights, prefix: str, names: Iterable[str], products: Products, joins: bool = True
 ) -> dict[str, Any]:
-    """Pop those of these products that `fuses_gate` leaves, and their biases; None for missing ones."""
+    """Pop those of these products that there are, and their biases; None for missing ones.
+
+    `joins` is that of `take_projection`.
+    """
     parts: dict[str, Any] = {}
-    products = fused_matrices(f"{prefix}gate" in weights, fuses_gate)
-    if f"{prefix}attn_gate" in weights:
-        products["qkv"] += ("attn_gate",)
-    if f"{prefix}mix_out" in weights and f"{prefix}o" not in weights:
-        products["o"] = ("mix_out",)
-    for name, fused in products.items():
-        if name in names:
-            fused = tuple(matrix for matrix in fused if prefix + matrix in weights) or fused  # some have no K/V
-            parts[name] = take_projection(weights, prefix, fused, joins) if prefix + fused[0] in weights else None
-            biases = [weights.pop(f"{prefix}{matrix}_bias", None) for matrix in fused]
-            present = [bias for bias in biases if bias is not None]
-            parts[f"{name}_bias"] = torch.cat(present) if present else None
+    for name in names:
+        if name in products:
+            fused = present(products[name], prefix, weights)
+            parts[name] = take_projection(weights, prefix, fused, joins) if fused else None
+            biases = [weights.pop(f"{prefix}{matrix}_bias", None) for matrix in products[name]]
+            found = [bias for bias in biases if bias is not None]
+            parts[f"{name}_bias"] = torch.cat(found) if found else None
     return parts
 
 
-def take_mlp(weights: Weights, prefix: str, fuses_gate: bool = True, joins: bool = True) -> dict[str, Any]:
+def take_mlp(weights: Weights, prefix: str, products: Products, joins: bool = True) -> dict[str, Any]:
     """Pop the projections of an MLP or expert, and their biases, as in `take_layer`."""
-    return _take_products(weights, prefix, ("gate_up", "gate", "up", "down"), fuses_gate, joins)
+    return take_products(weights, prefix, ("gate_up", "gate", "up", "down"), products, joins)
 
 
-def take_layer(weights: Weights, i: int, fuses_gate: bool = True, joins: bool = True) -> dict[str, Any]:
-    """Pop layer i: the fused projections `qkv`, `o`, `gate_up` and `down`, their biases, and the norms of its inputs.
+def take_layer(weights: Weights, i: int, products: Products, joins: bool = True) -> dict[str, Any]:
+    """Pop layer i: its products and their biases, and the norms of its inputs.
 
-    Without `fuses_gate`, `gate` and `up` are two projections; `joins` is that of `take_projection`. Parts that the
-    family lacks are None. The first layer of a draft head has no `qkv`: the head computes these projections. The MLP of
-    a sparse layer is its shared expert, and `take_experts` pops the others.
+    `joins` is that of `take_projection`. Parts that the family lacks are None. The first layer of a draft head has no
+    `qkv`: the head computes these projections. Those of a mixer remain. The MLP of a sparse layer is its shared expert,
+    and `take_experts` pops the others.
     """
     prefix = f"layers.{i}."
-    layer = _take_products(weights, prefix, ("qkv", "o"), fuses_gate, joins)
-    layer |= take_mlp(weights, f"{prefix}shared." if f"{prefix}router" in weights else prefix, fuses_gate, joins)
+    layer = take_products(weights, prefix, ("qkv", "attn_gate", "o", "mix_out"), products, joins)
+    layer |= take_mlp(weights, prefix, products, joins)
     norms = ("attn_norm", "attn_norm_bias", "attn_post_norm", "mlp_norm", "mlp_norm_bias", "mlp_post_norm")
     return layer | {name: weights.pop(prefix + name, None) for name in norms}
 
@@ -187,12 +208,12 @@ class ExpertWeights(NamedTuple):
 NORMS_OF_EXPERTS = ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm")
 
 
-def take_experts(weights: Weights, i: int, count: int, fuses_gate: bool = True, joins: bool = True) -> ExpertWeights:
+def take_experts(weights: Weights, i: int, count: int, products: Products, joins: bool = True) -> ExpertWeights:
     """Pop the router of layer i and its `count` experts, without the shared one."""
     prefix = f"layers.{i}."
     names = ("router", "router_bias", "router_correction", "shared.scale")
     router, bias, correction, shared_scale = (weights.pop(prefix + name, None) for name in names)
-    experts = [take_mlp(weights, f"{prefix}experts.{e}.", fuses_gate, joins) for e in range(count)]
+    experts = [take_mlp(weights, f"{prefix}experts.{e}.", products, joins) for e in range(count)]
     latent = None
     if f"{prefix}latent_in" in weights:
         latent = {name: take_projection(weights, prefix, (name,)) for name in ("latent_in", "latent_out")}
@@ -212,7 +233,6 @@ class Layer:
     """
 
     mixer: Any = None  # what a recurrent layer has in place of attention, or beside it
-    mix_out: Any = None  # the output projection of a mixer beside attention; without attention it is `o`
 
     def __init__(
         self,
@@ -224,7 +244,7 @@ class Layer:
         library: CDLL | None,
         min_rows: int,
     ):
-        layer, experts = take_layer(weights, i, fuses_gate=False) | take_inputs(weights, i), config.shape.experts
+        layer, experts = take_layer(weights, i, EAGER) | take_inputs(weights, i), config.shape.experts
 
         def linear(name: str, parts: dict[str, Any] = layer) -> Any:  # None without a weight
             if parts[name] is None:
@@ -240,19 +260,16 @@ class Layer:
 
         self.attn_norm, self.mlp_norm = norm("attn_norm"), norm("mlp_norm")
         self.attn_post_norm, self.mlp_post_norm = norm("attn_post_norm"), norm("mlp_post_norm")
-        self.qkv, self.o = linear("qkv"), linear("o")
-        self.gate: Linear | CompiledLinear | None = None
+        self.qkv, self.o, self.mix_out = linear("qkv"), linear("o"), linear("mix_out")
+        self.gate, self.up, self.down = linear("gate"), linear("up"), linear("down")
         self.sparse: SparseMlp | None = None
-        if experts is None or not config.layers[i].sparse:
-            self.gate, self.up, self.down = linear("gate"), linear("up"), linear("down")
-        else:
-            own = take_experts(weights, i, experts.count, fuses_gate=False)
+        if experts is not None and config.layers[i].sparse:
+            own = take_experts(weights, i, experts.count, EAGER)
             self.sparse = SparseMlp(
                 experts,
                 Linear(own.router.float() if experts.scoring == "sigmoid" else own.router, own.router_bias, impl),
                 own.correction,
                 [expert(parts) for parts in own.experts],
-                None if layer["up"] is None else expert(layer),
                 None if own.shared_scale is None else Linear(own.shared_scale, None, impl),
                 None if own.latent is None else (linear("latent_in", own.latent), linear("latent_out", own.latent)),
                 min_rows,

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec.errors import ExactnessError
-from treespec.models.layer import fused_matrices, prepare
+from treespec.models.layer import Products, prepare, present
 from treespec.models.model_config import ModelConfig
 from treespec_kernels.linear.linear import Linear, LinearImpl
+from treespec_weights.rules import RecurrentShape
 
 RANK_STEP = 32  # ranks of fused updates are padded to multiples; zeros change no sum
 _ROWS = (2, 3, 7, 16, 33, 64)  # sizes of passes whose bits `check_rows` compares
@@ -19,7 +20,7 @@ LowRank = tuple[Tensor, Tensor]
 
 
 def updates_by_matrix(
-    config: ModelConfig, matrices: Mapping[str, LowRank], fuses_gate: bool = True
+    config: ModelConfig, matrices: Mapping[str, LowRank], products: Products
 ) -> list[dict[str, list[LowRank]]]:
     """Return each layer's updates by product, from those of decoder parameters, such as `layers.0.q`.
 
@@ -30,23 +31,37 @@ def updates_by_matrix(
     ups: dict[str, Tensor] = {name: torch.empty(size, 0, dtype=dtype, device="cpu") for name, size in sizes.items()}
     ups |= {name: up for name, (_, up) in matrices.items()}
     prepare(config, ups)  # the order of q and k within a head, and values that are keys
+    if (recurrent := config.shape.recurrent) is not None and recurrent.tiled:
+        _tile_heads(recurrent, downs, ups)
     layers: list[dict[str, list[LowRank]]] = []
     for i in range(config.shape.num_layers):
         layers.append({})
         if not config.shape.layer(i).has_v and (down := downs.get(f"layers.{i}.k")) is not None:
             downs[f"layers.{i}.v"] = down
-        for product, fused in fused_matrices(config.shape.gated, fuses_gate).items():
-            names = [f"layers.{i}.{name}" for name in fused if f"layers.{i}.{name}" in ups]
-            if present := [downs[name] for name in names if name in downs]:
-                layers[i][product] = [(downs.get(name, present[0][:0]), ups[name]) for name in names]
+        for product, fused in products.items():
+            names = [f"layers.{i}.{name}" for name in present(fused, f"layers.{i}.", ups)]
+            if updated := [downs[name] for name in names if name in downs]:
+                layers[i][product] = [(downs.get(name, updated[0][:0]), ups[name]) for name in names]
     return layers
 
 
-def fused_updates(
-    config: ModelConfig, matrices: Mapping[str, LowRank], fuses_gate: bool = True
-) -> list[dict[str, LowRank]]:
+def _tile_heads(shape: RecurrentShape, downs: dict[str, Tensor], ups: dict[str, Tensor]) -> None:
+    """Order the value heads of updates in place as those of a GGUF file (`RecurrentShape.tiled`)."""
+
+    def tiled(rows: Tensor) -> Tensor:
+        heads = rows.unflatten(0, (shape.key_heads, shape.heads // shape.key_heads, -1))
+        return heads.transpose(0, 1).flatten(0, 2)
+
+    for name, up in ups.items():
+        if name.endswith((".mix_v", ".mix_gate", ".beta", ".decay")):
+            ups[name] = tiled(up)
+        if name.endswith(".mix_out") and name in downs:
+            downs[name] = tiled(downs[name].t()).t()
+
+
+def fused_updates(config: ModelConfig, matrices: Mapping[str, LowRank], products: Products) -> list[dict[str, LowRank]]:
     """Return `updates_by_matrix` with those of a product in one: A is stacked, and B is block-diagonal."""
-    layers = updates_by_matrix(config, matrices, fuses_gate)
+    layers = updates_by_matrix(config, matrices, products)
     return [{name: _joined(parts) for name, parts in layer.items()} for layer in layers]
 
 

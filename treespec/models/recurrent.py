@@ -1,22 +1,20 @@
 """Recurrent layers of the eager decoder: Gated DeltaNets, Mamba 2's layers, and LFM2's gated convolutions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from treespec.models.layer import Layer, make_linear, take_projection
+from treespec.models.layer import COMPILED, EAGER, Layer, make_linear, present, take_projection
 from treespec.models.model_config import ModelConfig
 from treespec.models.state_pass import StatePass
 from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.recurrent.mixer_rows import MixerSizes
 from treespec_kernels.recurrent.request_state import StateShape
 from treespec_weights.blocks import Weights
-from treespec_weights.rules import RecurrentShape
 
-_MIX = ("mix_q", "mix_k", "mix_v")  # of a Gated DeltaNet
 # Of compiled passes:
 MAX_KERNEL = 16  # tokens of a convolution
 STATE_LANES = 16  # sizes of keys and values are multiples of it
@@ -43,21 +41,13 @@ def take_mixer(weights: Weights, prefix: str, config: ModelConfig) -> dict[str, 
     """Pop the parameters of a layer's recurrent mixer, as `CompiledLayerWeights` has them."""
     shape = config.shape.recurrent
     assert shape is not None
-    names = ("mix",) if shape.kind == "conv" else (*_MIX, *_rates(shape), "mix_gate")
-    product, beside = ("mix", ("mix_out",)) if shape.beside else ("qkv", ())
+    names = present(COMPILED["mix"], prefix, weights)
     return {
-        product: [take_projection(weights, prefix, (name,)) for name in names],
-        f"{product}_bias": _take_bias(weights, prefix, names),
-        **{name: take_projection(weights, prefix, beside) for name in beside},
-        **{f"{name}_bias": _take_bias(weights, prefix, beside) for name in beside},
+        "mix": [take_projection(weights, prefix, (name,)) for name in names],
+        "mix_bias": _take_bias(weights, prefix, names),
         **_take_conv(weights, prefix),
         **({} if shape.kind == "conv" else _take_steps(weights, prefix)),
     }
-
-
-def _rates(shape: RecurrentShape) -> tuple[str, ...]:
-    """Return the names of the projections to a head's inputs that are not convolved."""
-    return ("beta", "decay")[2 - shape.rates :]
 
 
 def _take_bias(weights: Weights, prefix: str, names: Sequence[str]) -> Tensor | None:
@@ -90,13 +80,28 @@ def state_shape(config: ModelConfig, num_nodes: int, dtype: torch.dtype) -> Stat
     return StateShape(len(shape.layers), sizes, shape.kernel - 1, width, num_nodes, dtype)
 
 
+def _take_product(
+    weights: Weights,
+    i: int,
+    name: str,
+    impl: LinearImpl | Literal["triton"],
+    dtype: torch.dtype,
+    library: CDLL | None,
+) -> Any:
+    """Pop a product of layer i's mixer."""
+    prefix = f"layers.{i}."
+    names = present(EAGER[name], prefix, weights)
+    weight, bias = take_projection(weights, prefix, names), _take_bias(weights, prefix, names)
+    return make_linear(weight, bias, dtype, impl, library)
+
+
 class StateMixer:
-    """A layer with a short convolution and a state per head, up to its output projection."""
+    """A layer with a short convolution and a state per head, up to its output projection. `index` is the layer's."""
 
     def __init__(
         self,
         weights: Weights,
-        prefix: str,
+        i: int,
         config: ModelConfig,
         impl: LinearImpl | Literal["triton"],
         dtype: torch.dtype,
@@ -108,19 +113,18 @@ class StateMixer:
         own = shape.doubled, config.step_scale, shape.normed
         self._sizes, self._tiled = MixerSizes(shape.kind == "delta", *heads, *own), shape.tiled
         self._channels, self._eps = shape.channels(config.shape.hidden_size), _epsilon(config)
-        self.mix, self.rates = (
-            make_linear(
-                take_projection(weights, prefix, names), _take_bias(weights, prefix, names), dtype, impl, library
-            )
-            for names in ((*_MIX, "mix_gate"), _rates(shape))
-        )
+        self.index, prefix = i, f"layers.{i}."
+        self.mix, self.rates = (_take_product(weights, i, name, impl, dtype, library) for name in ("mix", "rates"))
         self.vectors = _take_conv(weights, prefix) | _take_steps(weights, prefix)
 
-    def __call__(self, h: Tensor, rows: StatePass, layer: int) -> Tensor:
-        """Return the mixed rows before the output projection, [num_rows, heads * value_dim]."""
-        mixed, vectors, first = self.mix(h), self.vectors, rows.num_replayed
+    def __call__(self, product: Callable[[str], Tensor], rows: StatePass, layer: int) -> Tensor:
+        """Return the mixed rows before the output projection, [num_rows, heads * value_dim].
+
+        `product` computes `mix` and `rates` of the layer's input.
+        """
+        mixed, vectors, first = product("mix"), self.vectors, rows.num_replayed
         convolved, gate = mixed[:, : self._channels], mixed[:, self._channels :]
-        inputs = rows.exchange(layer, torch.cat((convolved, self.rates(h)), 1))
+        inputs = rows.exchange(layer, torch.cat((convolved, product("rates")), 1))
         parameters = vectors["conv"], vectors.get("conv_bias"), vectors["dt_bias"], vectors["rate"]
         made = rows.mix(inputs, rows.taps, *parameters, self._sizes)
         out = rows.update(layer, *made, self._sizes.delta, self._tiled)
@@ -133,24 +137,24 @@ class StateMixer:
 
 
 class ConvMixer:
-    """LFM2's gated convolution, up to its output projection."""
+    """LFM2's gated convolution, up to its output projection. `index` is the layer's."""
 
     def __init__(
         self,
         weights: Weights,
-        prefix: str,
+        i: int,
         config: ModelConfig,
         impl: LinearImpl | Literal["triton"],
         dtype: torch.dtype,
         library: CDLL | None,
     ):
-        self._dtype = dtype
-        self.mix = make_linear(take_projection(weights, prefix, ("mix",)), None, dtype, impl, library)
-        self.conv = _take_conv(weights, prefix)["conv"]
+        self.index, self._dtype = i, dtype
+        self.mix = _take_product(weights, i, "mix", impl, dtype, library)
+        self.conv = _take_conv(weights, f"layers.{i}.")["conv"]
 
-    def __call__(self, h: Tensor, rows: StatePass, layer: int) -> Tensor:
-        """Return the mixed rows before the output projection, [num_rows, hidden_size]."""
-        before, after, x = self.mix(h).chunk(3, 1)
+    def __call__(self, product: Callable[[str], Tensor], rows: StatePass, layer: int) -> Tensor:
+        """Return the mixed rows before the output projection, [num_rows, hidden_size]; `product` as of `StateMixer`."""
+        before, after, x = product("mix").chunk(3, 1)
         inputs = rows.exchange(layer, before * x)
         mixed = rows.convolve(inputs, rows.taps[rows.num_replayed :], self.conv)
         return (mixed * after.float()).to(self._dtype)
@@ -171,7 +175,7 @@ def make_mixer(
     """Pop the parameters of the mixer of layer i, and return it."""
     assert config.shape.recurrent is not None
     kind = ConvMixer if config.shape.recurrent.kind == "conv" else StateMixer
-    return kind(weights, f"layers.{i}.", config, impl, dtype, library)
+    return kind(weights, i, config, impl, dtype, library)
 
 
 class RecurrentLayer(Layer):
@@ -189,6 +193,3 @@ class RecurrentLayer(Layer):
     ):
         super().__init__(weights, i, config, impl, dtype, library, min_rows)
         self.mixer = make_mixer(weights, i, config, impl, dtype, library)
-        if config.shape.attends(i):
-            weight = take_projection(weights, f"layers.{i}.", ("mix_out",))
-            self.mix_out = make_linear(weight, weights.pop(f"layers.{i}.mix_out_bias", None), dtype, impl, library)

@@ -49,27 +49,27 @@ class SparseMlp(NamedTuple):
     router: Linear
     correction: Tensor | None  # fp32 [num_experts]
     experts: list[Expert]
-    shared: Expert | None
     shared_scale: Linear | None
     latent: tuple[AnyLinear, AnyLinear] | None  # before and after the experts other than the shared one
     min_rows: int  # as in `Decoder`
     scales: Tensor | None = None  # fp32 [num_experts], factors on the weights
     norms: Mapping[str, Norm] = MappingProxyType({})  # with `Experts.beside`, as in `ExpertWeights`
 
-    def __call__(self, x: Tensor, num_rows: int, stream: RmsStream | LayerStream) -> Tensor:
+    def __call__(self, x: Tensor, num_rows: int, stream: RmsStream | LayerStream, shared: Tensor | None) -> Tensor:
         """Compute the first `num_rows` rows of x [num_rows or more, hidden_size]; the others, padding, become 0.
 
-        `x` is the normalised `stream`, which experts beside a dense MLP normalise themselves.
+        `x` is the normalised `stream`, which experts beside a dense MLP normalise themselves. `shared` are the outputs
+        of the shared expert, or of that MLP.
         """
         if not self.norms:
-            return self._sum(x, x, num_rows, self.shared)
-        assert self.shared is not None
+            return self._sum(x, x, num_rows, shared)
+        assert shared is not None
         routed = self._sum(stream.norm(self.norms["experts_norm"]), stream.norm(self.norms["router_norm"]), num_rows)
-        dense = stream.norm_of(self.shared(x), self.norms["shared_post_norm"])
+        dense = stream.norm_of(shared, self.norms["shared_post_norm"])
         return dense + stream.norm_of(routed, self.norms["experts_post_norm"])
 
-    def _sum(self, x: Tensor, router_x: Tensor, num_rows: int, dense: Expert | None = None) -> Tensor:
-        """Return the weighted sum of the outputs of each row's experts, plus those of `dense`."""
+    def _sum(self, x: Tensor, router_x: Tensor, num_rows: int, shared: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of the outputs of each row's experts, plus those of the shared one."""
         chosen, weights = self._route(router_x)
         chosen, weights = chosen[:num_rows], weights[:num_rows].float()
         inner = x if self.latent is None else self.latent[0](x)
@@ -84,8 +84,8 @@ class SparseMlp(NamedTuple):
         total = F.pad(total, (0, 0, 0, len(x) - num_rows))
         if self.latent is not None:
             total = self.latent[1](total.to(x.dtype)).float()
-        if dense is not None:
-            shared = dense(x).float()
+        if shared is not None:
+            shared = shared.float()
             total += shared if self.shared_scale is None else shared * sigmoid(self.shared_scale(x))
         return total.to(x.dtype)
 
@@ -98,5 +98,4 @@ class SparseMlp(NamedTuple):
     @property
     def nbytes(self) -> int:
         parts = [self.router, *self.experts, *(self.latent or ())]
-        parts += [part for part in (self.shared, self.shared_scale) if part is not None]
-        return sum(part.nbytes for part in parts)
+        return sum(part.nbytes for part in parts) + (0 if self.shared_scale is None else self.shared_scale.nbytes)

@@ -20,6 +20,7 @@ from torch import Tensor
 from treespec.models.adapter_slots import NO_ADAPTER, AdapterSlots, FusedUpdates, SlotLimits
 from treespec.models.attention import TritonAttention
 from treespec.models.decoder import Decoder, Pass, StreamInput
+from treespec.models.layer import TRITON
 from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
 from treespec.models.per_layer import TritonPerLayerInputs
@@ -54,12 +55,10 @@ RopeTables = tuple[Tensor, ...]
 
 @dataclass(frozen=True, eq=False)
 class TritonPass(Pass):
-    """Plan of a pass on the device, with kernel arguments for each of `PassKernels.shapes` as `attention`.
-
-    `slots` are int64 [num_rows].
-    """
+    """Plan of a pass on the device, with kernel arguments for each of `PassKernels.shapes` as `attention`."""
 
     rotation: RopeTables
+    slots: Tensor  # int64 [num_rows]
     positions: Tensor  # int32 [num_rows]
     adapters: ChosenRows | None = None  # rows of each slot of `AdapterSlots`; None if no row has an adapter
 
@@ -163,8 +162,7 @@ class PassKernels:
 
     def _random_rows(self, largest: RowTile, width: int) -> Tensor:
         """Return the same rows in every call, more than the largest tile has, [G * rows, width]."""
-        device = self.weights.embed.device
-        rows = self.weights.groups * (largest.block_m + 65)
+        device, rows = self.weights.embed.device, self.weights.groups * (largest.block_m + 65)
         generator = torch.Generator(device).manual_seed(0)
         return torch.randn(rows, width, generator=generator, device=device, dtype=torch.float32).to(self.dtype)
 
@@ -216,31 +214,30 @@ class PassKernels:
         norms.append(fused(weights.final_norm, shift=weights.final_norm_bias))
         h = stream if qkv is not None or norms[0].weight is None else self._norm(stream, norms[0])
         inputs = None if self.inputs is None else self.inputs(tokens, stream)
-        each_layer = zip(layers, kinds, self._linear, self._experts, self.mixers, norms[1:], strict=False)
+        each_layer = zip(layers, kinds, self._experts, self.mixers, norms[1:], strict=False)
         recurrent = itertools.count()
-        for i, (layer, kind, linear, experts, mixer, norm) in enumerate(each_layer):
+        for i, (layer, kind, experts, mixer, norm) in enumerate(each_layer):
             if i in states:
                 states[i] = stream.clone()
             mixed = None
             if mixer is not None:
-                mixed = mixer(h, layout.states, next(recurrent))
+                mixed = self._mix(i, mixer, h, layout, next(recurrent))
             elif not kind.mlp_only:
                 product = self._updated(i, "qkv", h, layout) if i or qkv is None else qkv
                 mixed = self._attend(i, product, layout, kv[self.caches[i]])
                 if layer.attn_gate is not None:
-                    gate = self._linear_rows(h, layer.attn_gate, linear["attn_gate"])
-                    mixed = (mixed.float() * sigmoid(gate)).to(self.dtype)
+                    mixed = (mixed.float() * sigmoid(self._activated("attn_gate", h, i, layout))).to(self.dtype)
             if mixed is not None:
                 inner = norm if kind.without_mlp else fused(layer.mlp_norm, shift=layer.mlp_norm_bias)
                 h = self._add(i, mixed, inner._replace(post_weight=layer.attn_post_norm), stream, layout)
             if kind.without_mlp:
                 continue
-            last, update = norm._replace(post_weight=layer.mlp_post_norm, scale=layer.scalar), None
+            update: Any = None
+            last = norm._replace(post_weight=layer.mlp_post_norm, scale=layer.scalar)
             if layer.down is not None:
                 update = self._updated(i, "down", self._activated("gate_up", h, i, layout), layout)
             if experts is not None:
                 update = self._mix_experts(h, stream, layer.experts, experts, layout.slots, update)
-            assert update is not None
             if inputs is not None:
                 h = self._norm(update, last._replace(weight=None, shift=None, scale=None), stream, layer.down_bias)
                 gate = self._activated("input_gate", h, i, layout)
@@ -341,8 +338,7 @@ class PassKernels:
 
     def _activated(self, name: str, h: Tensor, i: int, layout: TritonPass) -> Tensor:
         """Compute a product and its activation, such as the MLP's, the input of the down projection."""
-        layer = self._layers[i]
-        epilogue = self._epilogue(layer, name)
+        layer, epilogue = self._layers[i], self._epilogue(self._layers[i], name)
         if self.adapters is None:
             return self._linear_rows(h, getattr(layer, name), self._linear[i][name], **epilogue)
         product = self._updated(i, name, h, layout)
@@ -355,13 +351,18 @@ class PassKernels:
         gated, activation = self.config.shape.gated and name == "gate_up", self.config.activation
         return {"bias": layer.gate_up_bias if name == "gate_up" else None, "silu_gate": gated, "activation": activation}
 
-    def _updated(self, i: int, name: str, x: Tensor, layout: TritonPass) -> Tensor:
-        """Return `_partials` of a layer's product, with the updates of the rows with adapters in the first of them."""
-        product = self._partials(x, getattr(self._layers[i], name), self._linear[i][name])
+    def _updated(self, i: int, name: str, x: Tensor, layout: TritonPass, product: Tensor | None = None) -> Tensor:
+        """Return a layer's product, by default its `_partials`; the first of them has the updates of adapters."""
+        if product is None:
+            product = self._partials(x, getattr(self._layers[i], name), self._linear[i][name])
         if self.adapters is not None and layout.adapters is not None:
             out = product if product.dim() == 2 else product[0]
             self.adapters.add(self._numbers[i], name, x, layout.adapters, out, self.pdl)
         return product
+
+    def _mix(self, i: int, mixer: StateMixer | ConvMixer, h: Tensor, layout: TritonPass, number: int) -> Tensor:
+        """Return the outputs of a layer's mixer before their projection; `number` is that of a recurrent layer."""
+        return mixer(lambda name: self._updated(i, name, h, layout, getattr(mixer, name)(h)), layout.states, number)
 
     def _mix_experts(
         self,
@@ -476,14 +477,12 @@ class TritonDecoder(Decoder):
 
     @property
     def nbytes(self) -> int:
-        adapters = 0 if self.kernels.adapters is None else self.kernels.adapters.nbytes
-        mixers = sum(mixer.nbytes for mixer in self.kernels.mixers if mixer is not None)
-        tables = sum(table.nbytes for table in self.tables)
-        inputs = 0 if self.kernels.inputs is None else self.kernels.inputs.nbytes
-        return self.weights.nbytes + tables + inputs + adapters + mixers
+        kernels = self.kernels
+        parts: list[Any] = [self.weights, *self.tables, *kernels.mixers, kernels.inputs, kernels.adapters]
+        return sum(part.nbytes for part in parts if part is not None)
 
     def updates(self, matrices: Mapping[str, LowRank]) -> FusedUpdates:
-        return FusedUpdates(fused_updates(self.config, matrices))
+        return FusedUpdates(fused_updates(self.config, matrices, TRITON))
 
     def _select_layers(self, layers: Sequence[int]) -> None:
         self.kernels = self.kernels.select_layers(layers, self.windows)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treespec.errors import ModelError
-from treespec.models.layer import NORMS_OF_EXPERTS, take_experts, take_inputs, take_layer, take_projection
+from treespec.models.layer import NORMS_OF_EXPERTS, TRITON, take_experts, take_inputs, take_layer, take_projection
 from treespec_kernels.launch.rows import aligned
 from treespec_kernels.linear.experts import ExpertProducts
 from treespec_kernels.linear.quantized import QuantizedWeight, dequantized, stacked
@@ -47,7 +47,7 @@ class StackedExperts(NamedTuple):
     @classmethod
     def take(cls, weights: dict[str, Tensor], i: int, experts: Experts) -> Self:
         """Pop the experts of layer i from decoder parameters by name."""
-        taken = take_experts(weights, i, experts.count)
+        taken = take_experts(weights, i, experts.count, TRITON)
         router = taken.router if taken.shared_scale is None else torch.cat((taken.router, taken.shared_scale))
         return cls(
             router.float() if experts.scoring == "sigmoid" else router,
@@ -117,14 +117,10 @@ class LayerWeights:
     @classmethod
     def take(cls, weights: dict[str, Tensor], i: int, shape: ModelShape) -> Self:
         """Pop layer i from decoder parameters by name."""
-        layer, sizes = take_layer(weights, i) | take_inputs(weights, i), shape.layer(i)
+        layer = take_layer(weights, i, TRITON) | take_inputs(weights, i)
+        assert layer.pop("attn_gate_bias") is None, "products with an output gate have no bias"
         layer |= {name: weights.pop(f"layers.{i}.{name}", None) for name in ("q_norm", "k_norm", "sinks")}
         layer |= {name: map_tensors(torch.Tensor.float, layer[name]) for name in ("sinks", "scalar")}
-        layer["attn_gate"], width = None, (shape.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
-        if layer["qkv"] is not None and layer["qkv"].shape[0] > width:
-            assert layer["qkv_bias"] is None, "products with an output gate have no bias"
-            layer["attn_gate"] = map_tensors(lambda rows: rows[width:], layer["qkv"])
-            layer["qkv"] = map_tensors(lambda rows: rows[:width], layer["qkv"])
         experts = shape.experts
         is_sparse = experts is not None and i in experts.layers
         layer["experts"] = StackedExperts.take(weights, i, experts) if experts is not None and is_sparse else None

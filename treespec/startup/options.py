@@ -308,7 +308,7 @@ def resolve(options: EngineOptions) -> Resolved:
     if attention == "auto":
         attention = "cpu-packed" if device.type == "cpu" else "triton"
     _check_adapters(models, options.linear, device)
-    _check_layers(models, device, options.linear, options.enable_lora, on_triton)
+    _check_layers(models, device, options.linear, on_triton)
     dtype, compiles = _resolve_passes(options, models, target.dtype, device)
     quantization = resolve_quantization(options.quantization, target, dtype)
     linear: LinearImpl | Literal["compiled", "triton"] = "compiled"
@@ -461,10 +461,8 @@ def _read_model(
         return source
 
 
-def _check_layers(
-    models: Sequence[ModelConfig | Source], device: torch.device, linear: str, enable_lora: bool, on_triton: bool
-) -> None:
-    """Raise an error if the target (the first model) cannot have adapters, or recurrent layers lack kernels."""
+def _check_layers(models: Sequence[ModelConfig | Source], device: torch.device, linear: str, on_triton: bool) -> None:
+    """Raise an error for recurrent layers without kernels. The target is the first model."""
     for i, model in enumerate(models):
         if not isinstance(model, ModelConfig):
             continue
@@ -474,11 +472,6 @@ def _check_layers(
                 raise ModelError(f"{reason}; on a GPU such a model can be the target, but no draft")
             if device.type != "cpu" and linear not in ("auto", "triton"):
                 raise KernelError(f"{reason}, for which linear={linear!r} has no kernels on a GPU; leave it at 'auto'")
-            if i == 0 and enable_lora:
-                raise KernelError(
-                    f"{reason}, whose products take no low-rank updates yet: merge the adapter into the model "
-                    "(merge_and_unload of peft), and leave enable_lora out"
-                )
 
 
 def _check_adapters(models: Sequence[ModelConfig | Source], linear: str, device: torch.device) -> None:

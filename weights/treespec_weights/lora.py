@@ -19,8 +19,13 @@ from treespec_weights.rules import FamilyRules, ModelShape
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # parameters of the products that adapters may update
-_UPDATED = re.compile(r"layers\.\d+\.(q|k|v|o|gate|up|down|input_gate|input_out)")
+_UPDATED = re.compile(
+    r"layers\.\d+\.(q|k|v|attn_gate|o|(shared\.)?(gate|up|down)|input_gate|input_out"
+    r"|mix|mix_(q|k|v|gate|out)|beta|decay)"
+)
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
+# What a class of transformers calls the model before its layers, which may be neither what checkpoints call it
+_BASE = re.compile(r"^(model\.language_model|language_model\.model|model|backbone)\.(?=layers\.)")
 _MERGE = "merge the adapter into the model (merge_and_unload of peft)"
 # Config keys that change more than B A: values without effect, and the meaning of others.
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -60,8 +65,10 @@ def load_lora(folder: Path | str, shape: ModelShape, rules: FamilyRules, dtype: 
     root = resolve_folder(folder)
     config = _read_config(root)
     with Checkpoint.open(root, TENSORS) as checkpoint:
+        modules_of = (match[1] for name in checkpoint.tensors if (match := _NAME.fullmatch(name)))
+        base = next((match[0] for module in modules_of if (match := _BASE.match(module))), r"\g<0>")
         placements = {
-            placement.name.removesuffix(".weight"): placement
+            _BASE.sub(base, placement.name.removesuffix(".weight")): placement
             for placement in expected_tensors(shape, rules)
             if len(placement.shape) == 2
         }
@@ -141,10 +148,10 @@ def _match(
             problems.append(Problem("unexpected", repr(name), f"not supported: {meaning}; {_MERGE}"))
             continue
         module, side = match.groups()
-        if module not in placements:
+        if module not in placements and ".experts" not in module:  # whose tensors PEFT names by parameters of a module
             reason = unexpected_reason(f"{module}.weight", shape, rules)
             problems.append(Problem("unexpected", repr(name), f"does not fit the model: {reason}"))
-        elif not all(_UPDATED.fullmatch(param) for param in placements[module].params):
+        elif module not in placements or not all(map(_UPDATED.fullmatch, placements[module].params)):
             problems.append(Problem("unexpected", repr(name), f"updates of {module} are not supported; {_MERGE}"))
         else:
             pairs.setdefault(module, {})[side] = name

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treespec_kernels.attention.tree_batch import UpdatedRows
-from treespec_kernels.cpu.decoder_library import STRUCTS, PanelLinear
+from treespec_kernels.cpu.decoder_library import LANES, STRUCTS, PanelLinear
 from treespec_kernels.cpu.huge_pages import HugePages
 
 _Linear = STRUCTS["Linear"]
@@ -21,9 +21,8 @@ class CompiledUpdates:
     def __init__(
         self,
         library: ctypes.CDLL,  # from `decoder_library.build`
-        # By layer, for "qkv", "o", "gate_up", "down", "input_gate" and "input_out": A [rank, inputs] and B [outputs,
-        # rank] of each matrix of the product, in the library's dtype, with a rank of 0 if it has no update; W x becomes
-        # W x + B (A x)
+        # By layer, for the products of `LayerUpdates`: A [rank, inputs] and B [outputs, rank] of each matrix of the
+        # product, in the library's dtype, with a rank of 0 if it has no update; W x becomes W x + B (A x)
         layers: Sequence[Mapping[str, Sequence[tuple[Tensor, Tensor]]]],
     ):
         self._linears: list[PanelLinear] = []  # keeps the tensors alive whose addresses are in the structs
@@ -32,13 +31,14 @@ class CompiledUpdates:
         for struct, updates in zip(self._layers, layers, strict=True):
             for name, parts in updates.items():
                 outputs = [len(up) for _, up in parts]
+                stride = -(-sum(outputs) // LANES) * LANES  # as of a layer's products
                 downs = [F.pad(down, (0, 0, 0, len(down) % 2)) for down, _ in parts]  # read in pairs
                 ups = (_Linear * len(parts))(*(_Linear(outputs=count) for count in outputs))
                 for i, (down, up) in enumerate(parts):
                     if len(down):
                         self._linears.append(PanelLinear(library, F.pad(up, (0, len(down) % 2)), None, memory=memory))
                         ups[i] = self._linears[-1].struct
-                    ups[i].stride = sum(outputs)
+                    ups[i].stride = stride
                 self._ups.append(ups)
                 self._linears.append(PanelLinear(library, torch.cat(downs), None, memory=memory))
                 update = self._linears[-1].struct, ctypes.addressof(ups), len(ups)

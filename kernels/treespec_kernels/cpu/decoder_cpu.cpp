@@ -133,10 +133,8 @@ struct Layer {
     Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;
     const float* head_norm;  // [normed_heads, head size], or null
     const float* sinks;      // [heads], or null
-    // qkv: of a recurrent layer, the projections that `RecurrentRows` mixes; gate_up, down: of a sparse layer, those of
-    // its shared expert, if it has one
-    Linear qkv, o, gate_up, down;
-    Linear mix, mix_out;     // the mixer's own projections in a recurrent layer with attention beside it
+    Linear qkv, o, gate_up, down;  // gate_up, down: of a sparse layer, those of its shared expert, if it has one
+    Linear mix, mix_out;           // of a recurrent layer: the projections that `RecurrentRows` mixes, and of its output
     const Experts* experts;  // null for a dense layer
     // Convolution of a recurrent layer, [kernel, channels], null in other layers; and its bias, [channels], or null
     const float *conv, *conv_bias;
@@ -160,7 +158,7 @@ struct Update {  // of a product W x, of one matrix or several: W x + B A x, wit
 };
 
 struct LayerUpdates {  // low-rank updates of an adapter (LoRA)
-    Update qkv, o, gate_up, down, input_gate, input_out;
+    Update qkv, o, gate_up, down, mix, mix_out, input_gate, input_out;
 };
 
 struct Pairing {  // what a draft head makes of a token and the feature of the token before it
@@ -322,11 +320,16 @@ class Pass {
             low.resize(rows.count * rank);
             linear(part.down, from + rows.first * part.down.inputs, rows.count, low.data(), ROUND, threads);
             ups.clear();
-            int64_t input = 0, output = 0;
-            for (const Linear* up = part.ups; up < part.ups + part.count; input += up->inputs, output += up++->outputs)
-                if (up->inputs) ups.push_back({up, 0, rows.count, input, output});
             float* first = to + rows.first * part.ups->stride;
-            dense_product({ups.data(), int64_t(ups.size()), low.data(), first, ADD, threads, rank});
+            const Linear *up = part.ups, *const end = up + part.count;
+            for (int64_t input = 0, output = 0; up < end; input += up->inputs, output += up++->outputs) {
+                if (up->inputs) ups.push_back({up, 0, rows.count, input, output});
+                // A matrix that does not end with a whole vector adds zeros to outputs of the next one.
+                const bool ends = up + 1 == end || up->outputs % LANES;
+                if (!ends || ups.empty()) continue;
+                dense_product({ups.data(), int64_t(ups.size()), low.data(), first, ADD, threads, rank});
+                ups.clear();
+            }
         }
     }
 
@@ -391,16 +394,12 @@ class Pass {
                               load<vec>(x + r * hidden + i));
     }
 
-    // Writes the projections of the residual stream to `y`. A mixer beside attention reads the same normalised rows, and
-    // its outputs are added to the residual stream; such a layer has no post norm.
-    void project(const Layer& layer, RecurrentRows& recurrent, int64_t& states) {
-        norm(layer.attn_norm, h);
-        if (layer.mix.weight) {
-            linear(layer.mix, h, n, y, STORE, threads);
-            recurrent.mix_heads(layer, states++, y, layer.mix.stride, a, threads);
-            linear(layer.mix_out, a, n, x, ADD, threads);
-        }
-        multiply(layer, &Layer::qkv, &LayerUpdates::qkv, h, y, STORE);
+    // Adds what a recurrent layer, the `index`-th one, mixes of the normalised rows `h` to the residual stream.
+    void mix(const Layer& layer, RecurrentRows& recurrent, int64_t index) {
+        multiply(layer, &Layer::mix, &LayerUpdates::mix, h, y, STORE);
+        if (layer.gain) recurrent.mix_heads(layer, index, y, layer.mix.stride, a, threads);
+        else recurrent.mix_conv(layer, index, y, layer.mix.stride, a, threads);
+        add(layer, &Layer::mix_out, &LayerUpdates::mix_out, layer.attn_post_norm);
     }
 
     // Writes the attention of the projections in `y` to `a`.
@@ -449,7 +448,7 @@ class Pass {
         memory.resize(n * scale.stride);
         float* const scales = memory.data();  // of this thread
         linear(scale, h, n, scales, STORE, threads);
-        linear(layer.down, a, n, y, STORE, threads);
+        multiply(layer, &Layer::down, &LayerUpdates::down, a, y, STORE);
         for_rows([&](int64_t r) {
             const float by = 1.0f / (1.0f + exp(-scales[r * scale.stride]));
             float* to = x + r * hidden;
@@ -461,7 +460,7 @@ class Pass {
     // Adds the experts beside a dense MLP to the residual stream, and this MLP, whose activations are in `a`.
     void add_beside(const Layer& layer) {
         const Experts& of = *layer.experts;
-        linear(layer.down, a, n, y, STORE, threads);
+        multiply(layer, &Layer::down, &LayerUpdates::down, a, y, STORE);
         dense.assign(2 * n * hidden, 0.0f);
         float *const sums = dense.data(), *const routed = sums + n * hidden;  // of this thread
         add_normed(y, of.shared_post_norm, sums);
@@ -538,8 +537,7 @@ class Pass {
         int64_t widest = std::max({2 * mlp, hidden, model.input_size}), mixed = std::max(mlp, model.input_size);
         for (int64_t l = 0; l < batch.num_layers; l++) {
             const Layer& layer = model.layers[l];
-            const bool attends = !layer.conv || layer.mix.weight;
-            widest = std::max({widest, attends ? width_of(layer) : layer.qkv.stride, layer.mix.stride});
+            widest = std::max({widest, width_of(layer), layer.mix.stride});
             mixed = std::max({mixed, layer.o.inputs, layer.mix_out.inputs});
         }
         wide.resize(n * widest);
@@ -563,16 +561,15 @@ class Pass {
         for (int64_t l = 0, states = 0; l < batch.num_layers; l++) {
             const Layer& layer = model.layers[l];
             keep(l);
-            if (layer.o.weight) {  // otherwise the layer is an MLP
-                if (l == 0 && batch.qkv)
+            const bool given = l == 0 && batch.qkv;
+            if (!given && (layer.o.weight || layer.conv)) norm(layer.attn_norm, h);  // otherwise the layer is an MLP
+            if (layer.conv) mix(layer, recurrent, states++);
+            if (layer.o.weight) {
+                if (given)
                     for (int64_t i = 0; i < n * width_of(layer); i++) y[i] = to_float(((const scalar*)batch.qkv)[i]);
                 else
-                    project(layer, recurrent, states);
-                const int64_t step = layer.qkv.stride;
-                if (layer.mix.weight) attend(layer);
-                else if (layer.gain) recurrent.mix_heads(layer, states++, y, step, a, threads);
-                else if (layer.conv) recurrent.mix_conv(layer, states++, y, step, a, threads);
-                else attend(layer);
+                    multiply(layer, &Layer::qkv, &LayerUpdates::qkv, h, y, STORE);
+                attend(layer);
                 if (model.parallel) norm(layer.mlp_norm, h);  // the input of the MLP excludes the output of attention
                 add(layer, &Layer::o, &LayerUpdates::o, layer.attn_post_norm);
             }

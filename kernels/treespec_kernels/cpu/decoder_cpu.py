@@ -42,7 +42,7 @@ class CompiledLayerWeights(NamedTuple):
     head_norm: Tensor | None  # norm of each head of Q, K and maybe V, [up to num_heads + 2 num_kv_heads, head_dim]
     qkv: Weight | Sequence[Weight] | None  # None in the first layer of a draft head, which is given these projections
     qkv_bias: Tensor | None
-    o: Weight | Sequence[Weight] | None  # None in a layer that is only an MLP
+    o: Weight | Sequence[Weight] | None  # None in a layer without attention
     o_bias: Tensor | None
     # gate and up stacked; only up in an MLP without a gate. Of the shared expert in a sparse layer, None without one,
     # and in a layer without an MLP
@@ -58,8 +58,8 @@ class CompiledLayerWeights(NamedTuple):
     mlp_post_norm: Tensor | None = None
     sinks: Tensor | None = None  # [num_heads], scores of attention sinks
     experts: CompiledExperts | None = None
-    # Of a recurrent layer, whose `qkv` are the convolution's inputs, beta (not of Mamba 2), decay and mix_gate. None in
-    # other layers. A layer with attention beside that has them in `mix`, and its output projection in `mix_out`
+    # Of a recurrent layer: the projections to the convolution's inputs, beta (not of Mamba 2), decay and mix_gate, or
+    # LFM2's three, and that of its output. These and the rest are None in other layers
     mix: Weight | Sequence[Weight] | None = None
     mix_bias: Tensor | None = None
     mix_out: Weight | Sequence[Weight] | None = None

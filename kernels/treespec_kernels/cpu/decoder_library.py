@@ -25,7 +25,7 @@ _HEADERS = (
 PARTS = tuple(SOURCE.with_name(f"{name}.h") for name in _HEADERS)  # included headers
 DTYPES = (torch.bfloat16, torch.float32)
 
-_PANEL, _LANES = 64, 16
+_PANEL, LANES = 64, 16
 _AT_ONCE = 16 << 20  # bytes to pack before dropping their file pages from memory
 _INT8, _INT4 = -1, -2  # type numbers of integers with scales, in addition to the block types
 
@@ -49,7 +49,7 @@ def pack(weights: Sequence[Tensor], memory: HugePages) -> Tensor:
     """
     inputs, dtype, pair = weights[0].shape[1], weights[0].dtype, 2 if weights[0].dtype == torch.bfloat16 else 1
     outputs = sum(len(weight) for weight in weights)
-    width = min(-(-outputs // _LANES) * _LANES, _PANEL)
+    width = min(-(-outputs // LANES) * LANES, _PANEL)
     panels = -(-outputs // width)
     packed = memory.allocate(panels * width * inputs * dtype.itemsize).view(dtype)
     packed = packed.view(panels, inputs // pair, width, pair)
@@ -99,7 +99,7 @@ class PanelLinear:
         self.held: list[Tensor] = []
         weights = [weight] if isinstance(weight, (Tensor, QuantizedWeight, BlockWeight)) else list(weight)
         self.out_features, self.in_features = sum(part.shape[0] for part in weights), weights[0].shape[1]
-        self._stride = -(-self.out_features // _LANES) * _LANES if padded else self.out_features
+        self._stride = -(-self.out_features // LANES) * LANES if padded else self.out_features
         self._library, self._integer, self._memory = library, integer, memory or HugePages(smallest=None)
         self._parts: list[ctypes.Structure] = []  # structs of the matrices, last one first
         end = self.out_features

@@ -23,6 +23,9 @@ from tests.helpers.models import (
 from tests.interpreted.engines import TRITON, captured_rounds, step_by_step, told
 from treespec import LLM, SpecConfig
 from treespec.engine.host_executor import HostExecutor
+from treespec.errors import ConfigError
+from treespec_kernels.recurrent.state_update import state_update_triton
+from treespec_kernels.tree.growth_limits import MAX_EXPANDED
 
 TREES = SpecConfig(nodes=8, max_depth=3)
 VOCAB, POISON = 61, 60
@@ -57,6 +60,21 @@ def test_trees_give_the_bits_of_plain_decoding(name: str) -> None:
     assert plain == [tokens for tokens, _ in expected]
     assert all(output.metrics.acceptance_length > 1.5 for output in trees)
     llm.engine.check_integrity()
+
+
+def test_states_take_what_trees_need() -> None:
+    """Inputs of the largest tree, fewer than the drafts' slots; and one scratch memory for all rounds."""
+    llm, _ = opened("qwen3_5")
+    states = llm.engine.cache.states
+    assert states is not None and states.tensors.inputs.shape[2] == states.tensors.history + MAX_EXPANDED
+    update = mock.patch("treespec.models.state_pass.state_update_triton", side_effect=state_update_triton)
+    with captured_rounds(), update as updates:
+        llm.generate(PROMPTS[:1], PARAMS[0], spec=TREES)
+        llm.generate(PROMPTS, PARAMS, spec="off")
+    scratch = {call.args[-1].data_ptr() for call in updates.call_args_list if isinstance(call.args[-1], torch.Tensor)}
+    assert len(scratch) == 1
+    with pytest.raises(ConfigError, match="keeps 64 slots"):
+        llm.generate(PROMPTS[:1], PARAMS[0], spec=SpecConfig(nodes=MAX_EXPANDED + 1))
 
 
 def test_rounds_launched_ahead() -> None:

@@ -268,8 +268,8 @@ class RoundStates(StatePass):
     def update(
         self, layer: int, qk: Tensor, v: Tensor, beta: Tensor, decay: Tensor, reads: bool, tiled: bool
     ) -> Tensor:
-        matrices = self._tensors.matrices[:, layer]
-        return state_update_triton(matrices, qk, v, beta, decay, self._plan.paths, reads, tiled)
+        matrices, scratch = self._tensors.matrices[:, layer], self._tensors.scratch
+        return state_update_triton(matrices, qk, v, beta, decay, self._plan.paths, reads, tiled, scratch)
 
     def finish(self) -> None:
         """Leave the lengths to the host."""

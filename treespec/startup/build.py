@@ -286,7 +286,7 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
             max_model_len=length,
             scheduling_policy=options.scheduling_policy,
             max_num_batched_tokens=chunk,
-            max_tree_slots=plan.scratch,
+            max_tree_slots=plan.max_nodes,
             num_threads=torch.get_num_threads(),
             linear=decoder.linear,
             attention=decoder.attention.name,

@@ -41,6 +41,7 @@ class StateTensors(NamedTuple):
     matrices: Tensor  # fp32 [num_slots, num_layers, heads, key_dim, value_dim]
     inputs: Tensor  # [num_slots, num_layers, history + num_nodes, width]
     history: int
+    scratch: Tensor | None = None  # of `state_update_triton`; None allocates it in each pass
 
     @property
     def states(self) -> list["RecurrentState"]:

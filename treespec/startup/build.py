@@ -338,7 +338,7 @@ def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Decoder, cache: KVC
     drafts, loader, features = resolved.ssms, resolved.loader, plan.features
     models: list[GroupModel] = [loader.load_draft(draft, plan.positions) for draft in drafts]
     models += [loader.load_head(head, target, features, plan.positions, cache.pools[0]) for _, head in resolved.heads]
-    loader.shared.clear()
+    loader.forget_shared()
     names = [*(draft.name for draft in drafts), *(name for name, _ in resolved.heads)]
     count = resolved.options.max_num_seqs
     states = {ssm: StatePool(shape, count, count, loader.device) for ssm, shape in plan.draft_states.items()}

@@ -169,7 +169,8 @@ class Loader:
     # Quantise the target's activations to int8 before products with quantised weights; compiled passes only
     integer: bool = False
     adapters: SlotLimits | None = None  # of the target on Triton kernels, if requests may have adapters
-    shared: Weights = field(default_factory=dict)  # the target's head, cut, until draft heads have copied it
+    shared: Weights = field(default_factory=dict)  # the target's head, cut, until a draft head has it
+    _scorers: list[Decoder] = field(default_factory=list)  # the first draft head that has it
     _modules: dict[Source, nn.Module] = field(default_factory=dict)
     _layers: dict[MtpForm, nn.Module] = field(default_factory=dict)
 
@@ -256,11 +257,10 @@ class Loader:
         shape = config.decoder.shape
         sizes = len(config.layers), config.target_hidden
         weights, tokens = load_head(config.form, shape, *sizes, self.dtype, self.device, config.kept)
-        decoder = self._make_head_decoder(config, weights.decoder, tokens, positions, target)
+        decoder, scorer = self._make_head_decoder(config, weights.decoder, tokens, positions, target)
         fc = self._linear(decoder, *weights.fc)
         if config.form.kind == "eagle":
             embed = (target.embed if weights.embed is None else weights.embed).to(self.dtype)
-            scorer = target if tokens is None else None
             return EagleHead(decoder, scorer, columns, embed, fc, self._linear(decoder, *weights.qkv))
         assert weights.embed_norm is not None and weights.feature_norm is not None
         norms, stream = (weights.embed_norm, weights.feature_norm), "feature"
@@ -274,14 +274,27 @@ class Loader:
 
     def _make_head_decoder(
         self, head: HeadConfig, weights: Weights, tokens: np.ndarray | None, positions: int | None, target: Decoder
-    ) -> Decoder:
-        """Return the decoder of a head's layers, with the target's head if that is cut and it has none of its own."""
-        config = head.decoder
+    ) -> tuple[Decoder, Decoder | None]:
+        """Return the decoder of a head's layers, and the one whose vocabulary head it uses, None for its own.
+
+        A head without one uses the target's, or if that is cut, the copy that the first such head has.
+        """
+        config, scorers = head.decoder, self._scorers if tokens is not None else [target]
         assert isinstance(config, ModelConfig)
-        if tokens is not None and "lm_head" not in weights:
+        scorer = None if "lm_head" in weights or not scorers else scorers[0]
+        takes_shared = "lm_head" not in weights and scorer is None
+        if takes_shared:
             weights |= self.shared
             config = replace(config, logit_cap=target.config.logit_cap, quantization=target.config.quantization)
-        return self._make_decoder(config, weights, tokens, positions, library=self._library(config, None))
+        decoder = self._make_decoder(config, weights, tokens, positions, library=self._library(config, None))
+        if takes_shared:
+            scorers.append(decoder)
+        return decoder, scorer
+
+    def forget_shared(self) -> None:
+        """Drop what the draft heads of a target share while they are loaded."""
+        self.shared.clear()
+        self._scorers.clear()
 
     def _load_predictor(
         self, head: HeadConfig, form: MtpForm, target: Decoder, columns: list[int], positions: int
@@ -294,9 +307,8 @@ class Loader:
         fc = take_projection(weights, "", ("fc",))
         # A placeholder: embedding and head are the target's. Compiled growth needs a multiple of 16 rows.
         weights["embed"] = torch.zeros(16, config.shape.hidden_size, dtype=self.dtype, device=self.device)
-        decoder = self._make_head_decoder(head, weights, head.kept, positions, target)
+        decoder, scorer = self._make_head_decoder(head, weights, head.kept, positions, target)
         pairs = self._pairs(decoder, fc, None, None, target, norms, "product")
-        scorer = target if head.kept is None else None
         return PredictorHead(decoder, scorer, columns, pairs, norm_output=True)
 
     def _pairs(
@@ -325,8 +337,8 @@ class Loader:
     def _load_block(self, config: HeadConfig, form: BlockForm, target: Decoder, columns: list[int]) -> BlockDraft:
         shape, hidden = config.decoder.shape, config.target_hidden
         weights, tokens = load_block(form, shape, hidden, self.dtype, self.device, config.kept)
-        owns_head, embed = "lm_head" in weights.decoder or tokens is not None, weights.embed
-        decoder = self._make_head_decoder(config, weights.decoder, tokens, None, target)
+        decoder, scorer = self._make_head_decoder(config, weights.decoder, tokens, None, target)
+        embed = weights.embed
         if weights.mask is not None:
             return ParallelDraft(decoder, form.block, weights.mask * decoder.first_scale)
         assert weights.fc is not None and weights.state_norm is not None
@@ -336,7 +348,7 @@ class Loader:
             bias = MarkovBias(weights.markov.embed, self._linear(decoder, weights.markov.out), gate)
         return DFlashDraft(
             decoder,
-            None if owns_head else target,
+            scorer,
             (target.embed.to(self.dtype), target.embed_scale) if embed is None else (embed, 1.0),
             form.mask_token,
             form.block_size,

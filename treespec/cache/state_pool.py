@@ -2,7 +2,7 @@
 
 import torch
 
-from treespec_kernels.recurrent.request_state import RecurrentState, StateShape
+from treespec_kernels.recurrent.request_state import RecurrentState, StateShape, StateTensors
 
 
 class StatePool:
@@ -23,6 +23,15 @@ class StatePool:
     def size(shape: StateShape, num_requests: int, num_kept: int) -> int:
         """Return the bytes of a pool."""
         return num_requests * shape.nbytes + num_kept * shape._replace(num_nodes=0).nbytes
+
+    def with_scratch(self, count: int) -> StateTensors:
+        """Return the requests' states with scratch memory of `count` states for all passes, which run one by one."""
+        matrices = self.tensors.matrices
+        scratch = matrices.new_empty(count, *matrices.shape[2:])
+        for state in self._free:
+            state.scratch = scratch
+        self.tensors = self.tensors._replace(scratch=scratch)
+        return self.tensors
 
     @property
     def num_held(self) -> int:

@@ -222,7 +222,8 @@ class RequestStates(StatePass):
         if self._paths is None:
             out = state_update_ref(matrices, qk, v, beta, decay, self._levels, reads, tiled)
         else:
-            out = state_update_triton(matrices, qk, v, beta, decay, self._paths, reads, tiled)
+            scratch = self._requests[0].state.scratch
+            out = state_update_triton(matrices, qk, v, beta, decay, self._paths, reads, tiled, scratch)
         for request in self._stores:
             self._requests[request].state.matrices[layer].copy_(matrices[request])
         return out

@@ -58,6 +58,8 @@ class RecurrentState:
     A pass over a later level of a tree, as drafts run them, computes the states of its nodes' ancestors again, too.
     """
 
+    scratch: Tensor | None = None  # as in `StateTensors`
+
     def __init__(self, matrices: Tensor, inputs: Tensor, history: int, slot: int = 0):
         self.matrices = matrices  # fp32 [num_layers, heads, key_dim, value_dim]
         self.inputs = inputs  # [num_layers, history + num_nodes, width]

@@ -1,5 +1,6 @@
 """Memory: constant over 4,000 tokens, what the plan says, taken as it is written, and how much counts as free."""
 
+import dataclasses
 import gc
 import mmap
 import os
@@ -14,8 +15,12 @@ from safetensors.torch import save_file
 
 from tests.helpers.calls import failing
 from tests.helpers.child import run_uninterpreted
+from tests.helpers.families import CASES, make_model
 from tests.helpers.models import greedy, make_llama, new_folder, open_llm, random_prompts, tiny
 from treespec import SpecConfig
+from treespec.graphs.capture import planned_bytes, round_limits
+from treespec.models.model_config import ModelConfig
+from treespec.startup.memory import weight_bytes
 from treespec.utils import memory
 from treespec.utils.memory import _available, _left_in_group
 from treespec_kernels.cpu import huge_pages
@@ -79,6 +84,26 @@ def test_tensors_hold_what_the_plan_says() -> None:
     held = sum(size for key, size in tensor_bytes().items() if key not in before)
     planned = sum(llm.stats()["memory"].values())
     assert planned * 0.85 < held < planned * 1.15, f"held {held}, planned {planned}"
+
+
+def test_a_plan_counts_keys_that_are_values_twice(tmp_path: Path) -> None:
+    """Both are held: keys are rotated."""
+    config = ModelConfig.from_hf(make_model(tmp_path, CASES["gemma4, experts"], 0))
+    values = [sizes.num_kv_heads * sizes.head_dim for sizes in config.shape.sizes if not sizes.has_v]
+    held = config.num_parameters + sum(values) * config.shape.hidden_size
+    assert values and weight_bytes(config, torch.bfloat16, None) == 2 * held
+
+
+def test_a_plan_counts_one_scratch_memory_of_states(tmp_path: Path) -> None:
+    """Of states so large that they outweigh all else."""
+    config = ModelConfig.from_hf(make_model(tmp_path, CASES["qwen3_5"], 0))
+    assert config.shape.recurrent is not None
+    recurrent = dataclasses.replace(config.shape.recurrent, key_dim=1 << 12, value_dim=1 << 12)
+    config = dataclasses.replace(config, shape=dataclasses.replace(config.shape, recurrent=recurrent))
+    limits = round_limits(SpecConfig(), 128, 64, 0)
+    planned = planned_bytes([config], limits, 64, 512, torch.bfloat16)
+    states = 64 * (limits.width + 1)  # also those of the requests, copied in a pass that the host launches
+    assert 1 < planned / (states * recurrent.heads * 4 << 24) < 1.1
 
 
 @reads_proc

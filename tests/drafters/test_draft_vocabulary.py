@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.exactness import assert_exact, run
-from tests.helpers.heads_made import TargetShape, write_eagle3
+from tests.helpers.heads_made import TargetShape, write_eagle1, write_eagle3
 from tests.helpers.models import (
     VOCAB,
     greedy,
@@ -138,6 +138,27 @@ def test_a_cut_head_proposes_its_tokens_only(
     assert not options or any(len(each.tree.draft_probs) for each in rounds)
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_cut_heads_are_one(compile: bool) -> None:
+    """Heads that use the target's share its copy, with the bits of a head's own."""
+    target, eagle = make_predictor("qwen3_5", compiled=True, predicts=True), new_folder("eagle")
+    known, hidden = rank_half(target), ModelConfig.from_hf(target).shape.hidden_size
+    shape = TargetShape(hidden_size=hidden, vocab_size=VOCAB)
+    write_eagle1(eagle, shape, bias=True, own_embedding=False, seed=1)
+    llm, alone = (
+        open_llm(target, drafts, compile=compile, draft_vocabulary=len(known)) for drafts in (["mtp", eagle], [eagle])
+    )
+    [mtp, head], [own] = (each.engine.sources.ssms.models for each in (llm, alone))
+    assert head.vocabulary_head is mtp.vocabulary_head and own.vocabulary_head is own.decoder
+    states = torch.randn(3, hidden, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(head.probs(states), own.probs(states)) and torch.equal(head.logits(states), own.logits(states))
+    prompts, params = random_prompts((5, 40), vocab=VOCAB), greedy(24)
+    with watch(llm.engine) as rounds:
+        spec = SpecConfig(nodes=12, sources=("ssm",))
+        assert assert_exact(llm, run(llm, prompts, params, "off"), spec, params).acceptance_length > 1.2
+    assert all(np.isin(each.tree.tokens[1:], known).all() for each in rounds)
+
+
 def test_tokens_rank_by_counts_then_by_script_and_merges(tmp_path: Path) -> None:
     lines = [*TEXT.splitlines(), *["\u043f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440"] * 400]
     source = save_tokenizer(tmp_path / "bpe", byte_level(700, lines))
@@ -246,6 +267,8 @@ def test_the_option(tmp_path: Path) -> None:
             open_llm(target, drafts, draft_vocabulary=value)
     with pytest.raises(DraftError, match=r"ranks the tokens of draft ssm-1 by its tokenizer, and .* has none"):
         open_llm(target, drafts, draft_vocabulary="100")
+    whole = open_llm(target, drafts, draft_vocabulary=VOCAB).stats()["draft_vocabularies"]
+    assert not any(str(VOCAB) in value for value in whole.values()), "no ranks are needed to keep all tokens"
     (tmp_path / "own.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "zebra"}]}))
     rows = {"auto": "", "none": "", str(tmp_path / "own.jsonl"): ", 256 of 512 tokens"}
     for value, cut in rows.items():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tests.helpers.blocks_made import reference_dflash, write_dflash
@@ -45,6 +46,8 @@ from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.speech import rank_half
 from tests.helpers.state_heads_made import reference_medusa, reference_speculator, write_medusa, write_speculator
 from treespec import LLM, RoundRecord, SpecConfig
+from treespec.models.feature_head import TorchPairs
+from treespec_kernels.linear.linear import Linear
 
 SHAPE = TargetShape(num_hidden_layers=8)
 EAGLE3 = {"layout": "eagle", "draft_vocab": 96, "own_embedding": False}
@@ -220,3 +223,20 @@ def test_sampled_and_restricted_requests(verification: Any) -> None:
         within = set(own.allowed_token_ids or range(SHAPE.vocab_size))
         assert all(within.issuperset(tokens) for tokens in tokens_of([output]))
     llm.engine.check_integrity()
+
+
+class CountedConversions(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten._to_copy.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_norms_of_pairs_are_converted_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    product, embed, *norms = (torch.randn(*size, generator=generator) for size in ((8, 16), (5, 8), (8,), (8,)))
+    pairs = TorchPairs(Linear(product, None, "torch"), embed, [norm.bfloat16() for norm in norms], 1e-5, "product")
+    with CountedConversions() as conversions:
+        pairs(torch.tensor([1, 4]), torch.randn(2, 8, generator=generator))
+    assert conversions.count == 0

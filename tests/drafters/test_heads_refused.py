@@ -135,3 +135,6 @@ def test_inspection() -> None:
     assert not wrong["usable"] and "use a draft of this target" in wrong["reason"]
     shown = " ".join(run("weights", "inspect", target_of(), "--draft", heads[0]).stdout.split())
     assert f"usable: {said[0]}" in shown
+    assert wrong["parameters"] is wrong["cost_ratio"] is None
+    unknown = run("weights", "inspect", target_of(), "--draft", heads[-1]).stdout.split("hidden size")[1].split()
+    assert unknown[1:3] == ["?", "?"]

@@ -23,7 +23,10 @@ from tests.helpers.models import (
 from tests.interpreted.engines import TRITON, captured_rounds, launched_ahead, step_by_step, told
 from treespec import LLM, SpecConfig
 from treespec.engine.host_executor import HostExecutor
+from treespec.errors import ConfigError
+from treespec.models import state_pass
 from treespec.tree import TokenTree
+from treespec_kernels.tree.growth_limits import MAX_EXPANDED
 
 TREES = SpecConfig(nodes=8, max_depth=3)
 VOCAB, POISON = 61, 60
@@ -58,6 +61,21 @@ def test_trees_give_the_bits_of_plain_decoding(name: str) -> None:
     assert plain == [tokens for tokens, _ in expected]
     assert all(output.metrics.acceptance_length > 1.5 for output in trees)
     llm.engine.check_integrity()
+
+
+def test_states_take_what_trees_need() -> None:
+    """Inputs of the largest tree, fewer than the drafts' slots; and one scratch memory for all rounds."""
+    llm, _ = opened("qwen3_5")
+    states = llm.engine.cache.states
+    assert states is not None and states.tensors.inputs.shape[2] == states.tensors.history + MAX_EXPANDED
+    with calls_of(state_pass, "state_update_triton") as updates:
+        llm.generate(PROMPTS[:1], PARAMS[0], spec=TREES)
+        llm.generate(PROMPTS, PARAMS, spec="off")
+        with step_by_step(llm):
+            llm.generate(PROMPTS[:1], PARAMS[0], spec=TREES)
+    assert len({arguments[-1].data_ptr() for arguments in updates}) == 1
+    with pytest.raises(ConfigError, match="keeps 64 slots"):
+        llm.generate(PROMPTS[:1], PARAMS[0], spec=SpecConfig(nodes=MAX_EXPANDED + 1))
 
 
 def test_rounds_launched_ahead() -> None:

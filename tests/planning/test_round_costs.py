@@ -55,6 +55,22 @@ def learn(costs: RoundCosts, rows: int, forward: float, host: float = 1e-4, draf
     costs.learn(RoundSeconds(0.0, 0.0, forward, host), rows, NOTHING, drafting)
 
 
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_rounds_of_different_contexts_teach_what_positions_take(factor: float) -> None:
+    truth = {"position_seconds": factor * LONG.position_seconds}
+    truth["row_position_seconds"] = factor * LONG.row_position_seconds
+    true, known = RoundCosts(dataclasses.replace(LONG, **truth)), RoundCosts(LONG)
+    for turn in range(400):
+        for costs in (true, known):
+            costs.begin(batch_of(6000 if turn // 50 % 2 else 200))
+        rows = (1, 4, 16)[turn % 3]
+        learn(known, rows, true.verify(rows))
+    for costs in (true, known):
+        costs.begin(batch_of(3000))
+    modelled, expected = (costs.verify_each(np.arange(1, 17)) / costs.verify(1) for costs in (known, true))
+    assert modelled == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.parametrize("slowness", [1.0, 5.0])
 @pytest.mark.parametrize("factor", [0.6, 1.0, 1.9])
 def test_rounds_teach_what_further_rows_take(slowness: float, factor: float) -> None:

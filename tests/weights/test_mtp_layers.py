@@ -10,11 +10,12 @@ from torch import Tensor
 
 from tests.helpers import commands
 from tests.helpers.gguf_files import write_gguf
-from tests.helpers.models import new_folder
+from tests.helpers.models import make_llama, new_folder
 from tests.helpers.mtp_made import FILE, LAYOUTS, make_predictor
 from tests.weights.test_experts import stacked
 from treespec.models.model_config import ModelConfig
-from treespec_weights import inspect_checkpoint, load_weights
+from treespec.startup.options import resolve_drafts
+from treespec_weights import convert_checkpoint, inspect_checkpoint, load_weights, verify_checkpoint
 from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.gguf.reader import read_gguf
 from treespec_weights.gguf.tensors import describe_storage
@@ -65,6 +66,48 @@ def test_layers_beside_the_text_part_of_a_model_for_images() -> None:
     (whole / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text, "dtype": "float32"}))
     expected, found = layer_of(folder), layer_of(whole)
     assert expected.keys() == found.keys() and all(torch.equal(found[part], expected[part]) for part in expected)
+
+
+@pytest.mark.parametrize(("name", "form"), [("qwen3_5", "folder"), ("qwen3_5", "GGUF"), ("glm4_moe", "folder")])
+def test_conversions_keep_the_layer(name: str, form: str, tmp_path: Path) -> None:
+    source = folder = make_predictor(name, linear_num_key_heads=4) if name != "glm4_moe" else make_predictor(name)
+    if form == "GGUF":
+        source = write_gguf(tmp_path / "model.gguf", folder, nextn_predict_layers=1, block_count=4)
+    assert convert_checkpoint(source, tmp_path / "new", dtype=torch.bfloat16)["left_out"] == []
+    expected, found = layer_of(folder), layer_of(tmp_path / "new")
+    assert expected.keys() == found.keys()
+    for part, tensor in expected.items():
+        error = 0.01 if form == "GGUF" and part.endswith("norm") else 0.0  # of 1 added and taken away
+        rounded = tensor if part == "layers.0.router_correction" else tensor.bfloat16().float()
+        torch.testing.assert_close(found[part], rounded, rtol=error, atol=error)
+    assert verify_checkpoint(tmp_path / "new").ok
+
+
+def test_quantised_conversions_keep_the_layer_as_it_is(tmp_path: Path) -> None:
+    folder = make_predictor("qwen3_5")
+    convert_checkpoint(folder, tmp_path / "new", quantization="int8")
+    expected, found = layer_of(folder), layer_of(tmp_path / "new")
+    assert expected.keys() == found.keys() and all(torch.equal(found[part], expected[part]) for part in expected)
+    assert inspect_checkpoint(tmp_path / "new")["problems"] == 0
+
+
+def test_conversions_tell_what_they_leave_out(tmp_path: Path) -> None:
+    """Of two MTP layers, none is read."""
+    folder = make_predictor("qwen3_5")
+    save_file(load_file(folder / FILE) | {"mtp.layers.1.x": torch.ones(1)}, folder / FILE, {"format": "pt"})
+    shown = commands.run("weights", "convert", folder, tmp_path / "new").stdout
+    assert "tensors not read, such as mtp.fc.weight" in shown
+    assert not any(name.startswith("mtp.") for name in load_file(tmp_path / "new" / FILE))
+
+
+def test_a_folder_of_the_methods_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is the method's, as in `drafts`; a path is the folder."""
+    folder = make_predictor("qwen3_5")
+    make_llama(tmp_path / "mtp", 0)
+    monkeypatch.chdir(tmp_path)
+    report = commands.run("weights", "inspect", folder, "--draft", "mtp", "--draft", "./mtp", "--json").document
+    assert [draft["family"] for draft in report["drafts"]] == ["MTP layer", "llama"]
+    assert [model for _, model in resolve_drafts(folder, ["mtp", "./mtp"])[0]] == ["mtp", Path("mtp")]
 
 
 def test_inspect_describes_the_layer() -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from treespec_kernels.recurrent.request_state import RecurrentState, StateShape
+from treespec_kernels.recurrent.request_state import RecurrentState, StateShape, StateTensors
 
 
 class StatePool:
@@ -14,10 +14,24 @@ class StatePool:
 
     def __init__(self, shape: StateShape, num_requests: int, num_kept: int, device: torch.device | str = "cpu"):
         without_tree, self.num_requests = shape._replace(num_nodes=0), num_requests
-        self.nbytes = num_requests * shape.nbytes + num_kept * without_tree.nbytes
+        self.nbytes = self.size(shape, num_requests, num_kept)
         self.tensors = shape.tensors(num_requests, device)  # states of the requests
         self._free, self._held = self.tensors.states, dict[str, RecurrentState]()
         self._free_copies, self._kept = without_tree.allocate(num_kept, device), dict[str | bytes, RecurrentState]()
+
+    @staticmethod
+    def size(shape: StateShape, num_requests: int, num_kept: int) -> int:
+        """Return the bytes of a pool."""
+        return num_requests * shape.nbytes + num_kept * shape._replace(num_nodes=0).nbytes
+
+    def with_scratch(self, count: int) -> StateTensors:
+        """Return the requests' states with scratch memory of `count` states for all passes, which run one by one."""
+        matrices = self.tensors.matrices
+        scratch = matrices.new_empty(count, *matrices.shape[2:])
+        for state in self._free:
+            state.scratch = scratch
+        self.tensors = self.tensors._replace(scratch=scratch)
+        return self.tensors
 
     @property
     def num_held(self) -> int:

@@ -34,10 +34,10 @@ class EngineOptions(VllmEngineOptions):
         drafts: folders, GGUF files, hub ids, transformers models or `Drafter` objects. None means the SSMs that come
             with "embedded" or "smollm2", and no drafts with any other model; [] means no drafts. The output folder of
             `treespec train` stands for the SSMs and the table in it. "mtp" is the MTP layer in the model's checkpoint,
-            "table" an n-gram table that only learns from this engine's outputs (needs `suffix_tokens`). A draft may
-            have another tokenizer than the model: its proposals are then translated by token or by text; `stats()`
-            tells which. A draft in memory has the tokenizer of the folder it was loaded from, or one given with it:
-            (model, tokenizer).
+            "table" an n-gram table that only learns from this engine's outputs (needs `suffix_tokens`); a folder of
+            such a name is "./mtp". A draft may have another tokenizer than the model: its proposals are then translated
+            by token or by text; `stats()` tells which. A draft in memory has the tokenizer of the folder it was loaded
+            from, or one given with it: (model, tokenizer).
         spec: default speculation options; calls may override them.
         tokenizer: a folder, or an object with `encode(text)` and `decode(ids)`, such as a tokenizer of transformers or
             tokenizers; None is that of the model's folder. Without one, prompts and outputs are token ids and `text` is

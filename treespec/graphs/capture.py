@@ -88,7 +88,7 @@ def captured_rounds(
     limits = round_limits(spec, max_model_len, scratch, len(ssms.models) if ssms is not None else 0)
     target, cache = runner.target, runner.cache
     assert isinstance(target, TritonDecoder)
-    states = None if cache.states is None else cache.states.tensors
+    states = None if cache.states is None else cache.states.with_scratch(max_num_seqs * limits.width)
     model = ModelStack(target.kernels, target.tables, target.triton_attention, cache.pools[0], states=states)
     stacks = _stacks(ssms, cache.stacked[1:], configs)
     features = None if cache.features is None else FeaturePool(cache.features.layers, cache.pools[-1])
@@ -174,8 +174,9 @@ def _state_bytes(model: ModelConfig, width: int, rows: int, max_num_seqs: int, d
     channels, inner = recurrent.channels(hidden), recurrent.heads * recurrent.value_dim or hidden
     per_row = (channels + 2 * inner + 2 * recurrent.width(hidden)) * dtype.itemsize + (channels + 2 * inner) * 4
     states = recurrent.heads * recurrent.key_dim * recurrent.value_dim * 4
-    replayed = 2 * max_num_seqs * width
-    return (rows + replayed) * (per_row + 8 * (recurrent.kernel + 4)) + replayed * states
+    replayed = max_num_seqs * width
+    # A pass that the host launches copies the requests' states.
+    return (rows + 2 * replayed) * (per_row + 8 * (recurrent.kernel + 4)) + (replayed + max_num_seqs) * states
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:

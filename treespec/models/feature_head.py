@@ -197,7 +197,7 @@ class TorchPairs:
 
     def __init__(self, product: AnyLinear, embed: Tensor, norms: Sequence[Tensor], eps: float, stream: str):
         self.embed, self.nbytes = embed, product.nbytes
-        self._product, self._norms, self._eps, self._stream = product, norms, eps, stream
+        self._product, self._norms, self._eps, self._stream = product, [norm.float() for norm in norms], eps, stream
 
     def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream before the first layer, and this layer's projections, as `PairInputs`."""
@@ -209,4 +209,4 @@ class TorchPairs:
         return features if self._stream == "feature" else normed[1], product
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[1],), weight.float(), self._eps).to(x.dtype)
+        return F.rms_norm(x.float(), (x.shape[1],), weight, self._eps).to(x.dtype)

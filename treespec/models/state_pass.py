@@ -222,7 +222,8 @@ class RequestStates(StatePass):
         if self._paths is None:
             out = state_update_ref(matrices, qk, v, beta, decay, self._levels, reads, tiled)
         else:
-            out = state_update_triton(matrices, qk, v, beta, decay, self._paths, reads, tiled)
+            scratch = self._requests[0].state.scratch
+            out = state_update_triton(matrices, qk, v, beta, decay, self._paths, reads, tiled, scratch)
         for request in self._stores:
             self._requests[request].state.matrices[layer].copy_(matrices[request])
         return out
@@ -268,8 +269,8 @@ class RoundStates(StatePass):
     def update(
         self, layer: int, qk: Tensor, v: Tensor, beta: Tensor, decay: Tensor, reads: bool, tiled: bool
     ) -> Tensor:
-        matrices = self._tensors.matrices[:, layer]
-        return state_update_triton(matrices, qk, v, beta, decay, self._plan.paths, reads, tiled)
+        matrices, scratch = self._tensors.matrices[:, layer], self._tensors.scratch
+        return state_update_triton(matrices, qk, v, beta, decay, self._plan.paths, reads, tiled, scratch)
 
     def finish(self) -> None:
         """Leave the lengths to the host."""

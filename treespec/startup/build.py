@@ -273,7 +273,7 @@ def assemble(resolved: Resolved, plan: MemoryPlan) -> Built:
             max_model_len=length,
             scheduling_policy=options.scheduling_policy,
             max_num_batched_tokens=chunk,
-            max_tree_slots=plan.scratch,
+            max_tree_slots=plan.max_nodes,
             num_threads=torch.get_num_threads(),
             linear=decoder.linear,
             attention=decoder.attention.name,
@@ -325,7 +325,7 @@ def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Decoder, cache: KVC
     drafts, loader, features = resolved.ssms, resolved.loader, plan.features
     models: list[GroupModel] = [loader.load_draft(draft, plan.positions) for draft in drafts]
     models += [loader.load_head(head, target, features, plan.positions, cache.pools[0]) for _, head in resolved.heads]
-    loader.shared.clear()
+    loader.forget_shared()
     names = [*(draft.name for draft in drafts), *(name for name, _ in resolved.heads)]
     count = resolved.options.max_num_seqs
     states = {ssm: StatePool(shape, count, count, loader.device) for ssm, shape in plan.draft_states.items()}

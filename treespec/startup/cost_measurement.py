@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ _AGREEMENT = 1.1  # a run was undisturbed if its two lowest times differ by at m
 # Tolerated error factor of stored ratios. On a shared machine, short measurements differ by a tenth, and a curve
 # measured beside other work was off by a half.
 _STORED_MARGIN = 1.25
-_NUMBERS = tuple(field.name for field in fields(CostCurve))[2:]  # all fields but `rows` and `verify_seconds`
+_NUMBERS = tuple(field.name for field in fields(CostCurve))[2:-1]  # all fields that are not tuples
 _WRITE_LOCK_TIMEOUT = 10.0  # seconds to wait for another process's write
 STARTS = "starts"  # cache folder of engine starts: their costs (not those of `treespec autotune`) and token ranks
 _MAX_STORED = 1000  # curves in a file; the oldest are dropped
@@ -205,14 +206,16 @@ def measure(
     curve = CostCurve(rows, tuple(times[n] for n in rows), 0.0, context=context)
     if long_request is not None:
         curve = with_positions(curve, times, long_request.context_len)
-    return curve if ssms is None else with_drafting(curve, times, len(ssms.models), requests)
+    curve = curve if ssms is None else with_drafting(curve, times, len(ssms.models), requests)
+    return replace(curve, idle_seconds=_compared(curve, ssms is not None))
 
 
 @torch.inference_mode()
 def is_outdated(runner: Runner, ssms: SsmDrafter | None, curve: CostCurve, clock: MachineClock = CLOCK) -> bool:
     """Return whether the costs of 8 rows and of drafting, relative to one row, clearly differ from those of a curve.
 
-    A curve is also outdated if passes have become so fast that more row counts can be measured. A uniform change of the
+    They must also differ from `CostCurve.idle_seconds`: passes of rounds, which correct the curve, follow other work. A
+    curve is also outdated if passes have become so fast that more row counts can be measured. A uniform change of the
     machine's speed affects no decision. On a busy machine the curve stays, and rounds correct it. Each run is timed
     twice, or four times if the times are short and differ.
     """
@@ -221,21 +224,27 @@ def is_outdated(runner: Runner, ssms: SsmDrafter | None, curve: CostCurve, clock
         return False
     request = Request([1] * (curve.context + 1), SamplingParams(), SpecConfig())
     runs: list[Callable[[], None]] = [partial(star_pass, runner, request, n) for n in (1, LONG_ROWS)]
-    expected, before = [float(curve.verify(n)) for n in (1, LONG_ROWS)], [None, None, runs[0]]
+    expected, before = _compared(curve, ssms is not None), [None, None, runs[0]]
+    known = [expected, curve.idle_seconds or expected]
     if ssms is not None:
         runs.append(partial(_draft, ssms, [request], 1))
-        expected.append(curve.draft(Drafted(DRAFT_LEVELS, DRAFT_LEVELS, DRAFT_LEVELS)))
     try:
         _occupy(runner, request, slots)
         is_busy = clock.watch_other_work()
         measured = least_seconds(runs, 1, before=before, clock=clock)
-        if _differ(measured, expected) and 4 * sum(expected) < START_SECONDS / 2:
+        if _differ(measured, known) and 4 * sum(expected) < START_SECONDS / 2:
             measured = [*map(min, measured, least_seconds(runs, 1, before=before, clock=clock))]
     finally:
         _release(runner, ssms, [request])
     missing = {rows for rows in ROWS if rows <= curve.rows[-1]} - {*curve.rows}
     is_coarse = bool(missing) and _is_quick(_STORED_MARGIN * measured[0], len(ROWS))
-    return (_differ(measured, expected) or is_coarse) and not is_busy()
+    return (_differ(measured, known) or is_coarse) and not is_busy()
+
+
+def _compared(curve: CostCurve, drafts: bool) -> tuple[float, ...]:
+    """Return the costs that `is_outdated` measures, by a curve."""
+    passes = float(curve.verify(1)), float(curve.verify(LONG_ROWS))
+    return (*passes, curve.draft(Drafted(DRAFT_LEVELS, DRAFT_LEVELS, DRAFT_LEVELS))) if drafts else passes
 
 
 def _is_quick(one_row: float, num_rows: int, seconds: float = START_SECONDS) -> bool:
@@ -260,10 +269,10 @@ def _release(runner: Runner, ssms: SsmDrafter | None, requests: Sequence[Request
             ssms.release(request)
 
 
-def _differ(seconds: Sequence[float], expected: Sequence[float]) -> bool:
-    """Return whether the times clearly differ from the expected ones by other than a common factor."""
-    slowdowns = np.array(seconds) / expected
-    return bool(slowdowns.max() > _STORED_MARGIN * slowdowns.min())
+def _differ(seconds: Sequence[float], known: Sequence[Sequence[float]]) -> bool:
+    """Return whether the ratios of some times clearly differ from those of all known ones."""
+    slowdowns = np.array(seconds) / known
+    return bool((slowdowns.max(1) > _STORED_MARGIN * slowdowns.min(1)).all())
 
 
 def _long_request(runner: Runner, pages_taken: int) -> Request | None:
@@ -424,7 +433,8 @@ def _is_entry(entry: Any) -> bool:
 
 def curve_of(entry: dict[str, Any]) -> CostCurve:
     rows, times = tuple(entry["rows"]), tuple(entry["verify_seconds"])
-    return CostCurve(rows, times, **{name: entry[name] for name in _NUMBERS})
+    numbers = {name: entry[name] for name in _NUMBERS}
+    return CostCurve(rows, times, **numbers, idle_seconds=tuple(entry.get("idle_seconds", ())))
 
 
 def load(key: dict[str, Any], folder: Path | str = "") -> CostCurve | None:
@@ -462,7 +472,9 @@ def load_planner(
     planner = Planner(load_costs(runner, ssms, threads, interpreted, seconds, clock))
     key = cost_key(runner, ssms, threads)
     if not interpreted and load(key) is None:
-        planner.costs.store = partial(_try_to_save, key=start_key(runner, key))
+        save_curve = partial(_try_to_save, key=start_key(runner, key))
+        # Rounds wait neither for the disk nor for other processes.
+        planner.costs.store = lambda curve: Thread(target=save_curve, args=(curve,), name="treespec costs").start()
     return planner
 
 

@@ -170,7 +170,8 @@ class Loader:
     # quantise the target's activations to int8 before products with quantised weights; compiled passes only
     integer: bool = False
     adapters: SlotLimits | None = None  # limits of the target's LoRA adapters on Triton kernels; None without
-    shared: Weights = field(default_factory=dict)  # rows of the target's head, until draft heads have copied them
+    shared: Weights = field(default_factory=dict)  # rows of the target's head, until a draft head has them
+    _scorers: list[Decoder] = field(default_factory=list)  # the draft head that has them, which the others use
     _modules: dict[Source, nn.Module] = field(default_factory=dict)
     _layers: dict[MtpForm, nn.Module] = field(default_factory=dict)
 
@@ -257,11 +258,10 @@ class Loader:
         shape = config.decoder.shape
         sizes = len(config.layers), config.target_hidden
         weights, tokens = load_head(config.form, shape, *sizes, self.dtype, self.device, config.kept)
-        decoder = self._make_head_decoder(config, weights.decoder, tokens, positions, target)
+        decoder, scorer = self._make_head_decoder(config, weights.decoder, tokens, positions, target)
         fc = self._linear(decoder, *weights.fc)
         if config.form.kind == "eagle":
             embed = (target.embed if weights.embed is None else weights.embed).to(self.dtype)
-            scorer = target if tokens is None else None
             return EagleHead(decoder, scorer, columns, embed, fc, self._linear(decoder, *weights.qkv))
         assert weights.embed_norm is not None and weights.feature_norm is not None
         norms, stream = (weights.embed_norm, weights.feature_norm), "feature"
@@ -275,14 +275,27 @@ class Loader:
 
     def _make_head_decoder(
         self, head: HeadConfig, weights: Weights, tokens: np.ndarray | None, positions: int | None, target: Decoder
-    ) -> Decoder:
-        """Return the decoder of a head's layers; one without a vocabulary head gets the target's if that is reduced."""
-        config = head.decoder
+    ) -> tuple[Decoder, Decoder | None]:
+        """Return the decoder of a head's layers, and the one whose vocabulary head it uses, None for its own.
+
+        A head without one uses the target's, or if that is cut, the copy that the first such head has.
+        """
+        config, scorers = head.decoder, self._scorers if tokens is not None else [target]
         assert isinstance(config, ModelConfig)
-        if tokens is not None and "lm_head" not in weights:
+        scorer = None if "lm_head" in weights or not scorers else scorers[0]
+        takes_shared = "lm_head" not in weights and scorer is None
+        if takes_shared:
             weights |= self.shared
             config = replace(config, logit_cap=target.config.logit_cap, quantization=target.config.quantization)
-        return self._make_decoder(config, weights, tokens, positions, library=self._library(config, None))
+        decoder = self._make_decoder(config, weights, tokens, positions, library=self._library(config, None))
+        if takes_shared:
+            scorers.append(decoder)
+        return decoder, scorer
+
+    def forget_shared(self) -> None:
+        """Drop what the draft heads of a target share while they are loaded."""
+        self.shared.clear()
+        self._scorers.clear()
 
     def _load_predictor(
         self, head: HeadConfig, form: MtpForm, target: Decoder, columns: list[int], positions: int
@@ -295,9 +308,8 @@ class Loader:
         fc = take_projection(weights, "", ("fc",))
         # Placeholder, since embedding and head are the target's; compiled growth needs a multiple of 16 rows.
         weights["embed"] = torch.zeros(16, config.shape.hidden_size, dtype=self.dtype, device=self.device)
-        decoder = self._make_head_decoder(head, weights, head.kept, positions, target)
+        decoder, scorer = self._make_head_decoder(head, weights, head.kept, positions, target)
         pairs = self._pairs(decoder, fc, None, None, target, norms, "product")
-        scorer = target if head.kept is None else None
         return PredictorHead(decoder, scorer, columns, pairs, norm_output=True)
 
     def _pairs(
@@ -326,8 +338,8 @@ class Loader:
     def _load_block(self, config: HeadConfig, form: BlockForm, target: Decoder, columns: list[int]) -> BlockDraft:
         shape, hidden = config.decoder.shape, config.target_hidden
         weights, tokens = load_block(form, shape, hidden, self.dtype, self.device, config.kept)
-        owns_head, embed = "lm_head" in weights.decoder or tokens is not None, weights.embed
-        decoder = self._make_head_decoder(config, weights.decoder, tokens, None, target)
+        decoder, scorer = self._make_head_decoder(config, weights.decoder, tokens, None, target)
+        embed = weights.embed
         if weights.mask is not None:
             return ParallelDraft(decoder, form.block, weights.mask * decoder.first_scale)
         assert weights.fc is not None and weights.state_norm is not None
@@ -337,7 +349,7 @@ class Loader:
             bias = MarkovBias(weights.markov.embed, self._linear(decoder, weights.markov.out), gate)
         return DFlashDraft(
             decoder,
-            None if owns_head else target,
+            scorer,
             (target.embed.to(self.dtype), target.embed_scale) if embed is None else (embed, 1.0),
             form.mask_token,
             form.block_size,

@@ -3,12 +3,13 @@
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache.kv_cache import FeatureShape, KVCache, pages_for
+from treespec.cache.state_pool import StatePool
 from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CAPACITY_FACTOR
 from treespec.errors import CacheMemoryError, ConfigError
 from treespec.graphs.capture import SLOTS, planned_bytes, round_limits, stack_sizes
@@ -38,6 +39,7 @@ class MemoryPlan:
     """Memory sizes of an engine."""
 
     max_model_len: int  # maximum positions of a request
+    max_nodes: int  # most nodes of a request's tree
     scratch: int  # KV slots after a request's committed slots, for its tree and its drafts
     prefill_chunk: int  # prompt rows per step
     largest_pass: int  # rows of the largest pass
@@ -64,7 +66,8 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     features = None
     if layers := sorted({layer for _, head in resolved.heads for layer in head.layers}):
         features = FeatureShape(tuple(layers), target.shape.hidden_size)
-    scratch = max(spec.max_nodes, MAX_EXPANDED, SLOTS if triton else 0)
+    max_nodes = max(spec.max_nodes, MAX_EXPANDED)
+    scratch = max(max_nodes, SLOTS if triton else 0)
     cache_dtype = loader.dtype
     if not resolved.compile:
         cache_dtype = make_attention(loader.attention, target.shape, loader.dtype, loader.device).cache_dtype
@@ -81,16 +84,16 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         if loader.adapters is not None and isinstance(target, ModelConfig):
             reserved += loader.adapters.nbytes(target, loader.dtype)
     max_num_seqs, cache_bytes = options.max_num_seqs, options.kv_cache_memory_bytes
-    state = None if isinstance(target, AdapterConfig) else state_shape(target, scratch, loader.dtype)
+    state = None if isinstance(target, AdapterConfig) else state_shape(target, max_nodes, loader.dtype)
     num_kept = max_num_seqs * (2 if options.enable_prefix_caching else 1)  # after prompts, and after prefixes
-    reserved += 0 if state is None else (max_num_seqs + num_kept) * state.nbytes
+    reserved += 0 if state is None else StatePool.size(state, max_num_seqs, num_kept)
     ssms = _natives(draft.config for draft in resolved.ssms)
     draft_states = {
         i: shape
         for i, draft in enumerate(resolved.ssms)
-        if isinstance(draft.config, ModelConfig) and (shape := state_shape(draft.config, scratch, loader.dtype))
+        if isinstance(draft.config, ModelConfig) and (shape := state_shape(draft.config, max_nodes, loader.dtype))
     }
-    reserved += sum(2 * max_num_seqs * shape.nbytes for shape in draft_states.values())
+    reserved += sum(StatePool.size(shape, max_num_seqs, max_num_seqs) for shape in draft_states.values())
     bytes_per_page = page + (0 if cache_bytes else cross_tokenizer_page)
     length = resolve_max_model_len(
         options.max_model_len, target, bytes_per_page, max_num_seqs, scratch, loader.device, reserved, cache_bytes
@@ -100,6 +103,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
         num_pages = min(num_pages, cache_bytes // page)
     return MemoryPlan(
         max_model_len=length,
+        max_nodes=max_nodes,
         scratch=scratch,
         prefill_chunk=chunk,
         largest_pass=max(chunk, max_num_seqs * spec.max_nodes),
@@ -194,6 +198,8 @@ def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quanti
     """Estimate a model's weight memory in bytes, with float32 scales and zero points."""
     if isinstance(config, AdapterConfig):
         return config.shape.num_parameters() * dtype.itemsize
+    sizes = tuple(layer._replace(has_v=True) for layer in config.shape.sizes)  # K that is V, too, is held as both
+    config = replace(config, shape=replace(config.shape, sizes=sizes))
     total = config.num_parameters * dtype.itemsize
     scheme = config.quantization
     forms: list[tuple[tuple[int, ...], Form]] = []  # shape and form of every quantised matrix

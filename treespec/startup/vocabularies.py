@@ -85,13 +85,14 @@ class HeadLimit(NamedTuple):
         in_pass = head + sum(map(math.prod, layer_shapes))  # a pass reads only a few rows of the embedding
         return self.always or (shape.vocab_size >= LEAST_VOCABULARY and head >= LEAST_SHARE * in_pass)
 
-    def kept(self, folder: Path, size: int, ends: Sequence[int]) -> np.ndarray | None:
-        """Return the ids below `size` to keep, int64, ascending, including `ends`; None for all."""
-        rows = self.rows or max(int(KEPT * size) // MULTIPLE * MULTIPLE, 1)
-        if rows >= size:
-            return None
+    def num_kept(self, size: int) -> int:
+        """Return how many of `size` tokens stay."""
+        return min(self.rows or max(int(KEPT * size) // MULTIPLE * MULTIPLE, 1), size)
+
+    def kept(self, folder: Path, size: int, ends: Sequence[int]) -> np.ndarray:
+        """Return the ids below `size` whose rows stay, int64, ascending. `ends` are among them."""
         ranked = _ranked(folder, ends, self.texts)
-        return np.sort(ranked[ranked < size][:rows])
+        return np.sort(ranked[ranked < size][: self.num_kept(size)])
 
 
 def _ranked(folder: Path, ends: Sequence[int], texts: Sequence[str]) -> np.ndarray:
@@ -194,6 +195,8 @@ def kept_tokens(
         size, ends = min(size, target.shape.vocab_size), (*ends, *target.eos_token_ids)
         if not has_tokenizer(folder) and isinstance(target, ModelConfig):
             folder = target.folder
+    if limit.num_kept(size) == size:
+        return None
     if has_tokenizer(folder):
         try:
             return limit.kept(folder, size, ends)

@@ -30,13 +30,13 @@ from treespec_weights.verify import verify_checkpoint
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-DRAFTS = "Compare a draft's folder, or 'mtp', the MTP layer in the checkpoint; may be repeated."
+DRAFTS = "Compare a draft's folder, or 'mtp', the checkpoint's MTP layer (a folder: './mtp'); may be repeated."
 Folder = Annotated[
     Path, typer.Argument(help="A folder of config.json and safetensors, or a GGUF file.", show_default=False)
 ]
 Destination = Annotated[Path, typer.Argument(help="The folder to create; it must not exist yet.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-Drafts = Annotated[list[Path] | None, typer.Option("--draft", help=DRAFTS)]
+Drafts = Annotated[list[str] | None, typer.Option("--draft", help=DRAFTS)]
 Dtype = Annotated[str | None, typer.Option(metavar="|".join(DTYPES), help="Dtype of all tensors. [default: as stored]")]
 
 
@@ -49,14 +49,13 @@ def commands() -> None:
 def inspect(folder: Folder, draft: Drafts = None, as_json: Json = False) -> None:
     """Show a checkpoint's family, shapes, dtypes and memory, and how well drafts match it."""
     report = inspect_checkpoint(folder)
-    report["drafts"] = [_compare(report, path) for path in draft or []]
+    report["drafts"] = [_compare(report, name) for name in draft or []]
     _show(report, as_json, describe)
 
 
-def _compare(report: dict[str, Any], path: Path) -> dict[str, Any]:
-    is_own = path == Path(MTP) and not path.exists()
-    form = MtpForm(resolve_folder(report["folder"])) if is_own else read_head(path)
-    return compare_draft(report, inspect_checkpoint(path)) if form is None else compare_head(report, form)
+def _compare(report: dict[str, Any], draft: str) -> dict[str, Any]:
+    form = MtpForm(resolve_folder(report["folder"])) if draft == MTP else read_head(draft)
+    return compare_draft(report, inspect_checkpoint(draft)) if form is None else compare_head(report, form)
 
 
 @app.command()

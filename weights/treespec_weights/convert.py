@@ -31,9 +31,11 @@ from treespec_weights.load import (
     checked_placements,
     covered,
     expected_tensors,
+    ignored_names,
     read_dequantized,
     stored_scheme,
 )
+from treespec_weights.mtp import open_predictor, predictor_of
 from treespec_weights.quant_config import KEY, scheme_of
 from treespec_weights.quant_schemes import QuantScheme
 from treespec_weights.rules import TILED, FamilyRules, ModelShape
@@ -69,8 +71,9 @@ class ConversionStep(NamedTuple):
     sources: tuple[Placement, ...]  # checkpoint tensors that hold the target's parameters
     schemes: tuple[QuantScheme | None, ...]  # one per source; None if it is not quantised
     outputs: tuple[Output, ...]  # tensors to write
+    transform: Transform
 
-    def tensors(self, checkpoint: Checkpoint, transform: Transform) -> Sequence[Tensor]:
+    def tensors(self, checkpoint: Checkpoint) -> Sequence[Tensor]:
         """Return the tensors to write. Raises CheckpointError if a value does not fit the dtype."""
 
         def read(source: Placement, scheme: QuantScheme | None) -> Tensor:
@@ -86,7 +89,7 @@ class ConversionStep(NamedTuple):
                 params |= {name: unpacked[name] for name in self.target.params if name in unpacked}
             tensor = self.target.pack(params)
         try:
-            return transform.apply(self.target, tensor)
+            return self.transform.apply(self.target, tensor)
         except OverflowError as error:
             raise CheckpointError(
                 checkpoint.folder, [Problem("value", repr(source.name), str(error)) for source in self.sources]
@@ -108,7 +111,8 @@ def convert_checkpoint(
     """Write a converted checkpoint to another folder, and return a JSON-ready report.
 
     Writes tensors one by one into `<destination>.partial`, and renames it at the end. If writing fails or the process
-    is killed, finished files remain there for `resume`, and `destination` does not exist.
+    is killed, finished files remain there for `resume`, and `destination` does not exist. An MTP layer is converted
+    with the model, and not quantised, unless there are several, or another layout or fewer layers are asked for.
 
     Args:
         source: a folder or GGUF file that `verify` accepts; not modified.
@@ -121,6 +125,8 @@ def convert_checkpoint(
             and head.
         layers: number of layers to keep; None keeps all.
         on_bytes: called with the bytes written so far and the total.
+
+    The report's `left_out` are the source's tensors that are not read, such as derived buffers.
 
     Raises OptionError, CheckpointError, UnsupportedModelError (for the layout), WriteError and OSError.
     """
@@ -150,6 +156,11 @@ def convert_checkpoint(
         transform = quantise_transform(quantization, dtype, shape, written_as)
     with Checkpoint.open(root) as checkpoint:
         steps = plan_steps(checkpoint, shape, rules, written_as, transform)
+        ignored, module = ignored_names(checkpoint.names(), shape, rules.for_names(checkpoint.names())), None
+        if written_as is rules and layers is None and rules.predictor is not None:
+            if own := _predictor_steps(checkpoint, shape, rules, dtype):
+                steps, module = steps + own, rules.predictor.after(shape.num_layers).module
+                ignored = {name for name in ignored if not name.startswith(module)}
         if layers is not None and layers < shape.num_layers:
             kept_params = replace(shape, num_layers=layers).parameters()
             steps = [step for step in steps if all(param in kept_params for param in step.target.params)]
@@ -163,9 +174,9 @@ def convert_checkpoint(
         else:
             _start(partial, state)
         try:
-            resumed = _write_shards(checkpoint, partial, shards, steps, transform, on_bytes)
+            resumed = _write_shards(checkpoint, partial, shards, steps, on_bytes)
             write_index(partial, shards)
-            write_json(partial, CONFIG, transform.config(config))
+            write_json(partial, CONFIG, transform.config(config, module))
             copy_files(root, carried, partial)
             if root.is_file():
                 write_documents(root, partial)
@@ -191,6 +202,7 @@ def convert_checkpoint(
         "bytes": sum(output.nbytes for output in outputs),
         "files": files,
         "resumed": resumed,
+        "left_out": sorted(ignored),
     }
 
 
@@ -238,10 +250,23 @@ def plan_steps(
         if len(set(outputs)) > 1:
             listing = ", ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
             problems.append(Problem("dtype", repr(target.name), f"of several dtypes ({listing}); pass --dtype"))
-        steps.append(ConversionStep(target, sources, schemes, outputs[0]))
+        steps.append(ConversionStep(target, sources, schemes, outputs[0], transform))
     if problems:
         raise CheckpointError(checkpoint.folder, problems)
     return steps
+
+
+def _predictor_steps(
+    checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules, dtype: torch.dtype | None
+) -> list[ConversionStep]:
+    """Return the steps of the model's MTP layer; none if there is none, or one that treespec cannot run."""
+    try:
+        own_shape, own_rules = predictor_of(checkpoint.folder, shape, rules)
+        assert own_rules.predictor is not None
+        with open_predictor(checkpoint.folder, own_rules.predictor) as own:
+            return plan_steps(own, own_shape, own_rules, own_rules, Transform(dtype))
+    except CheckpointError:
+        return []
 
 
 def _write_shards(
@@ -249,7 +274,6 @@ def _write_shards(
     partial: Path,
     shards: Sequence[Shard],
     steps: Sequence[ConversionStep],
-    transform: Transform,
     on_bytes: Callable[[int, int], None] | None,
 ) -> list[str]:
     """Write the shards that do not exist yet. Returns the names of those that did."""
@@ -262,7 +286,7 @@ def _write_shards(
     for shard in shards:
         if shard.file not in resumed:
             shard_steps = [by_output[output] for output in shard.outputs if output in by_output]
-            tensors = chain.from_iterable(step.tensors(checkpoint, transform) for step in shard_steps)
+            tensors = chain.from_iterable(step.tensors(checkpoint) for step in shard_steps)
             write_shard(partial, shard, tensors, advance)
     return resumed
 

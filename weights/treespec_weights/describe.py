@@ -111,7 +111,7 @@ def _draft_rows(drafts: list[dict[str, Any]]) -> list[TableRow]:
         rows.append(
             (
                 f"  {draft['folder']}",
-                f"{draft['parameters']:,}",
+                f"{draft['parameters']:,}" if draft["parameters"] is not None else "?",
                 f"{draft['cost_ratio']:.1%}" if draft["cost_ratio"] is not None else "?",
                 words[draft["same_vocab_size"]],
                 words[draft["same_vocabulary"]],
@@ -149,6 +149,8 @@ def describe_conversion(report: dict[str, Any]) -> str:
     ]
     if report["resumed"]:
         facts.append(("resumed", f"{_count(report['resumed'], 'file')} of them finished before"))
+    if left_out := report["left_out"]:
+        facts.append(("left out", f"{_count(left_out, 'tensor')} not read, such as {_printable(left_out[0])}"))
     return f"{report['destination']}\n\n" + _table([("  " + key, value) for key, value in facts])
 
 

@@ -301,9 +301,8 @@ def is_reduced(form: DraftForm, vocab_size: int) -> bool:
 
 
 def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:
-    """Compare a head with a target (a result of `inspect_checkpoint`); return a row of `compare_draft`."""
-    reason = connection = same_hidden = None
-    parameters = 0
+    """Compare a head with a target, a result of `inspect_checkpoint`: a row of `compare_draft`."""
+    reason = connection = same_hidden = parameters = None
     if target["shape"] is None:
         reason = "not compared with a target of another than the native families; LLM checks the fit at its start"
     else:
@@ -320,7 +319,7 @@ def compare_head(target: dict[str, Any], form: DraftForm) -> dict[str, Any]:
         "folder": str(form.folder),
         "family": form.name,
         "parameters": parameters,
-        "cost_ratio": parameters / target["parameters"] if target["parameters"] else None,
+        "cost_ratio": parameters / target["parameters"] if parameters and target["parameters"] else None,
         "same_vocab_size": True if reason is None else None,
         "same_vocabulary": True if reason is None else None,
         "same_hidden_size": same_hidden,

@@ -1,5 +1,6 @@
 """Transform a conversion's tensors: cast to another dtype, and quantise into compressed-tensors' format."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +61,8 @@ class Transform:
         except ValueError as error:
             raise OverflowError(str(error)) from error
 
-    def config(self, config: dict[str, Any]) -> dict[str, Any]:
+    def config(self, config: dict[str, Any], unquantised: str | None = None) -> dict[str, Any]:
+        """Return the result's config.json; `unquantised` is a beginning of names of tensors that stay as they are."""
         if self.dtype is not None:
             older = {key: value for key, value in config.items() if key != "torch_dtype"}
             config = older | {"dtype": str(self.dtype).removeprefix("torch.")}
@@ -68,6 +70,8 @@ class Transform:
             return config
         embeddings = "embed" in self.params
         ignored = [] if embeddings else [self.head]
+        if unquantised is not None:
+            ignored.append(f"re:^{re.escape(unquantised)}")
         scheme = compressed_tensors_config(self.bits, self.group, ignored, self.floating, embeddings)
         return config | {"quantization_config": scheme}
 

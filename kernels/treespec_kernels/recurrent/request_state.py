@@ -41,6 +41,7 @@ class StateTensors(NamedTuple):
     matrices: Tensor  # fp32 [num_slots, num_layers, heads, key_dim, value_dim]
     inputs: Tensor  # [num_slots, num_layers, history + num_nodes, width]
     history: int
+    scratch: Tensor | None = None  # of `state_update_triton`; None allocates it in each pass
 
     @property
     def states(self) -> list["RecurrentState"]:
@@ -56,6 +57,8 @@ class RecurrentState:
     those of the last `history` of the `length` tokens, then those of the tokens accepted since, or of the tree's nodes.
     A pass over a later level of a tree, as drafts run them, computes the states of its nodes' ancestors again, too.
     """
+
+    scratch: Tensor | None = None  # as in `StateTensors`
 
     def __init__(self, matrices: Tensor, inputs: Tensor, history: int, slot: int = 0):
         self.matrices = matrices  # fp32 [num_layers, heads, key_dim, value_dim]

@@ -131,14 +131,16 @@ def state_update_triton(
     paths: StatePaths,
     reads: bool = True,
     tiled: bool = False,
+    scratch: Tensor | None = None,
 ) -> Tensor:
     """Compute `state_update_ref` on a GPU, in one launch; arguments as there, with `paths` of the same rows.
 
     `states` are [num_slots, heads, key_dim, value_dim]: those of `paths.slots` are changed. Other rows than those of
-    `paths` have 0 in the result.
+    `paths` have 0 in the result. `scratch` is memory for `paths.num_kept` states; allocated if it is None or smaller.
     """
     check_arguments(
         states=(states, "slots heads key value", torch.float32),
+        scratch=(scratch, "[places heads key value]", torch.float32),
         slots=(paths.slots, "[requests]", torch.int32),
         qk=(qk, "[rows both key]", torch.float32),
         v=(v, "[rows heads value]", torch.float32),
@@ -153,7 +155,8 @@ def state_update_triton(
     )
     (_, heads, key_dim, value_dim), requests = states.shape, len(paths.starts)
     out, block_v = torch.zeros_like(v), min(_COLUMNS, block_of(value_dim))
-    scratch = states.new_empty(max(paths.num_kept, 1), heads, key_dim, value_dim)
+    if scratch is None or len(scratch) < paths.num_kept:
+        scratch = states.new_empty(max(paths.num_kept, 1), heads, key_dim, value_dim)
     load_kernels("recurrent.state_update", states).update_states[(requests, heads, -(-value_dim // block_v))](
         *(states, paths.slots, qk, v, beta, decay, out, scratch, *paths[1:-1], states.stride(0)),
         HEADS=heads,

@@ -328,11 +328,10 @@ def test_drafts_of_a_gguf_file(target: Path, data: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_reports_take_as_long_as_they_may(target: Path) -> None:
-    options = {"compile": False, "max_model_len": 256}
-    with calls_of(LLM, "generate") as generated:
+    options, most = {"compile": False, "max_model_len": 256}, list[int]()
+    with calls_of(LLM, "generate", lambda calls: most.append(calls[-1][2].max_tokens)):
         for seconds in (0.0, 1e6):
             measure_drafts(target, [], [[5, 6]] * 2, {}, 40, options, seconds, lambda: None)
-    most = [params.max_tokens for _, _, params, _ in generated]
     assert set(most[: len(most) // 2]) == {16} and set(most[len(most) // 2 :]) == {16, 40}
     with pytest.raises(Paused):
         measure_drafts(target, [], [[5, 6]], {}, 40, options, 1.0, mock.Mock(side_effect=Paused))

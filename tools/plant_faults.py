@@ -105,8 +105,8 @@ FAULTS = (
     Fault(
         "cache: features are not compacted",
         ENGINE + "cache/kv_cache.py",
-        "        if self.features is not None:\n            self.commit(",
-        "        if self.features is None:\n            self.commit(",
+        "[0] if features is None else [0, len(shapes)]",
+        "[0]",
         "drafters/test_heads.py::test_probabilities_are_those_of_the_reference",
     ),
     Fault(
@@ -185,8 +185,8 @@ FAULTS = (
     Fault(
         "planner: rows are free when trees are cut",
         ENGINE + "planning/planner.py",
-        "value - rate * (seconds[k + 1] - seconds[k])",
-        "value - 0 * (seconds[k + 1] - seconds[k])",
+        "-values[order] - self.rate * (seconds[1:]",
+        "-values[order] - 0 * (seconds[1:]",
         "planning/test_planner.py",
     ),
     Fault(

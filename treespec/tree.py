@@ -123,8 +123,16 @@ class TokenTree:
         """Return the unique names of the sources that proposed a node, in draw order."""
         if node and len(self.source_names) == 1:
             return self.source_names
-        sources = self.draw_sources[self.draw_nodes == node]
-        return tuple(dict.fromkeys(self.source_names[source] for source in sources))
+        return self._sources[node]
+
+    @cached_property
+    def _sources(self) -> list[tuple[str, ...]]:
+        """The unique names of the sources that proposed each node, in draw order."""
+        sources: list[tuple[str, ...]] = [()] * len(self.tokens)
+        for node, source in zip(self.draw_nodes.tolist(), self.draw_sources.tolist(), strict=True):
+            if (name := self.source_names[source]) not in sources[node]:
+                sources[node] += (name,)
+        return sources
 
     def drafted_by_source(self) -> dict[str, int]:
         """Return the number of proposals of each source, which are its nodes unless it draws with replacement."""
@@ -152,7 +160,12 @@ class TokenTree:
 
     def match(self, text: Sequence[int]) -> np.ndarray:
         """Return the path that matches the longest prefix of the tokens after the root, as `follow` does."""
-        return self.follow([text[depth] if depth < len(text) else -1 for depth in self.depths.tolist()])
+        path, end, depth, most = [0], 0, 0, len(text)
+        for node, (parent, token) in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
+            if node and parent == end and depth < most and token == text[depth]:
+                path.append(node)
+                end, depth = node, depth + 1
+        return np.array(path, dtype=np.int64)
 
     def keep(self, nodes: np.ndarray) -> "TokenTree":
         """Return the subtree of the given nodes, renumbered.
@@ -188,8 +201,9 @@ class TokenTree:
         if len(self) <= count:
             return self
         values = self.values * calibration**self.depths
-        order = np.argsort(-values, kind="stable")  # stable: a parent stays before a child of equal value
-        return self.keep(np.sort(order[:count]))
+        order = (-values).argsort(kind="stable")[:count]  # stable: a parent stays before a child of equal value
+        order.sort()
+        return self.keep(order)
 
     def as_deterministic(self) -> "TokenTree":
         """Return the tree with all draws marked deterministic, for rules that ignore the draft distributions."""

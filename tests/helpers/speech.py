@@ -18,7 +18,6 @@ from tests.helpers.exactness import prefixes_of
 from tests.helpers.models import VOCAB, OracleDrafter, drafting_by, new_folder, open_llm, tiny
 from tests.helpers.tokenizers_made import renumber
 from treespec import LLM
-from treespec.engine.runner import Choices
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_weights.documents import read_config
@@ -69,18 +68,13 @@ def scripted(llm: LLM, sequences: Sequence[Sequence[int]], depth: int = 8) -> It
     end, the target says something else.
     """
     continuation = {tuple(sequence[:end]): sequence[end] for sequence in sequences for end in range(1, len(sequence))}
-    original = llm.engine.runner.forward
 
-    def forward(requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[Choices]:
-        results = []
-        for request, tree, choices in zip(requests, trees, original(requests, trees), strict=True):
-            prefixes = prefixes_of(request, tree)
-            said = [continuation.get(prefix, 1 + (prefix[-1] * 7 + len(prefix)) % (VOCAB - 1)) for prefix in prefixes]
-            results.append(Choices(said, *choices[1:]))
-        return results
+    def choose(request: Request, tree: TokenTree, logits: Tensor) -> None:
+        for prefix, row in zip(prefixes_of(request, tree), logits, strict=True):
+            row[continuation.get(prefix, 1 + (prefix[-1] * 7 + len(prefix)) % (VOCAB - 1))] = 2 * row.abs().max() + 1
 
     oracle = OracleDrafter(sequences, depth)
-    with mock.patch.object(llm.engine.runner, "forward", forward), drafting_by(llm, oracle):
+    with altered_logits(llm, choose), drafting_by(llm, oracle):
         yield oracle
 
 

@@ -1,9 +1,12 @@
 """compile=True: the pass in C++ has the promises of the eager one, under the same self-test."""
 
 import functools
+import itertools
 import math
+import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,8 +34,12 @@ from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
 from treespec.cache.kv_cache import KVCache
 from treespec.errors import ExactnessError
+from treespec.request import Request
+from treespec.sampling_params import SamplingParams
+from treespec.tree import TokenTree
 from treespec_kernels.comparison import assert_close
 from treespec_kernels.cpu.decoder_cpu import CompiledModel
+from treespec_kernels.tuning.testing import tree_parents
 
 pytestmark = needs_compiler
 LENGTHS = (1, 2, 9, 31, 62, 63, 64, 65, 126)
@@ -106,6 +113,44 @@ def test_the_best_token_is_the_first_of_the_largest(dtype: torch.dtype, vocab: i
     assert torch.equal(values.isnan(), expected.values.isnan()) and values.isnan().sum() == 3
     whole = ~values.isnan()
     assert torch.equal(values[whole], expected.values[whole]) and torch.equal(tokens[whole], expected.indices[whole])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_walk_equals_its_reference(dtype: torch.dtype) -> None:
+    """Paths, tokens and K/V of random trees; some requests have samplers, and some logits are not finite."""
+    llm, choose, generator = tiny_llm(dtype, (), compile=True), random.Random(0), torch.Generator().manual_seed(0)
+    runner, cache, lengths = llm.engine.runner, llm.engine.cache, set[int]()
+    original = cache.pools[0].clone()
+    before = torch.randn(original.shape, generator=generator).to(dtype)
+    for case in range(60):
+        requests, trees, rows = list[Request](), list[TokenTree](), list[Tensor]()
+        for _ in range(choose.randint(1, 4)):
+            count, tokens = choose.choice([1, 2, 20, 40]), [1] * choose.randint(1, 80)
+            request = Request(tokens, SamplingParams(), SpecConfig.off(), max_tokens=1)
+            request.context_len, request.pages = len(tokens) - 1, cache.reserve(request.request_id, len(tokens) + count)
+            request.sampler = mock.Mock() if choose.random() < 0.2 else None
+            parents = tree_parents(choose.choice(["chain", "star", "random"]), count, generator)
+            tree = TokenTree.from_parents([choose.randrange(3) for _ in range(count)], parents, 1.0, "lookup")
+            logits = torch.rand(count, VOCAB, generator=generator)
+            logits[torch.arange(count), torch.randint(3, (count,), generator=generator)] = 2.0
+            if choose.random() < 0.2:
+                column = choose.randrange(VOCAB) if request.sampler is None else 0
+                logits[choose.randrange(count), column] = choose.choice([math.nan, math.inf])
+            requests.append(request), trees.append(tree), rows.append(logits.to(dtype))
+        results = []
+        for walk in (runner.walk, runner.walk_ref):
+            cache.pools[0].copy_(before)
+            paths, next_tokens = walk(requests, trees, torch.cat(rows))
+            known = [len(path) > 0 and request.sampler is None for request, path in zip(requests, paths, strict=True)]
+            results.append(([path.tolist() for path in paths], [*itertools.compress(next_tokens, known)]))
+            results[-1] += (cache.pools[0].clone(),)
+        (*of_call, kv), (*of_steps, expected) = results
+        assert of_call == of_steps and torch.equal(kv, expected), case
+        lengths |= {len(path) for path in of_call[0]}
+        for request in requests:
+            cache.release(request.request_id)
+    cache.pools[0].copy_(original)
+    assert {0, 1, 2, 3, 4} <= lengths
 
 
 THREE = {"num_attention_heads": 3, "num_key_value_heads": 3}

@@ -94,6 +94,7 @@ class KVCache:
         assert len(self.pools) == len(shapes), "stacks do not add up"
         if features is not None:
             self.pools.append(self.allocate(features, num_pages + 1, dtype, device))
+        self._of_target = [0] if features is None else [0, len(shapes)]
         self._held: dict[str, np.ndarray] = {}
         self._holders = np.zeros(num_pages + 1, dtype=np.int64)  # reference count of each page
         self._dirty = np.zeros(num_pages + 1, dtype=bool)  # pages to zero when their last holder releases them
@@ -241,9 +242,13 @@ class KVCache:
         self, pages: Sequence[np.ndarray], context_lens: Sequence[int], paths: Sequence[np.ndarray]
     ) -> None:
         """Compact the accepted slots of the target's K/V and features; arguments as in `commit`."""
-        self.commit(0, pages, context_lens, paths)
-        if self.features is not None:
-            self.commit(len(self.pools) - 1, pages, context_lens, paths)
+        for pool in self._of_target:
+            self.commit(pool, pages, context_lens, paths)
+
+    @property
+    def target_pools(self) -> list[Tensor]:
+        """The pools of the target's K/V and features."""
+        return [self.pools[pool] for pool in self._of_target]
 
     def commit(
         self, pool: int, pages: Sequence[np.ndarray], context_lens: Sequence[int], paths: Sequence[np.ndarray]

@@ -40,18 +40,19 @@ class SeedEvidence:
 
     def observe(self, tree: TokenTree, seed_tree: TokenTree, path: np.ndarray, bonus: int) -> None:
         """Update from a verified tree grown over `seed_tree`, its accepted path and the bonus token."""
-        seed_node, verified = 0, [*tree.tokens[path[1:]].tolist(), bonus]
-        for node, token in zip(path.tolist(), verified, strict=True):
-            below, accepted_child = np.flatnonzero(tree.parents == node), -1
-            value = float(tree.values[node])
-            for child in np.flatnonzero(seed_tree.parents == seed_node).tolist():
-                matching = below[tree.tokens[below] == seed_tree.tokens[child]]
-                correct = int(seed_tree.tokens[child]) == token
-                if correct:
+        seed_node, values = 0, tree.values.tolist()
+        value_of = dict(zip(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True), values, strict=True))
+        seeds = [*zip(seed_tree.parents.tolist(), seed_tree.tokens.tolist(), seed_tree.probs.tolist(), strict=True)]
+        for node, token in zip(path.tolist(), [*tree.tokens[path[1:]].tolist(), bonus], strict=True):
+            value, accepted_child = values[node], -1
+            for child, (parent, seed_token, prob) in enumerate(seeds):
+                if parent != seed_node:
+                    continue
+                if correct := seed_token == token:
                     accepted_child = child
-                prob = float(seed_tree.probs[child])
                 # Without an SSM's estimate, the node keeps the seed's own probability and says nothing about the ratio.
-                merged = min(float(tree.values[matching[0]]) / value, 1.0) if len(matching) and value > 0 else prob
+                matching = value_of.get((node, seed_token))
+                merged = prob if matching is None or value <= 0 else min(matching / value, 1.0)
                 if abs(merged - prob) > 1e-6 * prob:
                     self._update(prob, merged, correct)
             if accepted_child < 0:

@@ -193,7 +193,7 @@ class Engine:
             _add_logprobs(execution.verified, emitted, self.runner.target.growth)
         for result, tokens in zip(execution.verified, emitted, strict=True):
             request, path = result.request, result.path
-            request.nodes_verified += len(result.tree)
+            request.nodes_verified += len(result.tree.tokens)
             self.stats.accepted_lengths[min(len(path) - 1, len(tokens))] += 1  # a stop may cut the path
             accepted = [result.tree.sources_of(node) for node in path[1 : 1 + len(tokens)].tolist()]
             request.count_accepted(accepted)

@@ -116,19 +116,22 @@ class HostExecutor(Executor[HostExecution]):
             except RequestError as error:
                 request.nodes_verified += len(tree)
                 execution.failed.append((request, str(error)))
-            else:
-                logits = None
-                if request.params.logprobs is not None:  # a chain's rows need no copy
-                    is_chain = path[-1] == len(path) - 1
-                    logits = choices.logits[: len(path)] if is_chain else choices.logits[path.tolist()]
-                tokens = [*tree.tokens[path[1:]].tolist(), bonus]
-                execution.verified.append(VerifiedRequest(request, path, tokens, tree, logits))
+                continue
+            logits = None
+            if request.params.logprobs is not None:  # a chain's rows need no copy
+                is_chain = path[-1] == len(path) - 1
+                logits = choices.logits[: len(path)] if is_chain else choices.logits[path.tolist()]
+            tokens = [*tree.tokens[path[1:]].tolist(), bonus] if len(path) > 1 else [bonus]
+            execution.verified.append(VerifiedRequest(request, path, tokens, tree, logits))
 
     def commit(self, execution: HostExecution, clock: StageClock) -> None:
+        """Compact the target's K/V to the paths that the runner has not walked, and commit recurrent states."""
         clock.enter("commit")
-        pages = [verified.request.pages for verified in execution.verified]
-        lengths = [verified.request.context_len for verified in execution.verified]
-        self.runner.cache.commit_target(pages, lengths, [verified.path for verified in execution.verified])
+        walked = [verified for verified in execution.verified if verified.request.sampler is not None]
+        if walked:
+            pages = [verified.request.pages for verified in walked]
+            lengths = [verified.request.context_len for verified in walked]
+            self.runner.cache.commit_target(pages, lengths, [verified.path for verified in walked])
         for verified in execution.verified:
             if verified.request.state is not None:
                 verified.request.state.commit(verified.path)
@@ -138,9 +141,7 @@ def verify_request(request: Request, tree: TokenTree, choices: Choices) -> tuple
     """Return the accepted path, int64 [1 + accepted], root first, and the token after it, by the request's rule."""
     sampler = request.sampler
     if sampler is None:
-        assert choices.tokens is not None
-        path = tree.follow(choices.tokens)
-        return path, choices.tokens[path[-1]]
+        return choices.path, choices.next_token
     if request.draws_at_random and len(tree) > 1:
         return sampler.verify_drawn(request.spec.verification, tree, choices.logits, request.tokens)
     return sampler.walk(tree, choices.logits, request.tokens, request.tokens_left)

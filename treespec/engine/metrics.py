@@ -19,10 +19,6 @@ class SourceCounts:
     num_tokens: int = 0  # these nodes
     accepted: list[int] = field(default_factory=list)  # entry i is the number of accepted nodes at depth i + 1
 
-    def accept(self, depth: int) -> None:
-        self.accepted += [0] * (depth - len(self.accepted))
-        self.accepted[depth - 1] += 1
-
 
 @dataclass
 class Stats:
@@ -55,15 +51,19 @@ class Stats:
 
     def count_draft(self, tree: TokenTree, accepted: Sequence[tuple[str, ...]]) -> None:
         """Count the verified tree of a request, and the sources of its accepted nodes, by depth."""
-        drafted = len(tree) - 1
+        drafted = len(tree.tokens) - 1
         if not drafted:
             return
         for source, count in ((WHOLE_TREE, drafted), *tree.drafted_by_source().items()):
             self.drafts[source].num_drafts += 1
             self.drafts[source].num_tokens += count
-        for depth, sources in enumerate(accepted, start=1):
+        for depth, sources in enumerate(accepted):
             for source in (WHOLE_TREE, *sources):
-                self.drafts[source].accept(depth)
+                counts = self.drafts[source].accepted
+                if depth < len(counts):
+                    counts[depth] += 1
+                else:
+                    counts += [*[0] * (depth - len(counts)), 1]
 
     def add_finished(self, request: Request) -> None:
         self.requests += 1

@@ -15,7 +15,8 @@ from treespec.models.decoder import Decoder
 from treespec.request import Request
 from treespec.sampling.logprobs import logprobs_of
 from treespec.tree import TokenTree
-from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
+from treespec_kernels.attention.tree_batch import RequestRows
+from treespec_kernels.cpu.compiled_plan import TreeBatch, kv_pools
 
 _SCORED_ROWS = 64  # prompt rows whose logits are computed at once: 20 MB in bfloat16 for a vocabulary of 152,000
 
@@ -23,9 +24,22 @@ _SCORED_ROWS = 64  # prompt rows whose logits are computed at once: 20 MB in bfl
 class Choices(NamedTuple):
     """Target outputs for one request's tree."""
 
-    tokens: list[int] | None  # by node, the argmax; None if the request has a sampler
-    finite: bool  # no NaN or infinity
-    logits: Tensor  # [num_nodes, vocab]
+    # int64 [1 + accepted], root first: the nodes that a greedy request accepts, to which the target's K/V are moved;
+    # only the root if the request has a sampler; empty if a logit is not finite
+    path: np.ndarray
+    next_token: int  # the argmax after the path; of a greedy request
+    pass_logits: Tensor  # [total nodes, vocab], of all requests of the pass
+    first: int  # its rows of this request's nodes begin here and end before `last`
+    last: int
+
+    @property
+    def finite(self) -> bool:
+        return len(self.path) > 0
+
+    @property
+    def logits(self) -> Tensor:
+        """Return the logits of the request's nodes, [num_nodes, vocab]."""
+        return self.pass_logits[self.first : self.last]
 
 
 def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
@@ -61,6 +75,8 @@ class Runner:
         # Hidden states that heads read, and states of recurrent layers, take further calls.
         is_one_call = captured is None and cache.features is None and cache.states is None
         self._compiled = target.compiled if is_one_call else None
+        self._pools = None if target.compiled is None else kv_pools(cache.target_pools)
+        self._shared: tuple[Sequence[TokenTree], TreeBatch] | None = None  # of the last pass over these trees
 
     def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Prefill the next `counts[i]` tokens of each request in one pass: of the prompt, or of a preempted request.
@@ -110,26 +126,56 @@ class Runner:
         if self.max_rows is not None and len(requests) > 1 and sum(map(len, trees)) > self.max_rows:
             half = len(requests) // 2
             return self.forward(requests[:half], trees[:half]) + self.forward(requests[half:], trees[half:])
-        logits, sizes = self.logits(requests, trees), [len(tree) for tree in trees]
-        # A non-finite hidden state makes all of its logits non-finite, so one column suffices; samplers check the rows
-        # they read.
-        best, choices = logits[:, 0], list[int]()
-        if any(request.sampler is None for request in requests):
-            best, tokens = self.target.best(logits)
-            choices = tokens.tolist()
-        finite, results = [*map(math.isfinite, best.tolist())], list[Choices]()
-        parts = [logits] if len(trees) == 1 else logits.split(sizes)  # a slice takes 5 us after a pass
-        for request, rows, first, size in zip(requests, parts, accumulate(sizes, initial=0), sizes, strict=False):
-            part = slice(first, first + size)
-            wanted = choices[part] if request.sampler is None else None
-            results.append(Choices(wanted, all(finite[part]), rows))
-        return results
+        logits = self.logits(requests, trees)
+        paths, tokens = self.walk(requests, trees, logits)
+        ends = [*accumulate([len(tree.tokens) for tree in trees], initial=0)]
+        return [Choices(*of, logits, ends[i], ends[i + 1]) for i, of in enumerate(zip(paths, tokens, strict=True))]
+
+    def walk(
+        self, requests: Sequence[Request], trees: Sequence[TokenTree], logits: Tensor
+    ) -> tuple[list[np.ndarray], list[int]]:
+        """Return `Choices.path` and `Choices.next_token` of each request, and compact the target's K/V to the paths.
+
+        One call of C++ for a compiled target; arguments as those and the result of `logits`.
+        """
+        if self.target.compiled is None or self._pools is None:
+            return self.walk_ref(requests, trees, logits)
+        return self.target.compiled.model.walk(self._batch(requests, trees), logits, self._pools)
+
+    def walk_ref(
+        self, requests: Sequence[Request], trees: Sequence[TokenTree], logits: Tensor
+    ) -> tuple[list[np.ndarray], list[int]]:
+        """The reference of `walk`, on any device.
+
+        Of requests with a sampler, only one logit of each row is checked: a hidden state that is not finite makes all
+        of its logits so, and samplers check the rows that they read.
+        """
+        paths, next_tokens, first = list[np.ndarray](), list[int](), 0
+        ones, (best, tokens) = logits[:, 0].tolist(), (column.tolist() for column in self.target.best(logits))
+        for request, tree in zip(requests, trees, strict=True):
+            rows, first, is_greedy = slice(first, first + len(tree)), first + len(tree), request.sampler is None
+            path = tree.follow(tokens[rows]) if is_greedy else np.zeros(1, dtype=np.int64)
+            next_tokens.append(tokens[rows][path[-1]])
+            paths.append(path if all(map(math.isfinite, (best if is_greedy else ones)[rows])) else path[:0])
+        pages, contexts = [request.pages for request in requests], [request.context_len for request in requests]
+        self.cache.commit_target(pages, contexts, paths)
+        return paths, next_tokens
+
+    def _batch(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> TreeBatch:
+        """Return the rows of a pass, which its logits and its walk share."""
+        if self._shared is None or self._shared[0] is not trees:
+            first_rows = [*accumulate([len(tree.tokens) for tree in trees], initial=0)]
+            arrays = [(tree.tokens, tree.parents, tree.depths) for tree in trees]
+            columns = [*arrays[0]] if len(arrays) == 1 else [*map(np.concatenate, zip(*arrays, strict=True))]
+            contexts, pages = [request.context_len for request in requests], [request.pages for request in requests]
+            first_rotations = [self.target.config.first_rotation(request.max_len) for request in requests]
+            greedy = [request.sampler is None for request in requests]
+            of_trees = first_rows, contexts, pages, first_rotations, greedy
+            self._shared = trees, TreeBatch([column.tolist() for column in columns], *of_trees)
+        return self._shared[1]
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
         """[total nodes, vocab] logits of a tree pass, in the model's dtype."""
-        for request, tree in zip(requests, trees, strict=True):
-            outgrown = request.context_len + len(tree) > len(request.pages) * PAGE_SIZE
-            assert not outgrown, "a tree outgrew its request's pages"
 
         def launch() -> Tensor:  # all kernels one by one
             rows = [tree_rows(request, tree) for request, tree in zip(requests, trees, strict=True)]
@@ -139,15 +185,8 @@ class Runner:
             return self.captured.logits(requests, trees, launch)
         if self._compiled is None:
             return launch()
-        columns = [
-            getattr(trees[0], name) if len(trees) == 1 else np.concatenate([getattr(tree, name) for tree in trees])
-            for name in ("tokens", "parents", "depths")
-        ]
-        first_rows = [*accumulate(map(len, trees), initial=0)]
-        contexts, lengths = [request.context_len for request in requests], [request.max_len for request in requests]
-        pages, adapters = [request.pages for request in requests], [request.adapter for request in requests]
-        arguments = columns, first_rows, contexts, pages, lengths, self.cache.pools[0], adapters
-        logits = self._compiled.tree_logits(*arguments)
+        adapters = [request.adapter for request in requests]
+        logits = self._compiled.tree_logits(self._batch(requests, trees), self.cache.pools[0], adapters)
         return launch() if logits is None else logits
 
     def wait(self) -> None:

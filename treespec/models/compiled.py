@@ -8,11 +8,11 @@ import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,7 +29,7 @@ from treespec.models.recurrent import MAX_KERNEL, STATE_LANES, recurrent_sizes, 
 from treespec.utils.memory import drop_mapped
 from treespec_kernels.attention.tree_batch import RequestRows, UpdatedRows, updated_rows
 from treespec_kernels.cpu.compiled_experts import CompiledExperts, MlpWeights
-from treespec_kernels.cpu.compiled_plan import CompiledPlan, plan_compiled
+from treespec_kernels.cpu.compiled_plan import CompiledPlan, TreeBatch, plan_compiled
 from treespec_kernels.cpu.compiled_updates import CompiledUpdates
 from treespec_kernels.cpu.cpu_library import CompileError, build_together, find_compiler
 from treespec_kernels.cpu.decoder_cpu import (
@@ -243,22 +243,17 @@ class CompiledDecoder(Decoder):
 
     def tree_logits(
         self,
-        columns: Sequence[np.ndarray],
-        first_rows: Sequence[int],
-        contexts: Sequence[int],
-        pages: Sequence[np.ndarray],
-        max_lens: Sequence[int],  # by tree, maximum number of positions that its request may reach
+        trees: TreeBatch,
         kv: Tensor,
         adapters: Sequence[Any],  # by tree, as `RequestRows.adapter`
     ) -> Tensor | None:
         """Run a pass over whole trees, as `CompiledModel.tree_logits`; None if it takes more than one call."""
         if self.positions is not None or self.config.logit_cap is not None or self.head_vocabulary is not None:
             return None
-        first = [*map(self.config.first_rotation, max_lens)]
-        num_positions = max(contexts) + max(first) + first_rows[-1]
-        rotation = self.rotations_to(num_positions)
-        updated = updated_rows(zip(adapters, np.diff(first_rows).tolist(), strict=True)) if any(adapters) else ()
-        return self.model.tree_logits(columns, first_rows, contexts, pages, first, rotation, kv, updated)
+        rotation = self.rotations_to(trees.num_positions)
+        sizes = (last - first for first, last in pairwise(trees.first_rows))
+        updated = updated_rows(zip(adapters, sizes, strict=True)) if any(adapters) else ()
+        return self.model.tree_logits(trees, rotation, kv, updated)
 
     def forward_with_states(
         self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int], stream: StreamInput | None = None

@@ -75,7 +75,8 @@ class Calibration:
         tried = min(accepted + 1, len(reached) - 1)
         kept = 1 - tried / MEMORY
         self._accepted = kept * self._accepted + min(accepted, tried)
-        self._predicted = kept * self._predicted + sum(min(b / a, 1.0) for a, b in pairwise(reached[: tried + 1]))
+        shares = [below / above if below < above else 1.0 for above, below in pairwise(reached[: tried + 1])]
+        self._predicted = kept * self._predicted + sum(shares)
 
     def recover(self, share: float) -> None:
         """Move towards the initial value by `share`."""

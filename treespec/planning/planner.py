@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -112,10 +112,10 @@ class PlannedRound:
     rule: LevelRule | None = None  # computed on first use
     plans: list[DraftPlan] | None = None  # also for further rounds of the batch, until one is observed
     others_wait: bool = False  # see `Planner.draft_plans`
+    size: int = field(init=False)  # number of requests
 
-    @property
-    def size(self) -> int:
-        return len(self.token_weights)
+    def __post_init__(self) -> None:
+        self.size = len(self.token_weights)
 
 
 class Planner:
@@ -179,10 +179,8 @@ class Planner:
         paused = adaptive and state.ssms.pause_left
         pays = [False] * len(requests) if paused else self._first_level_pays()
         least_addition = 0.0 if paused else self._least_addition()
-        plans = [
-            self._plan(request, max_model_len, first, least_addition, unread)
-            for request, first in zip(requests, pays, strict=True)
-        ]
+        limits = max_model_len, least_addition, self.costs.plain, unread
+        plans = [self._plan(request, first, *limits) for request, first in zip(requests, pays, strict=True)]
         self.round.plans, self.round.others_wait = plans, others_wait
         self.round.asks_sources = any(plan.max_depth for plan in plans)
         if adaptive and not any(plan.max_depth or plan.levels for plan in plans):
@@ -192,9 +190,10 @@ class Planner:
     def _plan(
         self,
         request: Request,
-        max_model_len: int,
         pays: bool,  # whether a first level is expected to pay off
+        max_model_len: int,
         least_addition: float,
+        plain: float,  # seconds of a round of plain decoding
         unread: Callable[[Request], int] | None,  # as in `draft_plans`
     ) -> DraftPlan:
         """Return a request's plan for the host executor."""
@@ -207,7 +206,7 @@ class Planner:
         max_depth, levels, time_left, max_read, reasons = depth, depth, math.inf, math.inf, list[PlainReason]()
         if spec.is_adaptive:
             gain, read_seconds = max(state.gain, LEAST_GAIN), max(self.costs.curve.read_seconds, 1e-12)
-            time_left = request.tokens_left * self.costs.plain / count / gain / read_seconds
+            time_left = request.tokens_left * plain / count / gain / read_seconds
             max_read = math.inf if count == 1 else MAX_STALL / read_seconds
             # Reading a request's prompt must be repaid by the expected savings of drafting.
             pays = pays and (unread is None or unread(request) <= time_left * (gain - 1))
@@ -251,8 +250,9 @@ class Planner:
         self.round = PlannedRound(requests, self.costs.batch, [1.0] * len(requests))
 
     def _count_pauses(self) -> None:
-        for backoff in (self.state.ssms, self.state.model_free):
-            backoff.pause_left = max(backoff.pause_left - 1, 0)
+        state = self.state
+        for backoff in (state.ssms, state.model_free):
+            backoff.pause_left -= backoff.pause_left > 0
 
     def _begin_request(self, request: Request) -> None:
         """End the pauses: losses on earlier texts say little about a new one."""
@@ -306,8 +306,8 @@ class Planner:
     @property
     def calibration(self) -> float:
         """Factor on node values per level, for this batch's requests."""
-        factors = [self._calibrations[request.is_sampled].value for request in self.round.batch]
-        return sum(factors) / len(factors)
+        factors = {is_sampled: calibration.value for is_sampled, calibration in self._calibrations.items()}
+        return sum([factors[request.is_sampled] for request in self.round.batch]) / self.round.size
 
     def _observe_draft(self, requests: Sequence[Request], emitted: Sequence[int], drafted: Drafted, rows: int) -> None:
         """Update the means with a round in which SSMs drafted."""
@@ -324,15 +324,15 @@ class Planner:
         A request's own mean is weighted with the mean of all requests. While a request may spend time on learning its
         own mean, the gain is at least the `cost` of a first level, in tokens.
         """
-        of_all, gains = self.state.drafted, list[float]()
+        of_all, gains, plain = self.state.drafted, list[float](), self.costs.plain
         for request in self.round.batch:
             means = request.drafted or DraftedMeans()
             own_share = means.rounds / (means.rounds + PRIOR_ROUNDS)
             accepted = of_all.accepted + own_share * (means.accepted - of_all.accepted)
             later_seconds = of_all.later_seconds + own_share * (means.later_seconds - of_all.later_seconds)
-            gains.append(accepted - later_seconds / self.costs.plain)
+            gains.append(accepted - later_seconds / plain)
             unread = len(request.tokens) if request.drafted is None else 0
-            explored = (means.rounds + 1) * cost + unread * self.costs.curve.read_seconds / self.costs.plain
+            explored = (means.rounds + 1) * cost + unread * self.costs.curve.read_seconds / plain
             if explored <= EXPLORED * (request.num_generated + request.tokens_left):
                 gains[-1] = max(gains[-1], cost)
         return sum(gains) / len(gains) if gains else FIRST_ACCEPTED
@@ -412,41 +412,41 @@ class Planner:
         These are the nodes with the largest values, calibrated with nodes="auto". Trees with random draws are not
         pruned: removing a draw because of its token would change the distribution of the others.
         """
-        factors = [self.calibration if request.spec.is_adaptive else 1.0 for request in requests]
-        sizes = self._sizes(requests, trees)
-        return [tree.best(size, factor) for tree, size, factor in zip(trees, sizes, factors, strict=True)]
+        sizes = self._sizes(requests, trees, calibration := self.calibration)
+        return [
+            tree.best(size, calibration if request.spec.is_adaptive else 1.0) if len(tree.tokens) > size else tree
+            for request, tree, size in zip(requests, trees, sizes, strict=True)
+        ]
 
-    def _sizes(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[int]:
+    def _sizes(self, requests: Sequence[Request], trees: Sequence[TokenTree], calibration: float) -> list[int]:
         """Return the number of nodes of each tree to verify."""
         draws = [tree.draw_rows is not None for tree in trees]
         sizes = [
-            len(tree) if drawn else min(len(tree), request.spec.max_nodes)
+            len(tree.tokens) if drawn else min(len(tree.tokens), request.spec.max_nodes)
             for request, tree, drawn in zip(requests, trees, draws, strict=True)
         ]
         adaptive = [i for i, r in enumerate(requests) if r.spec.is_adaptive and sizes[i] > 1 and not draws[i]]
         if not adaptive:
             return sizes
         rows = len(adaptive) + sum(size for i, size in enumerate(sizes) if i not in adaptive)
-        rate, calibration = self.rate, self.calibration
-        nodes: list[tuple[float, int]] = []  # weighted value and tree; lists, as most rounds have a few nodes
+        best = list[np.ndarray]()  # weighted values of each tree, negative, ascending
         for i in adaptive:
-            weight, columns = self.round.token_weights[i], (trees[i].values.tolist(), trees[i].depths.tolist())
-            values = [weight * value * calibration**depth for value, depth in zip(*columns, strict=True)][1:]
-            nodes += [(value, i) for value in sorted(values, reverse=True)[: sizes[i] - 1]]
-            sizes[i] = 1
-        nodes.sort(key=lambda node: -node[0])
-        seconds = self.costs.verify_each(np.arange(rows, rows + len(nodes) + 1)).tolist()
-        count, gain, most = 0, 0.0, 0.0
-        for k, (value, _) in enumerate(nodes):
-            gain += value - rate * (seconds[k + 1] - seconds[k])
-            if gain > most:
-                count, most = k + 1, gain
+            tree, weight = trees[i], self.round.token_weights[i]
+            values = -weight * tree.values[1:] * calibration ** tree.depths[1:]
+            values.sort()
+            best.append(values[: sizes[i] - 1])
+        values = best[0] if len(best) == 1 else np.concatenate(best)
+        order = values.argsort(kind="stable")
+        seconds = self.costs.verify_each(np.arange(rows, rows + len(values) + 1))
+        gains = (-values[order] - self.rate * (seconds[1:] - seconds[:-1])).cumsum()
+        most = int(gains.argmax())
+        count = most + 1 if gains[most] > 0 else 0
         self._num_cut += 1
         if self._num_cut % EXPLORE_ROWS == 0:
             count = 2 * count + 1
-        for _, i in nodes[:count]:
-            sizes[i] += 1
-        return sizes
+        owners = np.array(adaptive).repeat([*map(len, best)])
+        added = np.bincount(owners[order[:count]], minlength=len(trees)).tolist()
+        return [1 + added[i] if i in adaptive else size for i, size in enumerate(sizes)]
 
     def observe(
         self,

@@ -203,6 +203,7 @@ class RoundCosts:
         self._learn_seconds = self._unlearned = learn_seconds
         self.store: Callable[[CostCurve], None] | None = None  # stores a corrected curve for the next start
         self._hosts: dict[HostWork, KalmanFilter] = {}  # logarithms of the host's seconds per request
+        self._host_seconds: dict[HostWork, float] = {}  # results of `host` until the next update
         self._follow(self._correction.apply(curve))
         self.batch = CostedBatch(1, 0.0)
 
@@ -251,8 +252,10 @@ class RoundCosts:
 
     def host(self, work: HostWork) -> float:
         """Return the host's seconds per request; unmeasured kinds of work are assumed to be as fast as the fastest."""
-        measured = [self._hosts[work]] if work in self._hosts else self._hosts.values()
-        return min((math.exp(seconds.values[0]) for seconds in measured), default=0.0)
+        if work not in self._host_seconds:
+            measured = [self._hosts[work]] if work in self._hosts else self._hosts.values()
+            self._host_seconds[work] = min([math.exp(seconds.values[0]) for seconds in measured], default=0.0)
+        return self._host_seconds[work]
 
     @property
     def slowdown(self) -> float:
@@ -272,6 +275,7 @@ class RoundCosts:
         work: HostWork = self._work(rows, drafted) if drafting else "plain"
         host = max(seconds.host, 1e-7) / self.slowdown / self.batch.requests
         self._hosts.setdefault(work, KalmanFilter(DRIFTING)).add(np.ones(1), math.log(host))
+        self._host_seconds.clear()
         self._num_learned += 1
         if self._num_learned % UPDATE_ROUNDS == 0:
             self._follow(self._correction.apply(self.curve), len(self._listed))

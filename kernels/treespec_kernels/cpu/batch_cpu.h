@@ -48,7 +48,22 @@ struct TreeRows {  // whole trees of a pass, one after another
     const int64_t *tokens, *parents, *depths;  // [num_rows], as indices in their trees, roots first; -1: no parent
     // Per tree: start of its rows and of its pages, committed positions, and row of the rotations for position 0
     const int64_t *first_row, *first_page, *context, *first_rotation;
+    const int64_t* greedy;  // per tree, whether to walk along the largest logits; otherwise the path is the root
     const int64_t* pages;
+};
+
+struct KvPool {  // [outer, num_pages, heads, page_size, row_bytes], contiguous
+    char* cells;
+    int64_t outer, num_pages, heads, row_bytes;
+};
+
+struct Walks {  // of the trees of a pass, by its logits, [num_rows, width] in the model's dtype
+    const void* logits;
+    int64_t width, num_pools, threads;
+    const KvPool* pools;    // [num_pools], to compact
+    // Outputs: the path of tree t, and the tokens after its nodes, from first_row[t] on; and the number of its nodes, 0
+    // if the tree has logits that are not finite
+    int64_t *paths, *tokens, *lengths;
 };
 
 }  // extern "C"

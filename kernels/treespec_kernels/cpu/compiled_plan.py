@@ -2,18 +2,20 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
-from treespec_kernels.cpu.cpu_library import address_of, read_structs
+from treespec_kernels.cpu.cpu_library import address_of, packed, read_structs
 from treespec_kernels.recurrent.request_state import RecurrentState
 
-_State = read_structs(Path(__file__).with_name("batch_cpu.h"))["RequestState"]
+_STRUCTS = read_structs(Path(__file__).with_name("batch_cpu.h"))
+_State = _STRUCTS["RequestState"]
 
 
 class CompiledPlan(NamedTuple):
@@ -108,3 +110,31 @@ def plan_compiled(
         positions,
         PlannedStates(requests) if recurrent else None,
     )
+
+
+class TreeBatch:
+    """Whole trees of a pass, one after another, as C++ reads them."""
+
+    def __init__(
+        self,
+        columns: Sequence[Sequence[int]],  # tokens, parents and depths of all trees' nodes
+        first_rows: Sequence[int],  # start of each tree's rows, and their number
+        contexts: Sequence[int],  # by tree, its request's committed positions
+        pages: Sequence[np.ndarray],  # by tree, its request's pages, int64
+        first_rotations: Sequence[int],  # by tree, row of the rotations for position 0
+        greedy: Sequence[bool],  # by tree, whether `CompiledModel.walk` follows the largest logits
+    ):
+        first_pages = [*accumulate(map(len, pages), initial=0)]
+        numbers, addresses = packed(*columns, first_rows, first_pages, contexts, first_rotations, greedy)
+        all_pages = pages[0] if len(pages) == 1 else np.concatenate(pages)
+        self.first_rows, self._held = first_rows, (numbers, all_pages)
+        self.num_positions = max(contexts) + max(first_rotations) + first_rows[-1]  # at most, in rows of the rotations
+        self.struct = _STRUCTS["TreeRows"](len(contexts), PAGE_SIZE, *addresses, address_of(all_pages))
+
+
+def kv_pools(pools: Sequence[Tensor]) -> ctypes.Array[Any]:
+    """Describe pools of K/V, [num_planes, 2, num_pages, num_heads, PAGE_SIZE, head_dim] each, that C++ compacts."""
+    assert all(pool.is_contiguous() for pool in pools)
+    sizes = ((2 * pool.shape[0], *pool.shape[2:4], pool.shape[5] * pool.itemsize) for pool in pools)
+    structs = (_STRUCTS["KvPool"](pool.data_ptr(), *size) for pool, size in zip(pools, sizes, strict=True))
+    return (_STRUCTS["KvPool"] * len(pools))(*structs)

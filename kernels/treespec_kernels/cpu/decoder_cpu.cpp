@@ -589,6 +589,8 @@ class TreeLayout {
     std::vector<int64_t> columns, paths{0};
 
   public:
+    bool fits = true;  // whether every node has a page
+
     TreeLayout(const TreeRows& trees, Batch& batch) {
         const int64_t n = trees.first_row[trees.num_trees];
         columns.resize(6 * n);
@@ -597,6 +599,8 @@ class TreeLayout {
         for (int64_t t = 0; t < trees.num_trees; t++) {
             const int64_t first = trees.first_row[t], last = trees.first_row[t + 1], context = trees.context[t];
             const int64_t* pages = trees.pages + trees.first_page[t];
+            const int64_t slots_held = (trees.first_page[t + 1] - trees.first_page[t]) * trees.page_size;
+            if (!(fits &= context + last - first <= slots_held)) return;
             for (int64_t i = first; i < last; i++) {
                 const int64_t logical = context + i - first, parent = trees.parents[i];
                 slots[i] = pages[logical / trees.page_size] * trees.page_size + logical % trees.page_size;
@@ -615,6 +619,22 @@ class TreeLayout {
     }
 };
 
+// Moves the K and V of a path's nodes behind the committed positions (kv_commit.py). Paths ascend, so that no source is
+// overwritten before it is read.
+void commit_path(const TreeRows& trees, const KvPool& pool, int64_t tree, const int64_t* path, int64_t length) {
+    const int64_t* pages = trees.pages + trees.first_page[tree];
+    const auto row_of = [&](int64_t block, int64_t logical, int64_t head) {
+        const int64_t page = block * pool.num_pages + pages[logical / trees.page_size];
+        const int64_t row = (page * pool.heads + head) * trees.page_size + logical % trees.page_size;
+        return pool.cells + row * pool.row_bytes;
+    };
+    const int64_t context = trees.context[tree];
+    for (int64_t i = 1; i < length; i++)
+        for (int64_t block = 0; path[i] != i && block < pool.outer; block++)
+            for (int64_t head = 0; head < pool.heads; head++)
+                std::memcpy(row_of(block, context + i, head), row_of(block, context + path[i], head), pool.row_bytes);
+}
+
 }  // namespace
 
 extern "C" {
@@ -623,12 +643,15 @@ extern "C" {
 void treespec_forward(const Model* model, const Batch* batch) { Pass(*model, *batch).run(); }
 
 // Runs a pass over whole trees, and writes the logits [num_rows, outputs of the head]. batch: the cache and the rotations.
-void treespec_tree_logits(const Model* model, const Linear* head, Batch* batch, const TreeRows* trees, scalar* logits) {
+// Returns 0, without a pass, if a node has no page.
+int64_t treespec_tree_logits(const Model* model, const Linear* head, Batch* batch, const TreeRows* trees, scalar* logits) {
     static thread_local std::vector<scalar> hidden;
     const TreeLayout layout(*trees, *batch);
+    if (!layout.fits) return 0;
     hidden.resize(batch->num_rows * model->hidden), batch->out = hidden.data();
     Pass(*model, *batch).run();
     linear(*head, hidden.data(), batch->num_rows, logits, ROUND, int(model->threads));
+    return 1;
 }
 
 // Writes the projections of batch->inputs to the rows' slots of the cache, as K and V of all layers.
@@ -680,6 +703,35 @@ void treespec_best(const scalar* logits, int64_t num_rows, int64_t width, float*
         const Largest best = largest(logits + r * width, width);
         values[r] = best.value, tokens[r] = best.index;
     });
+}
+
+// Walks the trees (`TokenTree.follow`), and compacts the pools to the paths of greedy trees. Of other trees, only the first
+// logit of each row is checked: a hidden state that is not finite makes all of its logits so.
+void treespec_walk(const TreeRows* trees, const Walks* walks) {
+    static thread_local std::vector<Largest> memory;
+    const int64_t num_rows = trees->first_row[trees->num_trees], width = walks->width;
+    std::vector<uint8_t> greedy(num_rows);
+    for (int64_t t = 0; t < trees->num_trees; t++)
+        std::fill_n(greedy.begin() + trees->first_row[t], trees->first_row[t + 1] - trees->first_row[t], trees->greedy[t]);
+    memory.resize(num_rows);
+    Largest* const best = memory.data();  // of this thread
+    parallel(int(walks->threads), num_rows, [&](int64_t r) {
+        const scalar* row = (const scalar*)walks->logits + r * width;
+        best[r] = greedy[r] ? largest(row, width) : Largest{to_float(row[0]), 0};
+    });
+    for (int64_t t = 0; t < trees->num_trees; t++) {
+        const int64_t first = trees->first_row[t], count = trees->first_row[t + 1] - first;
+        const int64_t *parents = trees->parents + first, *tokens = trees->tokens + first;
+        int64_t *path = walks->paths + first, *chosen = walks->tokens + first, length = 1;
+        path[0] = 0, chosen[0] = best[first].index;
+        for (int64_t i = 1; i < count && trees->greedy[t]; i++)
+            if (parents[i] == path[length - 1] && tokens[i] == chosen[length - 1])
+                path[length] = i, chosen[length++] = best[first + i].index;
+        if (!std::all_of(best + first, best + first + count, [](const Largest& x) { return std::isfinite(x.value); }))
+            length = 0;
+        walks->lengths[t] = length;
+        for (int64_t pool = 0; pool < walks->num_pools; pool++) commit_path(*trees, walks->pools[pool], t, path, length);
+    }
 }
 
 // Fills in a layer's format, that of blocks of a type; -1 and -2: int8 and int4 with fp32 scales. Returns the bytes of

@@ -8,16 +8,15 @@ import copy
 import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_kernels.attention.tree_batch import PAGE_SIZE, UpdatedRows
+from treespec_kernels.attention.tree_batch import UpdatedRows
 from treespec_kernels.cpu.compiled_experts import CompiledExperts, expert_linears
-from treespec_kernels.cpu.compiled_plan import CompiledPlan
+from treespec_kernels.cpu.compiled_plan import CompiledPlan, TreeBatch
 from treespec_kernels.cpu.compiled_updates import set_updated
 from treespec_kernels.cpu.cpu_library import address_of, l3_bytes
 from treespec_kernels.cpu.decoder_library import DTYPES, STRUCTS, PanelLinear, Weight
@@ -377,45 +376,50 @@ class CompiledModel:
 
     def tree_logits(
         self,
-        columns: Sequence[np.ndarray],  # tokens, parents and depths of all trees' nodes, int64 [num_rows] each
-        first_rows: Sequence[int],  # start of each tree's rows, and their number
-        contexts: Sequence[int],  # by tree, its request's committed positions
-        pages: Sequence[np.ndarray],  # by tree, its request's pages, int64
-        first_rotations: Sequence[int],  # by tree, row of the rotations for position 0
+        trees: TreeBatch,
         rotation: Tensor,  # this, `kv` and `updated`: as in `forward`
         kv: Tensor,
         updated: Sequence[UpdatedRows] = (),
     ) -> Tensor:
         """Run a pass over whole trees: return the logits, and write node i's K/V to its request's slot context + i."""
         assert rotation.is_contiguous() and rotation.dtype == torch.float32 and kv.is_contiguous()
-        count, num_rows = len(contexts), first_rows[-1]
-        first_pages = [*accumulate(map(len, pages), initial=0)]
-        held = (ctypes.c_int64 * (4 * count + 2))(*first_rows, *first_pages, *contexts, *first_rotations)
-        lists, size = ctypes.addressof(held), 8 * count
-        all_pages = pages[0] if count == 1 else np.concatenate(pages)
-        trees = STRUCTS["TreeRows"](
-            count,
-            PAGE_SIZE,
-            *map(address_of, columns),
-            lists,
-            lists + size + 8,
-            lists + 2 * size + 16,
-            lists + 3 * size + 16,
-            address_of(all_pages),
-        )
         batch = STRUCTS["Batch"](
             num_layers=len(self._layers), rotation=rotation.data_ptr(), cache=kv.data_ptr(), num_pages=kv.shape[2]
         )
         set_updated(batch, updated)
-        logits = torch.empty(num_rows, self.vocab_size, dtype=self.dtype, device="cpu")
-        self._library.treespec_tree_logits(
+        logits = torch.empty(trees.first_rows[-1], self.vocab_size, dtype=self.dtype, device="cpu")
+        placed = self._library.treespec_tree_logits(
             ctypes.byref(self._model),
             ctypes.byref(self._head),
             ctypes.byref(batch),
-            ctypes.byref(trees),
+            ctypes.byref(trees.struct),
             logits.data_ptr(),
         )
+        assert placed, "a tree outgrew its request's pages"
         return logits
+
+    def walk(self, trees: TreeBatch, logits: Tensor, pools: ctypes.Array[Any]) -> tuple[list[np.ndarray], list[int]]:
+        """Return the accepted path of each tree, int64, root first, and the token after it, by `TokenTree.follow`.
+
+        Compacts the pools to these paths. The path of a tree that is not greedy is its root, that of a tree whose
+        logits are not finite is empty; of a tree that is not greedy, only the first logit of each row is checked.
+
+        Args:
+            logits: [num_rows, vocab_size] in the model's dtype, of the trees' nodes.
+            pools: from `kv_pools`.
+        """
+        assert logits.is_contiguous() and logits.dtype == self.dtype and logits.shape[1] == self.vocab_size
+        rows, num_rows = trees.first_rows, trees.first_rows[-1]
+        out = np.empty(2 * num_rows + len(rows) - 1, dtype=np.int64)  # paths, tokens after their nodes, lengths
+        address, step = address_of(out), 8 * num_rows
+        outputs = address, address + step, address + 2 * step
+        sizes = self.vocab_size, len(pools), self._threads
+        walks = STRUCTS["Walks"](logits.data_ptr(), *sizes, ctypes.addressof(pools), *outputs)
+        self._library.treespec_walk(ctypes.byref(trees.struct), ctypes.byref(walks))
+        numbers = out.tolist()
+        ends = [first + length for first, length in zip(rows, numbers[2 * num_rows :], strict=False)]
+        paths = [out[first:end] for first, end in zip(rows, ends, strict=False)]
+        return paths, [numbers[num_rows + end - 1] for end in ends]
 
     def write_context(self, rows: Tensor, plan: CompiledPlan, rotation: Tensor, kv: Tensor) -> None:
         """Write the projections of rows, [num_rows, hidden_size], to their slots, as K and V of all layers."""

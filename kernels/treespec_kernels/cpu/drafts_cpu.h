@@ -40,16 +40,19 @@ struct Draft {  // an SSM or another draft; `forward`, `probs` and `pairs` are f
 
 struct Trees {  // a batch of trees to grow; the nodes proposed by other sources are its seeds
     int64_t num_trees, num_ssms, num_drafts, page_size;
-    int64_t max_children, num_widths, seed_width;  // max_children: maximum proposals of a source at a node
+    int64_t max_children, num_widths;              // max_children: maximum proposals of a source at a node
     const int64_t* widths;                         // [num_widths] by depth: number of a tree's nodes to expand
     // Per tree. nodes: size after pruning. branching: null, or by depth and tree the number of children of a node, 0 to
     // select by value. context: committed positions.
-    const int64_t *max_depths, *nodes, *branching, *context, *first_seeds;
+    const int64_t *max_depths, *nodes, *branching, *context;
     // Parts of lists, from first_page[tree] to first_page[tree + 1]: pages, last committed tokens including the root,
     // and tokens that nothing is drafted after.
     const int64_t *first_page, *first_token, *end_starts, *pages, *tokens, *end_tokens;
-    const int64_t *seed_children, *seed_tokens;  // [number of seeds + 1, seed_width], -1 for none; [number of seeds]
+    // Seeds tree by tree, roots first, parents (as indices in their trees) before children; and their draws.
+    const int64_t *first_seed, *first_seed_draw;  // [num_trees + 1]
+    const int64_t *seed_tokens, *seed_parents, *seed_draw_nodes, *seed_draw_sources;
     const float *seed_probs, *seed_ratios;
+    const double* seed_draw_probs;
     // By draft and tree: whether it is active, number of leading positions with K and V (at most the root's), and row
     // of its rotations for position 0.
     const int64_t *active, *valid, *first_rotations;
@@ -59,13 +62,18 @@ struct Trees {  // a batch of trees to grow; the nodes proposed by other sources
     const Sampling* sampling; // null: no request samples
     // Masks a draft's probabilities at some nodes, in its outputs from `row` on; null: no request restricts tokens.
     void (*narrow)(int64_t draft, int64_t row, int64_t count, const int64_t* nodes);
-    // Outputs for all trees' nodes: the roots first, then by level, tree and parent. slots: slots in their trees, -1
-    // for unexpanded nodes. draft_probs, proposed: [num_nodes, num_ssms].
+    // Columns of all trees' nodes: during growth the roots first, then by level, tree and parent. slots: slots in their
+    // trees, -1 for unexpanded nodes. draft_probs, proposed: [num_nodes, num_ssms].
     int64_t num_nodes, num_levels, num_rows;
     int64_t *new_tokens, *parents, *tree_ids, *seeds, *depths, *slots;
     float *probs, *values, *draft_probs;
     uint8_t *proposed, *broken;  // broken: [num_trees], whether an SSM's probabilities are not finite
     int64_t* row_trees;         // [num_rows], tree of each expanded node
+    // Outputs: new_tokens, parents (in their trees), depths and slots tree by tree, with the seeds that growth did not
+    // reach; probs and values as doubles; draws, those of seeds behind those of SSMs, which have the first `num_ssms`
+    // sources; and where the nodes and draws of each tree begin, with their number, [num_trees + 1].
+    double *node_probs, *node_values, *drawn_probs;
+    int64_t *drawn_nodes, *drawn_sources, *first_node, *first_draw;
 };
 
 }  // extern "C"
@@ -107,6 +115,8 @@ struct Growth {
     int64_t depth = 0, children = 0;  // children: maximum proposals of an SSM at a frontier node
     std::vector<SsmProbs> scored;
     const float* weights;
+    int64_t seed_width = 1;              // maximum number of children of a seed
+    std::vector<int64_t> seed_children;  // [number of seeds, seed_width], indices over all trees' seeds, -1 for none
     std::vector<std::vector<int64_t>> slot_parents;  // parent of each slot in use, by tree; -1 for the root
     std::vector<std::vector<float>> best;  // largest node values, by tree
     std::vector<float> least;              // smallest value among the nodes that pruning keeps, by tree
@@ -115,8 +125,17 @@ struct Growth {
         : t(trees), weights(trees.weights), slot_parents(trees.num_trees), best(trees.num_trees, {1.0f}),
           least(trees.num_trees) {
         t.num_nodes = t.num_rows = 0;
+        const int64_t num_seeds = t.first_seed[t.num_trees];
+        std::vector<std::vector<int64_t>> children(num_seeds);
+        for (int64_t tree = 0; tree < t.num_trees; tree++)
+            for (int64_t seed = t.first_seed[tree] + 1; seed < t.first_seed[tree + 1]; seed++)
+                children[t.first_seed[tree] + t.seed_parents[seed]].push_back(seed);
+        for (const auto& below : children) seed_width = std::max(seed_width, int64_t(below.size()));
+        seed_children.assign(num_seeds * seed_width, -1);
+        for (int64_t seed = 0; seed < num_seeds; seed++)
+            std::copy(children[seed].begin(), children[seed].end(), &seed_children[seed * seed_width]);
         for (int64_t tree = 0; tree < t.num_trees; tree++) {
-            const int64_t token = t.tokens[t.first_token[tree + 1] - 1], seed = t.first_seeds[tree];
+            const int64_t token = t.tokens[t.first_token[tree + 1] - 1], seed = t.first_seed[tree];
             add(token, -1, tree, seed, 0, 1.0f, 1.0f), t.broken[tree] = 0;
             if (t.max_depths[tree]) rows.add(tree, token, tree, seed, -1, 1.0f);
         }

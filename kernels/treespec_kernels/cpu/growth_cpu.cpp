@@ -105,8 +105,8 @@ class Level {
             tokens.insert(tokens.end(), top.ids.begin(), top.ids.end());
             has_mixture |= !top.ids.empty();
         }
-        const int64_t* below = t.seed_children + seed * t.seed_width;  // unread if the row is not a seed
-        const int64_t width = seed < 0 ? 0 : t.seed_width;
+        const int64_t width = seed < 0 ? 0 : g.seed_width;
+        const int64_t* below = g.seed_children.data() + std::max<int64_t>(seed, 0) * width;
         for (int64_t j = 0; j < std::min(width, t.max_children); j++)
             if (below[j] >= 0) tokens.push_back(t.seed_tokens[below[j]]);
         for (size_t i = 0; i < tokens.size(); i++) {
@@ -247,9 +247,10 @@ struct Choices {
 std::vector<double> open_mass(const Growth& g) {
     std::vector<double> mass(g.t.num_trees);
     for (int64_t i = 0; i < g.rows.size(); i++) {
-        const int64_t* below = g.t.seed_children + g.rows.seeds[i] * g.t.seed_width;  // unread if the row is not a seed
+        const int64_t width = g.rows.seeds[i] < 0 ? 0 : g.seed_width;
+        const int64_t* below = g.seed_children.data() + std::max<int64_t>(g.rows.seeds[i], 0) * width;
         float covered = 0.0f;
-        for (int64_t j = 0; g.rows.seeds[i] >= 0 && j < g.t.seed_width; j++)
+        for (int64_t j = 0; j < width; j++)
             if (below[j] >= 0) covered += g.t.seed_probs[below[j]];
         mass[g.rows.tree_ids[i]] += double(g.rows.values[i] * std::max(1.0f - covered, 0.0f));
     }
@@ -281,6 +282,52 @@ void stop_unprofitable(Growth& g, const Rule& rule, std::vector<double>& last_op
     std::vector<uint8_t> stops(current.size());
     for (size_t i = 0; i < trees.size(); i++) stops[trees[i]] = !(all > cost && expected[i] > rule.marginal_cost);
     g.rows.remove(stops);
+}
+
+// Sets the outputs that are grouped by tree, as `join_seed_tree` in treespec/tree.py does. Trees of fixed branching that
+// have grown omit the seeds that growth did not reach.
+void group_by_tree(const Growth& g) {
+    struct Node { int64_t token, parent, depth, slot; float prob, value; };
+    Trees& t = g.t;
+    std::vector<Node> nodes;
+    std::vector<int64_t> place(t.num_nodes), node_of_seed;  // indices in their trees
+    std::vector<std::vector<int64_t>> of_tree(t.num_trees);
+    for (int64_t i = 0; i < t.num_nodes; i++) of_tree[t.tree_ids[i]].push_back(i);
+    int64_t draws = 0;
+    const auto draw = [&](int64_t node, int64_t source, double prob) {
+        t.drawn_nodes[draws] = node, t.drawn_sources[draws] = source, t.drawn_probs[draws++] = prob;
+    };
+    for (int64_t tree = 0; tree < t.num_trees; tree++) {
+        const int64_t first = nodes.size(), first_seed = t.first_seed[tree], last_seed = t.first_seed[tree + 1];
+        const bool complete = !(t.branching && t.branching[tree]) || t.slots[of_tree[tree][0]] < 0;
+        t.first_node[tree] = first, t.first_draw[tree] = draws;
+        node_of_seed.assign(last_seed - first_seed, -1);
+        for (int64_t i : of_tree[tree]) {
+            const int64_t node = place[i] = int64_t(nodes.size()) - first;
+            if (t.seeds[i] >= 0) node_of_seed[t.seeds[i] - first_seed] = node;
+            for (int64_t ssm = 0; ssm < t.num_ssms; ssm++)
+                if (t.proposed[i * t.num_ssms + ssm]) draw(node, ssm, t.draft_probs[i * t.num_ssms + ssm]);
+            const int64_t parent = t.parents[i] < 0 ? -1 : place[t.parents[i]];
+            nodes.push_back({t.new_tokens[i], parent, t.depths[i], t.slots[i], t.probs[i], t.values[i]});
+        }
+        for (int64_t seed = first_seed; complete && seed < last_seed; seed++) {
+            if (node_of_seed[seed - first_seed] >= 0) continue;
+            const int64_t parent = node_of_seed[t.seed_parents[seed]];
+            const Node above = nodes[first + parent];
+            const float prob = t.seed_probs[seed];
+            node_of_seed[seed - first_seed] = int64_t(nodes.size()) - first;
+            nodes.push_back({t.seed_tokens[seed], parent, above.depth + 1, -1, prob, above.value * prob});
+        }
+        for (int64_t i = t.first_seed_draw[tree]; i < t.first_seed_draw[tree + 1]; i++)
+            if (const int64_t node = node_of_seed[t.seed_draw_nodes[i]]; node >= 0)
+                draw(node, t.num_ssms + t.seed_draw_sources[i], t.seed_draw_probs[i]);
+    }
+    t.num_nodes = t.first_node[t.num_trees] = nodes.size(), t.first_draw[t.num_trees] = draws;
+    for (int64_t i = 0; i < t.num_nodes; i++) {
+        t.new_tokens[i] = nodes[i].token, t.parents[i] = nodes[i].parent;
+        t.depths[i] = nodes[i].depth, t.slots[i] = nodes[i].slot;
+        t.node_probs[i] = nodes[i].prob, t.node_values[i] = nodes[i].value;
+    }
 }
 
 }  // namespace
@@ -340,6 +387,7 @@ int64_t treespec_draft(Trees* trees, Draft* drafts) {
             g.rows.remove(end_drafts(g, drafts, num_drafts, depth + 1, weights));
     }
     t.num_levels = g.depth;
+    group_by_tree(g);
     return 1;
 }
 

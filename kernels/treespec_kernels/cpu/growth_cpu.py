@@ -9,7 +9,6 @@ import ctypes
 import functools
 import sys
 from collections.abc import Sequence
-from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,14 +33,6 @@ def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """Load or compile the library; arguments and errors as in `compile_library`."""
     bounds = f"-DMIN_MIXTURE={MIN_MIXTURE}f", f"-DMAX_MIXTURE={MAX_MIXTURE}f", f"-DMOST_CANDIDATES={MOST_CANDIDATES}"
     return compile_library(compiler, _SOURCES, bounds, folder)
-
-
-def packed(*sequences: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], list[int]]:
-    """Return all numbers in one array, and the address of each sequence (taking an array's address costs 1 us)."""
-    numbers = [*chain(*sequences)]
-    array = (ctypes.c_int64 * len(numbers))(*numbers)
-    address = ctypes.addressof(array)
-    return array, [address + 8 * first for first in accumulate(map(len, sequences[:-1]), initial=0)]
 
 
 class DraftInputs(NamedTuple):

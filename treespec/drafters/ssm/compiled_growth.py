@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treespec.drafters.evidence import SeedEvidence
-from treespec.drafters.ssm.forest import Level, Seeds, TreeLimits, grown_tree
+from treespec.drafters.ssm.forest import TreeLimits
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
-from treespec_kernels.cpu.cpu_library import address_of
-from treespec_kernels.cpu.growth_cpu import NO_PAGE, STRUCTS, DraftInputs, DraftModels, packed
-from treespec_kernels.tree.growth_limits import CHILDREN, DEEPEST, FRONTIER, frontier_width, level_widths
+from treespec_kernels.cpu.cpu_library import address_of, packed
+from treespec_kernels.cpu.growth_cpu import NO_PAGE, STRUCTS, DraftInputs, DraftModels
+from treespec_kernels.tree.growth_limits import CHILDREN, DEEPEST, FRONTIER, SEEDS, frontier_width, level_widths
 from treespec_kernels.tree.level_rule import LevelRule
 
 _Narrow = ctypes.CFUNCTYPE(None, *3 * [ctypes.c_int64], ctypes.POINTER(ctypes.c_int64))  # `Trees.narrow`
@@ -28,8 +28,9 @@ MAX_SCORES = 1 << 27  # maximum number of probabilities per SSM in a call
 KEPT_SCORES = 1 << 24  # maximum number of probabilities whose buffer is kept for the next call
 # Inputs that are integer lists, in packing order
 _LISTS = (
-    *("max_depths", "nodes", "context", "first_seeds", "first_page", "first_token", "end_starts", "tokens"),
-    *("end_tokens", "active", "valid", "first_rotations"),
+    *("max_depths", "nodes", "context", "first_seed", "first_page", "first_token", "end_starts", "first_seed_draw"),
+    *("tokens", "end_tokens", "active", "valid", "first_rotations"),
+    *("seed_tokens", "seed_parents", "seed_draw_nodes", "seed_draw_sources"),
 )
 
 
@@ -71,7 +72,7 @@ class CompiledGrowth:
             num_ssms=len(names), page_size=PAGE_SIZE, max_children=max_children, num_widths=len(widths), widths=address
         )
         self._scores: dict[int, np.ndarray] = {}  # score buffers by SSM
-        self._capacity = [0, 0, 0]  # allocated numbers of trees, nodes and expanded nodes
+        self._capacity = [0, 0, 0, 0]  # allocated numbers of trees, nodes, expanded nodes and draws
 
     def has_room(self, models: DraftModels, limits: Sequence[TreeLimits]) -> bool:
         """Return whether a call's scores fit into the memory limits."""
@@ -90,11 +91,14 @@ class CompiledGrowth:
     ) -> tuple[list[TokenTree], ScoredRows]:
         """Return the trees and the scores."""
         t, count, drafts = self._trees, len(requests), models.drafts
-        seeds = Seeds.join(seed_trees, limits, self.evidence) if any(len(tree) > 1 for tree in seed_trees) else None
+        seeds = [
+            tree.best(1 + SEEDS) if limit.max_depth and len(tree.tokens) > 1 + SEEDS else tree
+            for tree, limit in zip(seed_trees, limits, strict=True)
+        ]
+        num_seeds, num_draws = sum([len(t.tokens) for t in seeds]), sum([len(t.draw_nodes) for t in seeds])
         t.num_trees, t.num_drafts, t.reads = count, len(drafts), t.num_ssms > 1
-        t.seed_width = 1 if seeds is None else seeds.children.shape[1]
         nodes, rows = self._room(limits)
-        self._reserve(count, count + nodes, rows)
+        self._reserve(count, num_seeds + nodes, rows, (num_seeds + nodes) * t.num_ssms + num_draws)
         firsts = [
             min([read.valid[i] for read in reads if read.active[i]], default=request.context_len)
             for i, request in enumerate(requests)
@@ -121,7 +125,7 @@ class CompiledGrowth:
         self.num_levels = t.num_levels
         scores = [probs[: draft.num_rows] for draft, probs in zip(drafts, scores, strict=True)]
         scored = ScoredRows(self._row_trees[: t.num_rows], np.flatnonzero(self._broken[:count]).tolist(), scores)
-        return self._finish(limits, seeds), scored
+        return self._finish(seeds), scored
 
     def _narrow(
         self,
@@ -156,7 +160,7 @@ class CompiledGrowth:
     def _pack(
         self,
         requests: Sequence[Request],
-        seeds: Seeds | None,
+        seeds: Sequence[TokenTree],
         limits: Sequence[TreeLimits],
         reads: Sequence[DraftReads],
         tokens: Sequence[Sequence[int]],  # last committed tokens by request, the root last
@@ -171,31 +175,37 @@ class CompiledGrowth:
             depths,
             [max(limit.nodes, 1) for limit in limits],
             [request.context_len for request in requests],
-            range(count) if seeds is None else seeds.first,
+            [*accumulate([len(tree.tokens) for tree in seeds], initial=0)],
             *([*accumulate(map(len, parts), initial=0)] for parts in (pages, tokens, ends)),
+            [*accumulate([len(tree.draw_nodes) for tree in seeds], initial=0)],
             [*chain(*tokens)],
             [*chain(*ends)],
             [*chain(*(read.active for read in reads))],
             [*chain(*(read.valid for read in reads))],
             [*chain(*(read.first_rotations for read in reads))],
+            *(
+                [*chain(*(column.tolist() for column in columns))]
+                for columns in zip(*((s.tokens, s.parents, s.draw_nodes, s.draw_sources) for s in seeds), strict=True)
+            ),
             adaptive,
             [limit.children_at(depth) for depth in range(max(depths)) for limit in limits] if is_fixed else (),
-            [-1] * (count + 1),
         )
         for name, address in zip(_LISTS, addresses, strict=False):
             setattr(t, name, address)
-        of_rule, branching, no_children = addresses[len(_LISTS) :]
+        of_rule, branching = addresses[len(_LISTS) :]
         t.branching = branching if is_fixed else None
         all_pages = pages[0] if count == 1 else np.concatenate(pages)
-        t.pages, t.seed_children = address_of(all_pages), no_children
-        if seeds is not None:
-            t.seed_children, t.seed_tokens = address_of(seeds.children), address_of(seeds.tokens)
-            t.seed_probs, t.seed_ratios = address_of(seeds.probs, np.float32), address_of(seeds.ratios, np.float32)
+        t.pages, of_seeds = address_of(all_pages), list[np.ndarray]()
+        if any(len(tree.tokens) > 1 for tree in seeds):
+            probs = np.concatenate([tree.probs for tree in seeds], dtype=np.float32)
+            of_seeds = [probs, self.evidence.ratios(probs), np.concatenate([tree.draw_probs for tree in seeds])]
+            t.seed_probs, t.seed_ratios = address_of(probs, np.float32), address_of(of_seeds[1], np.float32)
+            t.seed_draw_probs = address_of(of_seeds[2], np.float64)
         token_weights = (ctypes.c_double * count)(*rule.token_weights)
         costs = rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value
         of_call = STRUCTS["Rule"](*costs, of_rule, addressof(token_weights))
         t.rule = addressof(of_call) if any(adaptive) else None
-        return numbers, all_pages, seeds, token_weights, of_call
+        return numbers, all_pages, of_seeds, token_weights, of_call
 
     def _room(self, limits: Sequence[TreeLimits]) -> tuple[int, int]:
         """Return upper bounds of the numbers of grown nodes and of expanded nodes."""
@@ -203,19 +213,22 @@ class CompiledGrowth:
         nodes = expanded = 0
         for limit in limits:
             rows = _expanded_nodes(limit.max_depth, limit.branching, self._max_frontier)
-            below = max(limit.branching) if limit.branching else self._trees.num_ssms * widest + self._trees.seed_width
+            below = max(limit.branching) if limit.branching else self._trees.num_ssms * widest + self._max_children
             nodes, expanded = nodes + rows * below, expanded + rows
         return nodes, expanded
 
     def _reserve(self, *needed: int) -> None:
-        """Grow the output buffers to the needed numbers of trees, nodes and expanded nodes."""
+        """Grow the output buffers to the needed numbers of trees, nodes, expanded nodes and draws."""
         if all(map(int.__le__, needed, self._capacity)):
             return
         t = self._trees
-        trees, nodes, rows = self._capacity = [*map(max, needed, self._capacity)]
+        trees, nodes, rows, draws = self._capacity = [*map(max, needed, self._capacity)]
         self._ints, self._floats = np.empty((6, nodes), dtype=np.int64), np.empty((2, nodes), dtype=np.float32)
         self._draft_probs = np.empty((nodes, t.num_ssms), dtype=np.float32)
         self._proposed = np.empty((nodes, t.num_ssms), dtype=np.uint8)
+        self._node_values = np.empty((2, nodes), dtype=np.float64)
+        self._drawn, self._drawn_probs = np.empty((2, draws), dtype=np.int64), np.empty(draws, dtype=np.float64)
+        self._firsts = np.empty((2, trees + 1), dtype=np.int64)
         self._broken, self._row_trees = np.empty(trees, dtype=np.uint8), np.empty(rows, dtype=np.int64)
         first, step = address_of(self._ints), 8 * nodes
         t.new_tokens, t.parents, t.tree_ids, t.seeds, t.depths, t.slots = range(first, first + 6 * step, step)
@@ -223,24 +236,27 @@ class CompiledGrowth:
         t.values, t.draft_probs = t.probs + 4 * nodes, address_of(self._draft_probs, np.float32)
         t.proposed, t.broken = address_of(self._proposed, np.uint8), address_of(self._broken, np.uint8)
         t.row_trees = address_of(self._row_trees)
+        t.node_probs = address_of(self._node_values, np.float64)
+        t.drawn_probs = address_of(self._drawn_probs, np.float64)
+        t.drawn_nodes, t.first_node = address_of(self._drawn), address_of(self._firsts)
+        t.node_values, t.drawn_sources = t.node_probs + 8 * nodes, t.drawn_nodes + 8 * draws
+        t.first_draw = t.first_node + 8 * (trees + 1)
 
-    def _finish(self, limits: Sequence[TreeLimits], seeds: Seeds | None) -> list[TokenTree]:
+    def _finish(self, seeds: Sequence[TokenTree]) -> list[TokenTree]:
         """Build the trees from the columns of all nodes."""
-        size, trees = self._trees.num_nodes, list[TokenTree]()
-        tokens, parents, tree_ids, seed_nodes, depths, slots = self._ints[:, :size].copy()
-        probs, values = self._floats[:, :size]
-        of_ssms = self._proposed[:size], self._draft_probs[:size]
-        nodes = Level(tokens, parents, tree_ids, seed_nodes, probs, values, *of_ssms)
-        for tree_id, limit in enumerate(limits):
-            own, own_depths, own_slots = nodes, depths, slots
-            if len(limits) > 1:
-                of_tree = np.flatnonzero(tree_ids == tree_id)
-                own, own_depths, own_slots = nodes.select(of_tree), depths[of_tree], slots[of_tree]
-                own.parents[1:] = np.searchsorted(of_tree, own.parents[1:])
-            complete, seed_tree = not limit.branching or own_slots[0] < 0, None
-            if seeds is not None:
-                own, seed_tree = own._replace(seeds=own.seeds - seeds.first[tree_id]), seeds.trees[tree_id]
-            trees.append(grown_tree(own, own_depths, own_slots, self.names, seed_tree, complete))
+        first_node, first_draw = self._firsts[:, : len(seeds) + 1].tolist()
+        nodes, draws, trees = first_node[-1], first_draw[-1], list[TokenTree]()
+        tokens, parents, _, _, depths, slots = self._ints[:, :nodes].copy()
+        probs, values = self._node_values[:, :nodes].copy()
+        drawn_nodes, sources = self._drawn[:, :draws].copy()
+        drawn_probs = self._drawn_probs[:draws].copy()
+        for i, seed_tree in enumerate(seeds):
+            own, drawn = slice(first_node[i], first_node[i + 1]), slice(first_draw[i], first_draw[i + 1])
+            columns = tokens[own], parents[own], depths[own], probs[own]
+            of_draws = drawn_nodes[drawn], sources[drawn], drawn_probs[drawn]
+            names = self.names if len(seed_tree.tokens) == 1 else self.names + seed_tree.source_names
+            tree = TokenTree(*columns, *of_draws, names, slots=slots[own])
+            trees.append(tree.with_values(values[own]))
         return trees
 
 

@@ -228,8 +228,9 @@ class SsmDrafter:
         if len(self.models) > 1:
             of_ssm = tree_ids[np.array(read.active)[tree_ids]]
             of_ssm = of_ssm[: len(probs) - first]  # a block draft has fewer levels than the others
-            for i in np.flatnonzero(read.active).tolist():
-                states[i].scores[ssm].append(rows.select(first + np.flatnonzero(of_ssm == i)))
+            for i, (state, drafts) in enumerate(zip(states, read.active, strict=True)):
+                if drafts:
+                    state.scores[ssm].append(rows.select(first + (of_ssm == i).nonzero()[0]))
 
     def _models_for_call(self, ssms: tuple[int, ...], num_positions: int) -> DraftModels | None:
         """Return these SSMs for passes at positions below `num_positions`; None if any has no compiled pass."""

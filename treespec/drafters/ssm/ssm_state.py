@@ -61,11 +61,11 @@ class SsmState:
         `slots` is int64, ascending. The result, [len(slots)], ends before the first slot that the SSM did not score.
         """
         scores = self.scores[ssm]
-        slots = slots[: np.searchsorted(slots, sum(len(part.probs) for part in scores))]
+        slots = slots[: slots.searchsorted(sum([len(part.probs) for part in scores]))]
         probs = [np.empty(0, dtype=np.float32)]
         first = start = 0
         for part in scores:
-            end = int(np.searchsorted(slots, first + len(part.probs)))
+            end = int(slots.searchsorted(first + len(part.probs)))
             if start < end:
                 probs.append(part.plain_probs_of(slots[start:end] - first, tokens[start:end]))
             first, start = first + len(part.probs), end

@@ -13,8 +13,9 @@ from unittest import mock
 
 import numpy as np
 from tokenizers import ByteLevelBPETokenizer
+from torch import Tensor
 
-from tests.helpers.exactness import prefixes_of
+from tests.helpers.exactness import altered_logits, prefixes_of
 from tests.helpers.models import VOCAB, OracleDrafter, drafting_by, new_folder, open_llm, tiny
 from tests.helpers.tokenizers_made import renumber
 from treespec import LLM

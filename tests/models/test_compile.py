@@ -116,6 +116,7 @@ def test_the_best_token_is_the_first_of_the_largest(dtype: torch.dtype, vocab: i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
 def test_a_walk_equals_its_reference(dtype: torch.dtype) -> None:
     """Paths, tokens and K/V of random trees; some requests have samplers, and some logits are not finite."""
     llm, choose, generator = tiny_llm(dtype, (), compile=True), random.Random(0), torch.Generator().manual_seed(0)

@@ -185,8 +185,8 @@ FAULTS = (
     Fault(
         "planner: rows are free when trees are cut",
         ENGINE + "planning/planner.py",
-        "-values[order] - self.rate * (seconds[1:]",
-        "-values[order] - 0 * (seconds[1:]",
+        "value - rate * (seconds[k + 1] - seconds[k])",
+        "value - 0 * (seconds[k + 1] - seconds[k])",
         "planning/test_planner.py",
     ),
     Fault(

@@ -76,7 +76,7 @@ class Runner:
         is_one_call = captured is None and cache.features is None and cache.states is None
         self._compiled = target.compiled if is_one_call else None
         self._pools = None if target.compiled is None else kv_pools(cache.target_pools)
-        self._shared: tuple[Sequence[TokenTree], TreeBatch] | None = None  # of the last pass over these trees
+        self._last: tuple[Sequence[TokenTree], TreeBatch | None] = (), None  # trees and rows of the last compiled pass
 
     def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Prefill the next `counts[i]` tokens of each request in one pass: of the prompt, or of a preempted request.
@@ -140,7 +140,10 @@ class Runner:
         """
         if self.target.compiled is None or self._pools is None:
             return self.walk_ref(requests, trees, logits)
-        return self.target.compiled.model.walk(self._batch(requests, trees), logits, self._pools)
+        of_trees, batch = self._last
+        if batch is None or of_trees is not trees:
+            batch = self._batch(requests, trees)
+        return self.target.compiled.model.walk(batch, logits, self._pools)
 
     def walk_ref(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], logits: Tensor
@@ -162,17 +165,14 @@ class Runner:
         return paths, next_tokens
 
     def _batch(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> TreeBatch:
-        """Return the rows of a pass, which its logits and its walk share."""
-        if self._shared is None or self._shared[0] is not trees:
-            first_rows = [*accumulate([len(tree.tokens) for tree in trees], initial=0)]
-            arrays = [(tree.tokens, tree.parents, tree.depths) for tree in trees]
-            columns = [*arrays[0]] if len(arrays) == 1 else [*map(np.concatenate, zip(*arrays, strict=True))]
-            contexts, pages = [request.context_len for request in requests], [request.pages for request in requests]
-            first_rotations = [self.target.config.first_rotation(request.max_len) for request in requests]
-            greedy = [request.sampler is None for request in requests]
-            of_trees = first_rows, contexts, pages, first_rotations, greedy
-            self._shared = trees, TreeBatch([column.tolist() for column in columns], *of_trees)
-        return self._shared[1]
+        """Return the rows of a pass in the form that C++ reads."""
+        first_rows = [*accumulate([len(tree.tokens) for tree in trees], initial=0)]
+        arrays = [(tree.tokens, tree.parents, tree.depths) for tree in trees]
+        columns = [*arrays[0]] if len(arrays) == 1 else [*map(np.concatenate, zip(*arrays, strict=True))]
+        contexts, pages = [request.context_len for request in requests], [request.pages for request in requests]
+        first_rotations = [self.target.config.first_rotation(request.max_len) for request in requests]
+        greedy = [request.sampler is None for request in requests]
+        return TreeBatch([column.tolist() for column in columns], first_rows, contexts, pages, first_rotations, greedy)
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
         """[total nodes, vocab] logits of a tree pass, in the model's dtype."""
@@ -185,8 +185,9 @@ class Runner:
             return self.captured.logits(requests, trees, launch)
         if self._compiled is None:
             return launch()
-        adapters = [request.adapter for request in requests]
-        logits = self._compiled.tree_logits(self._batch(requests, trees), self.cache.pools[0], adapters)
+        adapters, batch = [request.adapter for request in requests], self._batch(requests, trees)
+        self._last = trees, batch
+        logits = self._compiled.tree_logits(batch, self.cache.pools[0], adapters)
         return launch() if logits is None else logits
 
     def wait(self) -> None:

@@ -429,24 +429,25 @@ class Planner:
         if not adaptive:
             return sizes
         rows = len(adaptive) + sum(size for i, size in enumerate(sizes) if i not in adaptive)
-        best = list[np.ndarray]()  # weighted values of each tree, negative, ascending
+        nodes: list[tuple[float, int]] = []  # weighted value and tree; lists, as most rounds have a few nodes
         for i in adaptive:
-            tree, weight = trees[i], self.round.token_weights[i]
-            values = -weight * tree.values[1:] * calibration ** tree.depths[1:]
-            values.sort()
-            best.append(values[: sizes[i] - 1])
-        values = best[0] if len(best) == 1 else np.concatenate(best)
-        order = values.argsort(kind="stable")
-        seconds = self.costs.verify_each(np.arange(rows, rows + len(values) + 1))
-        gains = (-values[order] - self.rate * (seconds[1:] - seconds[:-1])).cumsum()
-        most = int(gains.argmax())
-        count = most + 1 if gains[most] > 0 else 0
+            weight, columns = self.round.token_weights[i], (trees[i].values.tolist(), trees[i].depths.tolist())
+            values = [weight * value * calibration**depth for value, depth in zip(*columns, strict=True)][1:]
+            nodes += [(value, i) for value in sorted(values, reverse=True)[: sizes[i] - 1]]
+            sizes[i] = 1
+        nodes.sort(key=lambda node: -node[0])
+        seconds, rate = self.costs.verify_each(np.arange(rows, rows + len(nodes) + 1)).tolist(), self.rate
+        count, gain, most = 0, 0.0, 0.0
+        for k, (value, _) in enumerate(nodes):
+            gain += value - rate * (seconds[k + 1] - seconds[k])
+            if gain > most:
+                count, most = k + 1, gain
         self._num_cut += 1
         if self._num_cut % EXPLORE_ROWS == 0:
             count = 2 * count + 1
-        owners = np.array(adaptive).repeat([*map(len, best)])
-        added = np.bincount(owners[order[:count]], minlength=len(trees)).tolist()
-        return [1 + added[i] if i in adaptive else size for i, size in enumerate(sizes)]
+        for _, i in nodes[:count]:
+            sizes[i] += 1
+        return sizes
 
     def observe(
         self,

@@ -1,6 +1,5 @@
 """Tiny random models of many architectures, in transformers' own code: what the adapter's tests share."""
 
-import copy
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -105,9 +104,12 @@ def continuations(model: Any, prompts: Sequence[list[int]], count: int) -> list[
 @torch.no_grad()
 def logits_by(model: Any, tokens: Sequence[int], attention: str) -> Tensor:
     """float32 [tokens, vocab], by transformers' own forward with its attention of this name."""
-    model = copy.deepcopy(model)
+    before = model.config._attn_implementation
     model.set_attn_implementation(attention)
-    return model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
+    try:
+        return model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
+    finally:
+        model.set_attn_implementation(before)
 
 
 def logits_after(model: Any, prefix: Sequence[int]) -> Tensor:

@@ -200,15 +200,15 @@ def test_vocabulary_holds_what_the_target_writes() -> None:
     top[:, 0], logprobs[:, 0] = [100, 100, 101, 102, 100], 0  # certain tokens, behind prompts of one
     tokens = np.array([7, 100, 100, 101, 8, 102, 100], dtype=np.int32)
     lessons = Lessons(tokens, np.array([0, 4, 7]), np.array([1, 1]), top, logprobs, np.array(["x", "x"]))
-    assert choose_vocabulary(lessons, 1000, (3,), most=1000).tolist() == [*range(1000), -1]
-    chosen = choose_vocabulary(lessons, 1000, (3,), most=900)
+    assert choose_vocabulary(lessons, 1000, (3,), max_rows=1000).tolist() == [*range(1000), -1]
+    chosen = choose_vocabulary(lessons, 1000, (3,), max_rows=900)
     assert (np.diff(chosen[:-1]) > 0).all() and chosen[-1] == -1
     assert {3, 100, 101, 102} <= set(chosen.tolist())
     assert (len(chosen) - 1) % 16 == 0
-    small = choose_vocabulary(lessons, 1000, (3,), most=17)
+    small = choose_vocabulary(lessons, 1000, (3,), max_rows=17)
     assert {3, 100, 101, 102} <= set(small.tolist()) and len(small) == 17
-    assert len(choose_vocabulary(lessons, 1000, (3,), most=100)) == 65, "a head of whole vectors"
-    started = choose_vocabulary(lessons, 1000, range(500, 570), most=200)
+    assert len(choose_vocabulary(lessons, 1000, (3,), max_rows=100)) == 65, "a head of whole vectors"
+    started = choose_vocabulary(lessons, 1000, range(500, 570), max_rows=200)
     assert len(started) in (129, 193) and set(range(500, 570)) <= set(started.tolist())
     rows = rows_of_tokens(small, 1000)
     assert (small[rows[small[:-1]]] == small[:-1]).all() and rows[999 if 999 not in small else 998] == 16

@@ -242,8 +242,8 @@ FAULTS = (
     Fault(
         "sampling: a bad word across root and path is allowed",
         ENGINE + "sampling/transforms.py",
-        "        near = (*tokens[len(tokens) - min(self._lengths[-1], len(tokens)) :], *ancestors)\n",
-        "        near = tuple(ancestors or tokens)\n",
+        "        tail = (*tokens[len(tokens) - min(self._lengths[-1], len(tokens)) :], *ancestors)\n",
+        "        tail = tuple(ancestors or tokens)\n",
         "sampling/test_sampling.py::test_bad_words",
     ),
     Fault(
@@ -292,8 +292,8 @@ FAULTS = (
     Fault(
         "prefixes: a page without a draft's K/V is skipped",
         ENGINE + "cache/prefix_cache.py",
-        "np.logical_and.accumulate(self._has_draft[:, found], axis=1).sum(axis=1)",
-        "self._has_draft[:, found].sum(axis=1)",
+        "np.logical_and.accumulate(self._has_draft[:, cached_pages], axis=1).sum(axis=1)",
+        "self._has_draft[:, cached_pages].sum(axis=1)",
         "cache/test_prefix_cache.py::test_the_least_recently_used_page_goes_first",
     ),
     Fault(
@@ -328,14 +328,14 @@ FAULTS = (
     Fault(
         "server: choices of several prompts share their indices",
         ENGINE + "serve/answers.py",
-        "index = place * (self._body.n or 1) + completion.index",
-        "index = place + completion.index",
+        "index = prompt_index * (self._body.n or 1) + completion.index",
+        "index = prompt_index + completion.index",
         "serve/test_serve.py::test_several_prompts_are_streamed_together",
     ),
     Fault(
         "server: a tag in an open string never ends the call",
         ENGINE + "serve/output_reader.py",
-        "if end is None or _loads(read + self._text[: seen + end]) is None:",
+        "if end is None or _loads(consumed + self._text[: scanned + end]) is None:",
         "if end is None:",
         "serve/test_output_reader.py::test_the_parser",
     ),
@@ -349,7 +349,7 @@ FAULTS = (
     Fault(
         "server: usage counts the last prompt only",
         ENGINE + "serve/answers.py",
-        "        self._usage[place] = len(",
+        "        self._usage[prompt_index] = len(",
         "        self._usage[0] = len(",
         "serve/test_serve.py::test_several_prompts_are_streamed_together",
     ),

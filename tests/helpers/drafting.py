@@ -72,8 +72,6 @@ def assert_probabilities(
             if parent not in expected:
                 expected[parent] = torch.softmax(logits_of(record, tokens[:-1]), -1)
             probability = float(expected[parent][rows[tokens[-1]]])
-            # Below two drafted tokens, MKL's float32 products by AVX-512 change a probability by a share of 9e-5, those
-            # by AVX2 by 2e-5 (the MTP layer of Qwen3-Next, an Intel Xeon).
-            assert tree.probs[node] == pytest.approx(probability, rel=2e-4, abs=1e-5), (record.number, tokens)
+            assert tree.probs[node] == pytest.approx(probability, abs=1e-5), (record.number, tokens)
             checked += 1
     assert checked > 40 and len({record.accepted for record in records}) > 1

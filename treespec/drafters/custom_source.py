@@ -111,11 +111,12 @@ def check_proposal(name: str, request: Request, tree: object, vocab_size: int) -
             f"{type(tree).__name__} instead of a TokenTree (TokenTree.root(request.tokens[-1]) proposes nothing)"
         )
     tree = _cast_arrays(tree, error)
-    if tree.tokens[0] != request.tokens[-1]:
-        raise error(f"a tree over token {tree.tokens[0]}; the root is the last token, {request.tokens[-1]}")
-    if tree.tokens.min() < 0 or tree.tokens.max() >= vocab_size:
-        raise error(f"tokens from {tree.tokens.min()} to {tree.tokens.max()}; valid: 0 to {vocab_size - 1}")
-    if not (np.isfinite(tree.probs).all() and tree.probs.min() >= 0 and tree.probs.max() <= 1):
+    tokens, probs = tree.tokens.tolist(), tree.probs.tolist()
+    if tokens[0] != request.tokens[-1]:
+        raise error(f"a tree over token {tokens[0]}; the root is the last token, {request.tokens[-1]}")
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise error(f"tokens from {min(tokens)} to {max(tokens)}; valid: 0 to {vocab_size - 1}")
+    if not all(0 <= prob <= 1 for prob in probs):
         raise error(f"probs from {tree.probs.min()} to {tree.probs.max()}; valid: 0 to 1")
     problem = tree.find_problem()
     if problem is not None:

@@ -28,8 +28,10 @@ from tests.helpers.heads_made import (
     reference_eagle1,
     reference_eagle3,
     reference_peagle,
+    reference_state_ssm,
     write_eagle1,
     write_eagle3,
+    write_state_ssm,
 )
 from tests.helpers.models import (
     edit_config,
@@ -68,6 +70,8 @@ HEADS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
         {"layout": "speculators", "draft_vocab": None, "own_embedding": True}
         | {"fc_norm": True, "norm_output": True, "hidden_size": 32},
     ),
+    "state ssm": (write_state_ssm, {"draft_vocab": 96, "layers": (2, 4, 9), "tied": True}),
+    "state ssm, untied": (write_state_ssm, {"draft_vocab": 64, "layers": (0, 7), "tied": False}),
     "peagle": (write_eagle3, SPECULATORS | {"own_embedding": True, "boundaries": (1, 4, 6), "parallel": 5}),
     "eagle-1": (write_eagle1, {"bias": True, "own_embedding": True}),
     "eagle-1, biases of attention": (write_eagle1, {"bias": False, "own_embedding": False, "qkv_bias": True}),
@@ -86,8 +90,8 @@ HEADS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "speculator": (write_speculator, {"tied": False, "scaled": False, "inner": 64}),
     "speculator, tied and scaled": (write_speculator, {"tied": True, "scaled": True}),
 }
-FAST = ("eagle", "speculators, norms before fc and after the output", "dspark", "pard", "peagle")
-ONE_OF_EACH = ("eagle", "eagle-1", "z-lab", "dspark", "pard", "peagle", "medusa, vllm", "speculator")
+FAST = ("eagle", "state ssm", "speculators, norms before fc and after the output", "dspark", "pard", "peagle")
+ONE_OF_EACH = ("eagle", "eagle-1", "state ssm", "z-lab", "dspark", "pard", "peagle", "medusa, vllm", "speculator")
 
 
 @functools.cache
@@ -127,7 +131,7 @@ def test_probabilities_are_those_of_the_reference(case: tuple[str, ...]) -> None
     model = AutoModelForCausalLM.from_pretrained(head if name == "pard" else target)
     embed, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     states = target_states(model, records)
-    layers = options.get("boundaries") or options.get("read") or (1, 4, 6)
+    layers = options.get("boundaries") or options.get("read") or options.get("layers") or (1, 4, 6)
     if write is write_eagle3 and "boundaries" not in options:
         layers = 2, SHAPE.num_hidden_layers // 2, SHAPE.num_hidden_layers - 3
 
@@ -136,15 +140,18 @@ def test_probabilities_are_those_of_the_reference(case: tuple[str, ...]) -> None
         known = [*record.context, root]
         if name == "pard":
             return model(torch.tensor([[*known, *[MASK] * len(path)]])).logits[0, -1]
-        if write is write_medusa:  # transformers' last state is that after the final norm
+        if write is write_medusa:
             return reference_medusa(head, found[-1][-1], len(path) + 1)
         if write is write_speculator:
             return reference_speculator(head, found[-1][-1], [root, *path])
         if write is write_eagle1:
             return reference_eagle1(head, embed, known, found[-1], path)[-1] @ lm_head.T
-        read = torch.stack([found[layer] for layer in layers], 1)
+        # transformers' last state is that after the final norm
+        read = torch.stack([found[min(layer, SHAPE.num_hidden_layers)] for layer in layers], 1)
         if name == "peagle":
             return reference_peagle(head, embed, known, read)[len(path)]
+        if write is write_state_ssm:
+            return reference_state_ssm(head, known, read, path)
         if write is write_eagle3:
             return reference_eagle3(head, embed, known, read, path)[-1]
         return reference_dflash(head, embed, lm_head, root, read, path)[len(path)]

@@ -52,6 +52,13 @@ def reading(layers: tuple[int, ...], mask: int = 3) -> Path:
     return edited("z-lab", dflash_config={"mask_token_id": mask, "target_layer_ids": layers})
 
 
+def without_layers() -> Path:
+    """An SSM whose file of projections does not say which layers it reads."""
+    folder = make_head("state ssm")
+    save_file(load_file(folder / "state_projection.safetensors"), folder / "state_projection.safetensors")
+    return folder
+
+
 TOKEN_MAP = {"token_map": torch.arange(200, 296)}
 TWO = {"layers.1.self_attn.q_norm.weight": None, "norm.weight": torch.ones(32)}
 DEEP = "specforge, other layers, whole vocabulary"
@@ -72,6 +79,12 @@ WRONG: dict[str, tuple[Callable[[], Path], str]] = {
     "other tokens": (lambda: make_head("specforge"), "of 256 tokens, the target has 272"),
     "fewer layers": (lambda: make_head(DEEP), r"layers \(1, 3, 6\), and .* has 4 layers"),
     "eagle-1, another width": (lambda: make_head("eagle-1"), "64, the target has 128; use a"),
+    "states of fewer layers": (lambda: make_head("state ssm"), r"layers \(2, 4, 9\), and the target has 4 layers"),
+    "states of another width": (
+        lambda: make_head("state ssm"),
+        r"'fc': \[64, 192\], expected \[64, 384\]; use a draft",
+    ),
+    "states of no layers": (without_layers, "state_projection.*expected safetensors with metadata `layers`"),
     "eagle-1, norms": (lambda: edited("eagle-1 of speculators", layernorms=True), "layernorms.*not supported"),
     "blocks of one": (lambda: edited("z-lab", block_size=1), "'block_size': 1; expected an int, at least 2"),
     "mask": (lambda: reading((0, 3, 5), mask=900), "900, and the vocabulary has 256"),
@@ -89,8 +102,10 @@ WRONG: dict[str, tuple[Callable[[], Path], str]] = {
     "medusa, another width": (lambda: of_shape("medusa, tgi", hidden_size=32), r"\[32, 32\], expected \[64, 64\]"),
     "medusa, map": (lambda: spoiled("medusa, vllm", **TOKEN_MAP), "96 tokens; expected distinct ones of .* 256"),
 }
-OTHER_TARGETS = {"other tokens": {"vocab_size": 272}, "fewer layers": {"num_hidden_layers": 4}}
-OTHER_TARGETS |= {name: {"hidden_size": 128} for name in ("another width", "eagle-1, another width")}
+OTHER_TARGETS = {"other tokens": {"vocab_size": 272}}
+OTHER_TARGETS |= {name: {"num_hidden_layers": 4} for name in ("fewer layers", "states of fewer layers")}
+WIDTHS = "another width", "eagle-1, another width", "states of another width"
+OTHER_TARGETS |= {name: {"hidden_size": 128} for name in WIDTHS}
 
 
 @pytest.mark.parametrize("name", quick(WRONG, ("tensors, all at once", "a bad map", "a cut pickle")))
@@ -119,7 +134,12 @@ def test_a_parallel_draft_with_another_tokenizer() -> None:
 
 
 KINDS = {"eagle-1": "EAGLE head", "dflash of speculators": "DFlash draft", "pard": "PARD draft"}
-KINDS |= {"peagle": "parallel EAGLE head", "medusa, vllm": "Medusa head", "speculator": "MLPSpeculator head"}
+KINDS |= {
+    "state ssm": "SSM with target states",
+    "peagle": "parallel EAGLE head",
+    "medusa, vllm": "Medusa head",
+    "speculator": "MLPSpeculator head",
+}
 
 
 @pytest.mark.slow

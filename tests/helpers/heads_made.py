@@ -13,10 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from treespec_weights.draft_vocabulary import write_draft_vocabulary
+from treespec_weights.state_projection import StateProjection, write_state_projection
 
 Layout = Literal["eagle", "specforge", "speculators"]
 
@@ -125,6 +129,31 @@ def write_eagle1(
         head = {"architectures": ["EagleSpeculator", "LlamaDecoderLayer"], "fusion_bias": bias, "layernorms": False}
         config = _speculators("eagle", config) | head | {"transformer_layer_architecture": "LlamaDecoderLayer"}
     write_head(folder, config, tensors, "pytorch_model.bin" if layout == "eagle" else "model.safetensors")
+
+
+def write_state_ssm(
+    folder: Path, target: TargetShape, *, draft_vocab: int, layers: tuple[int, ...], tied: bool, seed: int
+) -> None:
+    """Writes a random SSM of two layers, and the projection of the states of the target's `layers`, ascending."""
+    generator, hidden = torch.Generator().manual_seed(seed), target.hidden_size
+    tensors = {"embed_tokens.weight": torch.randn(draft_vocab + 1, hidden, generator=generator)}
+    tensors["norm.weight"] = gains(hidden, generator)
+    for layer in ("layers.0.", "layers.1."):
+        tensors |= layer_tensors(layer, target, hidden, target.head_dim, hidden, 1.0, generator)
+        tensors[f"{layer}input_layernorm.weight"] = gains(hidden, generator)
+    tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    if not tied:
+        tensors["lm_head.weight"] = matrix(draft_vocab + 1, hidden, 2.0, generator)
+    config = llama_config(target, hidden) | {"architectures": ["LlamaForCausalLM"], "dtype": "float32"}
+    config |= {"vocab_size": draft_vocab + 1, "num_hidden_layers": 2, "tie_word_embeddings": tied}
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": THETA}}
+    write_head(folder, config, tensors)
+    ids = torch.randperm(target.vocab_size, generator=generator)[:draft_vocab].sort().values
+    write_draft_vocabulary(folder, np.append(ids.numpy(), -1), target.vocab_size)
+    states = len(layers) * target.hidden_size
+    matrices = matrix(hidden, states, 1.0, generator), matrix(hidden, 2 * hidden, 1.0, generator)
+    norms = gains(hidden, generator), gains(hidden, generator)
+    write_state_projection(folder, StateProjection(*matrices, *norms), layers)
 
 
 def _eagle3_config(
@@ -273,8 +302,29 @@ def reference_eagle1(
         read = torch.cat((read, hidden[-1:]))
 
 
+def reference_state_ssm(folder: Path, tokens: Sequence[int], features: Tensor, drafted: Sequence[int]) -> Tensor:
+    """What an SSM with states predicts below the last of `drafted`, without its last row; see `reference_eagle3`."""
+    config, weights = _read(folder)
+    weights |= load_file(folder / "state_projection.safetensors")
+    eps, ids, rows = config["rms_norm_eps"], draft_ids(folder).tolist(), weights["embed_tokens.weight"]
+    row_of = {token: row for row, token in enumerate(ids)}
+    embedding = rows[torch.tensor([row_of.get(token, len(ids)) for token in [*tokens[1:], *drafted]])]
+    read = features.flatten(1) @ weights["fc"].T
+    while True:
+        embedded = norm(embedding[: len(read)], weights["enorm"], eps)
+        x = torch.cat((embedded, norm(read, weights["hnorm"], eps)), -1) @ weights["eh_proj"].T
+        for i in range(2):
+            x = decoder_layer(x, norm(x, weights[f"layers.{i}.input_layernorm.weight"], eps), config, weights, i)
+        x = norm(x, weights["norm.weight"], eps)
+        if len(read) == len(embedding):
+            return x[-1] @ weights.get("lm_head.weight", rows)[:-1].T
+        read = torch.cat((read, x[-1:]))
+
+
 def draft_ids(folder: Path) -> Tensor:
     """The target's ids of a head's own vocabulary, [draft_vocab]; `d2t` holds their distances from its own ids."""
+    if (vocabulary := folder / "draft_vocab.safetensors").exists():
+        return load_file(vocabulary)["target_ids"][:-1]
     config, weights = _read(folder)
     count = config.get("draft_vocab_size", config["vocab_size"])
     return torch.arange(count) + weights.get("d2t", torch.zeros(count, dtype=torch.long))
@@ -286,7 +336,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config |= config.get("transformer_layer_config", {})
     binary = folder / "pytorch_model.bin"
     tensors = torch.load(binary) if binary.exists() else load_file(folder / "model.safetensors")
-    for old, new in (("midlayer.", "layers.0."), ("transformer.", "layers.0."), ("fusion_fc.", "fc.")):
+    for old, new in (("model.", ""), ("midlayer.", "layers.0."), ("transformer.", "layers.0."), ("fusion_fc.", "fc.")):
         tensors = {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
     return config, tensors
 

@@ -9,7 +9,7 @@ import torch
 from tests.drafters.test_assistants import assistant_of, target_of
 from tests.helpers.blocks_made import write_dflash
 from tests.helpers.drafting import make_target
-from tests.helpers.heads_made import TargetShape, write_eagle1, write_eagle3
+from tests.helpers.heads_made import TargetShape, write_eagle1, write_eagle3, write_state_ssm
 from tests.helpers.models import edit_config, greedy, make_draft, new_folder, open_llm, random_prompts, tokens_of
 from tests.helpers.mtp_made import LAYOUTS, make_predictor
 from tests.helpers.speech import rank_half
@@ -30,6 +30,8 @@ def write_head(kind: str, target: Path) -> Path | str:
             write_eagle1(head, SHAPE, bias=True, own_embedding=False, seed=1)
         case "eagle3":
             write_eagle3(head, SHAPE, layout="specforge", own_embedding=False, **EAGLE3)
+        case "state-ssm":
+            write_state_ssm(head, SHAPE, draft_vocab=64, layers=(0, 4), tied=False, seed=1)
         case "peagle":
             write_eagle3(head, SHAPE, layout="speculators", own_embedding=True, parallel=3, **EAGLE3)
         case "dflash":
@@ -44,7 +46,8 @@ def write_head(kind: str, target: Path) -> Path | str:
     return head
 
 
-KINDS = ["eagle", "eagle3", "glm4_moe", "qwen3_5", "peagle", "dflash", "pard", "medusa", "assistant"]
+CAPTURED = ("eagle", "eagle3", "state-ssm", "glm4_moe", "qwen3_5")
+KINDS = [*CAPTURED, "peagle", "dflash", "pard", "medusa", "assistant"]
 KINDS += ["eagle, cut", "qwen3_5, cut"]
 
 
@@ -55,7 +58,7 @@ def test_probabilities_are_those_of_the_eager_pass(kind: str) -> None:
     What drafts a block, or has no attention, goes step by step.
     """
     kind, _, cut = kind.partition(", ")
-    captured, records = kind in ("eagle", "eagle3", "glm4_moe", "qwen3_5"), list[list[RoundRecord]]()
+    captured, records = kind in CAPTURED, list[list[RoundRecord]]()
     if kind in LAYOUTS:
         target = make_predictor(kind, vocab_size=SHAPE.vocab_size)
     else:

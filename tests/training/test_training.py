@@ -245,9 +245,9 @@ def test_clusters() -> None:
         ({"data": (), "synthetic": 0.5}, "synthetic=0.5 without data; pass data, or omit synthetic"),
         ({"start": "draft", "layers": 1}, "start=... determines layers and width; omit them"),
         ({"hidden": 100}, "hidden=100; valid: multiples of 64"),
-        ({"head": "medusa"}, "head='medusa'; valid: 'eagle3', 'dflash'"),
-        ({"head": "eagle3", "texts": ["notes"]}, "texts applies to SSMs only; omit it to train a head"),
-        ({"head": "eagle3", "ssms": 2}, "ssms applies to SSMs only; omit it to train a head"),
+        ({"head": "medusa"}, "head='medusa'; valid: 'state-ssm', 'dflash'"),
+        ({"head": "state-ssm", "texts": ["notes"]}, "texts does not apply to head='state-ssm'; omit it"),
+        ({"head": "dflash", "start": "draft"}, "start does not apply to head='dflash'; omit it"),
     ],
 )
 def test_settings_out_of_range(changes: dict[str, Any], message: str) -> None:

@@ -29,6 +29,8 @@ from treespec_weights import (
 from treespec_weights.draft_vocabulary import FILE, write_draft_vocabulary
 from treespec_weights.load import quantizable
 from treespec_weights.quantize import Quantized, dequantize, quantize_fp8
+from treespec_weights.state_projection import FILE as STATES
+from treespec_weights.state_projection import StateProjection, write_state_projection
 
 INDEX = "model.safetensors.index.json"
 logits = functools.partial(their_logits, tokens=list(range(60)), dtype=torch.float64)
@@ -159,10 +161,12 @@ def test_quantised_while_converting_and_dequantised(quantization: str, tied: boo
     """Integers are those of loading with quantization=, fp8 the nearest numbers; a draft keeps its vocabulary."""
     source = make_llama(tmp_path / "a", 0, torch.bfloat16, tie_word_embeddings=tied)
     write_draft_vocabulary(source, np.arange(read_config(source)["vocab_size"]), 500)
+    write_state_projection(source, StateProjection(*torch.ones(4, 1)), (0,))
     report = convert_checkpoint(source, tmp_path / "b", quantization=quantization, shard_bytes=40_000)
     config, found = read_config(tmp_path / "b"), loaded(tmp_path / "b")
     assert config["quantization_config"]["quant_method"] == "compressed-tensors" and len(report["files"]) > 1
-    assert (tmp_path / "b" / FILE).read_bytes() == (source / FILE).read_bytes()
+    for name in (FILE, STATES):
+        assert (tmp_path / "b" / name).read_bytes() == (source / name).read_bytes()
     if quantization.startswith("int"):
         assert_equal(found, loaded(source, quantization=quantization))
         assert any(name.endswith("_scale") for name in found)

@@ -17,7 +17,6 @@ from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_linear import CompiledLinear
 from treespec_kernels.cpu.decoder_cpu import PairInputs, PassEntries
 from treespec_kernels.linear.linear import Linear
-from treespec_weights.heads import HeadForm, HeadWeights
 
 AnyLinear = Linear | CompiledLinear
 
@@ -129,21 +128,21 @@ class PredictorHead(PairHead):
 
 
 class Eagle3Head(PairHead):
-    """An EAGLE-3 head."""
+    """An EAGLE-3 head, or an SSM with target states."""
 
     kind = "eagle3"
 
     def __init__(
         self,
-        form: HeadForm,  # its arithmetic
         decoder: Decoder,  # its layers and its head
-        weights: HeadWeights,  # of the norms of the states
         columns: Sequence[int],
         fc: AnyLinear,  # projection of the target's states to a feature
         pairs: "TorchPairs | PairInputs",
+        norm_output: bool,
+        state_norms: Tensor | None = None,  # weights of norms of the states, as in `HeadWeights`
     ):
-        super().__init__(decoder, None, columns, pairs, form.norm_output)
-        self.form, self._fc, self._state_norms = form, fc, weights.state_norms
+        super().__init__(decoder, None, columns, pairs, norm_output)
+        self._fc, self._state_norms = fc, state_norms
 
     @property
     def nbytes(self) -> int:

@@ -36,7 +36,7 @@ from treespec.models.model_config import ModelConfig
 from treespec.models.state_head import DepthHeads, MedusaHeads, MlpSpeculator, SpeculatorStep, StateHead
 from treespec.models.triton_decoder import TritonDecoder
 from treespec.startup import cost_measurement as costs
-from treespec.startup.vocabularies import Draft, HeadLimit, fit_weights, kept_tokens, rows_of_head
+from treespec.startup.vocabularies import REDUCED, Draft, HeadLimit, fit_weights, kept_tokens, rows_of_head
 from treespec_kernels.cpu.compiled_linear import CompiledLinear
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
 from treespec_kernels.cpu.decoder_cpu import PairInputs
@@ -44,16 +44,18 @@ from treespec_kernels.cpu.decoder_library import DTYPES, build
 from treespec_kernels.linear.linear import Linear, LinearImpl, onednn_available
 from treespec_kernels.linear.quantized import BlockWeight, QuantizedWeight, dequantized
 from treespec_kernels.tuning.tuned import KernelConfigs
-from treespec_weights import load_weights
+from treespec_weights import load_weights, read_config
 from treespec_weights.assistants import AssistantForm, load_assistant
 from treespec_weights.block_drafts import BlockForm, load_block
 from treespec_weights.blocks import Blocks, Weights
+from treespec_weights.draft_vocabulary import read_draft_vocabulary
 from treespec_weights.gguf.tensors import describe_storage
 from treespec_weights.heads import DraftForm, is_reduced, load_head
 from treespec_weights.load import UNQUANTISED
 from treespec_weights.mtp import MtpForm, load_predictor, predictor_of
 from treespec_weights.quantize import quantize
 from treespec_weights.state_heads import StateForm, load_state_head
+from treespec_weights.state_projection import StateSsmForm, load_state_projection
 from treespec_weights.vocabularies import Connection, connect
 
 logger = logging.getLogger("treespec")
@@ -127,7 +129,10 @@ class HeadConfig:
             return cls(form, replace(target, shape=shape, rules=rules, layers=kinds), layers, shape.hidden_size)
         if isinstance(form, AssistantForm):
             return cls(form, assistant_config(form, target, max_model_len), layers, target.shape.hidden_size)
-        decoder = ModelConfig.from_raw(form.folder, form.config, form.rules, max_model_len)
+        if isinstance(form, StateSsmForm):
+            decoder = ModelConfig.from_hf(form.folder, max_model_len)
+        else:
+            decoder = ModelConfig.from_raw(form.folder, form.config, form.rules, max_model_len)
         size = target.shape.vocab_size
         if isinstance(form, BlockForm) and form.kind == "pard":
             connection = connect(target.folder, size, form.folder, decoder.shape.vocab_size)
@@ -140,7 +145,7 @@ class HeadConfig:
         return cls(form, decoder, layers, target.shape.hidden_size)
 
     def __str__(self) -> str:
-        article = "an" if self.form.name.startswith(("EAGLE", "MLP", "MTP")) else "a"
+        article = "an" if self.form.name.startswith(("EAGLE", "MLP", "MTP", "SSM")) else "a"
         cut = "" if self.kept is None else f", {len(self.kept):,} of {self.decoder.shape.vocab_size:,} tokens"
         return f"{article} {self.form.name} that {self.form.describe(self.layers)}{cut}"
 
@@ -255,6 +260,8 @@ class Loader:
             return MtpHead(MtpDecoder(config.decoder, self._layers[config.form], op, positions), target, columns)
         if isinstance(config.form, StateForm):
             return self._load_state_head(config, config.form, target, columns)
+        if isinstance(config.form, StateSsmForm):
+            return self._load_state_ssm(config, config.form, target, columns, positions)
         shape = config.decoder.shape
         sizes = len(config.layers), config.target_hidden
         weights, tokens = load_head(config.form, shape, *sizes, self.dtype, self.device, config.kept)
@@ -268,7 +275,7 @@ class Loader:
         if config.form.residual_after_norm:
             stream = "normed feature"
         pairs = self._pairs(decoder, *weights.qkv, weights.embed, target, norms, stream)
-        head = Eagle3Head(config.form, decoder, weights, columns, fc, pairs)
+        head = Eagle3Head(decoder, columns, fc, pairs, config.form.norm_output, weights.state_norms)
         if weights.mask_states is None:
             return head
         return ParallelEagle(head, config.form.block, config.form.mask_token, weights.mask_states)
@@ -311,6 +318,19 @@ class Loader:
         decoder, scorer = self._make_head_decoder(head, weights, head.kept, positions, target)
         pairs = self._pairs(decoder, fc, None, None, target, norms, "product")
         return PredictorHead(decoder, scorer, columns, pairs, norm_output=True)
+
+    def _load_state_ssm(
+        self, head: HeadConfig, form: StateSsmForm, target: Decoder, columns: list[int], positions: int
+    ) -> Eagle3Head:
+        config = head.decoder
+        assert isinstance(config, ModelConfig)
+        hidden, size, rows = config.shape.hidden_size, config.shape.vocab_size, read_config(form.folder)["vocab_size"]
+        projection = load_state_projection(form, hidden, head.target_hidden, self.dtype, self.device)
+        ids = read_draft_vocabulary(form.folder, rows, size)
+        decoder = self.load(config, rows, positions, 2, draft=Draft(form.name, config, REDUCED, rows, ids))
+        norms = projection.enorm, projection.hnorm
+        pairs = self._pairs(decoder, projection.eh_proj, None, decoder.embed, target, norms, "product")
+        return Eagle3Head(decoder, columns, self._linear(decoder, projection.fc), pairs, norm_output=True)
 
     def _pairs(
         self,

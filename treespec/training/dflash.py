@@ -1,18 +1,21 @@
 """DFlash drafts (arXiv 2602.06036): the training module."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
+from treespec.errors import ModelError
 from treespec.training.distillation import LessonBatch, Prediction
-from treespec.training.eagle3 import head_config, head_layers
 from treespec.training.loop import mixed_precision
 from treespec.training.target_states import TargetStates
 
@@ -20,6 +23,29 @@ LAYERS = 2
 BLOCK = 8  # rows of a block, including the root's
 ROOTS = 24  # roots per lesson in a training step
 EVALUATED_ROOTS = 48
+NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+
+
+def read_layers(num_layers: int) -> tuple[int, ...]:
+    """Return the target layers whose inputs a draft reads: EAGLE-3's default, for at least seven layers."""
+    if num_layers >= 7:
+        return 2, num_layers // 2, num_layers - 3
+    return tuple(sorted({1, num_layers // 2, num_layers - 1}))
+
+
+def draft_config(target: PreTrainedConfig) -> Qwen3Config:
+    """Return the config of layers with the target's size. Raises ModelError."""
+    if missing := [name for name in NEEDED if getattr(target, name, None) is None]:
+        raise ModelError(f"cannot train a DFlash draft for {target.model_type}: its config has no {missing[0]}")
+    if target.model_type.startswith("gemma"):
+        raise ModelError(f"cannot train a DFlash draft for {target.model_type}: its embeddings and norms are scaled")
+    return Qwen3Config(
+        **{name: getattr(target, name) for name in (*NEEDED, "max_position_embeddings", "rope_parameters")},
+        head_dim=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
+        num_hidden_layers=min(LAYERS, target.num_hidden_layers),
+        vocab_size=target.vocab_size,
+        tie_word_embeddings=False,
+    )
 
 
 class Roots(NamedTuple):
@@ -124,19 +150,26 @@ class DFlashModule(nn.Module):
                 logits = self.lm_head(hidden[:, :, depth][valid]).float()
             yield logits, batch.select(index)
 
-    def published_config(self, target: PreTrainedConfig) -> dict[str, Any]:
-        """Return the config.json in speculators' layout."""
-        return {
+    def write(self, folder: Path, target_ids: np.ndarray, target: PreTrainedConfig) -> None:
+        """Write the draft in speculators' layout, in bfloat16. `target_ids`: int64 [rows + 1]."""
+        rows, size = torch.from_numpy(target_ids[:-1]), int(target.vocab_size)
+        tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in self.state_dict().items()}
+        tensors["d2t"] = rows - torch.arange(len(rows), dtype=torch.int64, device="cpu")
+        tensors["t2d"] = torch.zeros(size, dtype=torch.bool, device="cpu").index_fill_(0, rows, True)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / "model.safetensors")
+        config = {
             "architectures": ["DFlashDraftModel"],
             "speculators_model_type": "dflash",
             "dtype": "bfloat16",
             "transformer_layer_config": self.config.to_dict(),
-            "aux_hidden_state_layer_ids": list(head_layers(target.num_hidden_layers)),
+            "aux_hidden_state_layer_ids": list(read_layers(target.num_hidden_layers)),
             "draft_vocab_size": self.lm_head.out_features,
             "block_size": BLOCK,
             "mask_token_id": self.mask_token,
             "sample_from_anchor": False,
         }
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
 
     def forward(self, states: Tensor, tokens: Tensor, roots: Tensor) -> Tensor:
         """Return the normalised outputs of blocks below some roots, [batch, roots, BLOCK, hidden].
@@ -165,12 +198,11 @@ class DFlashModule(nn.Module):
 
 
 def make_dflash(target: Any, target_ids: np.ndarray, num_states: int) -> DFlashModule:
-    """Return a float32 draft initialised from the target's last layers; arguments as in `make_head`.
+    """Return a float32 draft initialised from the target's last layers. `target_ids`: int64 [rows + 1].
 
     It starts by projecting the last state that it reads, so its first layer's keys and values are nearly the target's.
     """
-    num_layers = min(LAYERS, target.config.num_hidden_layers)
-    config = head_config(target.config, Qwen3Config, num_layers, target.config.vocab_size)
+    config = draft_config(target.config)
     decoder, vocab = target.get_decoder(), torch.from_numpy(target_ids[:-1])
     draft = DFlashModule(config, target.get_input_embeddings().weight, num_states, mask_token_of(target), len(vocab))
     with torch.no_grad():

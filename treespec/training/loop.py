@@ -3,11 +3,11 @@
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from treespec.training.muon import Float32Muon
 
 WARMUP = 0.02
 FINAL_RATE = 0.05
+SLOW_RATE = 0.05  # learning rate of trained parameters relative to new ones
 CHECKPOINT_SECONDS = 120.0
 LOG_SECONDS = 30.0
 
@@ -103,17 +104,27 @@ def learning_rate(progress: float, peak: float) -> float:
 def optimizers_for(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Create the optimizers: Muon for the layers' matrices, AdamW for embedding, head and norms.
 
-    Muon's steps are scaled to AdamW's RMS, so that one learning rate serves both.
+    Muon's steps are scaled to AdamW's RMS, so that one learning rate serves both, times a group's "rate":
+    `SLOW_RATE` for the `slow_parameters` of a model that has such.
     """
+    slow = {id(parameter) for parameter in getattr(model, "slow_parameters", list)()}
+
+    def groups_of(parameters: Iterable[Tensor], **options: float) -> list[dict[str, Any]]:
+        """Return a group of the slow parameters, and one of the others, without empty groups."""
+        parts = {SLOW_RATE: list[Tensor](), 1.0: list[Tensor]()}
+        for parameter in parameters:
+            parts[SLOW_RATE if id(parameter) in slow else 1.0].append(parameter)
+        return [{"params": part, "rate": rate, **options} for rate, part in parts.items() if part]
+
     muon = Float32Muon if is_slow(torch.bfloat16, next(model.parameters()).device) else torch.optim.Muon
     ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     ends.append(model.get_output_embeddings())  # type: ignore[operator]
     embeddings = list({id(end.weight): end.weight for end in ends}.values())  # only one if they are tied
     matrices = [p for p in model.parameters() if p.ndim == 2 and all(p is not embedding for embedding in embeddings)]
     vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": embeddings, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups = groups_of(embeddings, weight_decay=0.1) + groups_of(vectors, weight_decay=0.0)
     return [
-        muon(matrices, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        muon(groups_of(matrices), lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True),
     ]
 
@@ -184,7 +195,7 @@ def train(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group["rate"]
             optimizer.step()
             optimizer.zero_grad()
         progress.step += 1

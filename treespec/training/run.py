@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig
 
 from treespec.drafters.table.stored_table import StoredTable
 from treespec.drafters.table.table_drafter import NAME as TABLE
@@ -25,15 +24,14 @@ from treespec.startup.options import resolve_device, resolve_model
 from treespec.text.prompt_files import has_chat_template
 from treespec.text.prompt_tokenizer import UserTokenizer, load_tokenizer
 from treespec.text.training_prompts import read_training_prompts
+from treespec.training import dflash, state_ssm
 from treespec.training.distillation import STEP_TOKENS, Curriculum, LessonBatch, Prediction, evaluate, lesson_loss
 from treespec.training.draft_vocabulary import choose_vocabulary
-from treespec.training.eagle3 import head_config, head_layers
 from treespec.training.files import remove_temporary, replacing, write_json
-from treespec.training.head_kinds import HEAD_KINDS, write_head
 from treespec.training.lessons import MAX_PROMPT_TOKENS, PER_SHARD, Lessons, LessonWriter, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, ProgressLog, StepLoss, TrainingProgress, train
 from treespec.training.report import REPEATS, TrainingReport, measure_drafts
-from treespec.training.settings import LEAST_ROWS, TrainingSettings
+from treespec.training.settings import TrainingSettings
 from treespec.training.sizing import LEAST_LAYERS, choose_size, measure_level, most_rows
 from treespec.training.specialisation import cluster_errors, cluster_groups, odds_of
 from treespec.training.student import make_student, open_model, open_student, read_vocabulary, write_student
@@ -53,6 +51,7 @@ WATCHED = 64  # held-out lessons evaluated during training
 REPORT_PROMPTS = 8
 REPORT_SHARE = 0.15  # maximum time for the report, as a share added to the run's time
 PEAK_RATE = 2.5e-3
+HEAD_RATE = 1e-3  # of the weights that a state SSM has in addition to a trained SSM
 RUNNING = 64  # maximum number of lessons written at once
 EPOCHS = 6  # passes over the lessons per draft, with `tokens`
 
@@ -128,7 +127,7 @@ class TrainingRun:
             return self._report([], lessons.select(np.flatnonzero(is_held_out)), {})
         target_ids, num_layers, hidden = self.choose_shape(lessons)
         if self.settings.head is not None:
-            return self.train_head(lessons, is_held_out, target_ids)
+            return self.train_head(lessons, is_held_out, target_ids, num_layers, hidden)
         self._watched = self.curriculum(lessons.select(np.flatnonzero(is_held_out)[:WATCHED]), target_ids)
         curriculum = self.curriculum(lessons.select(np.flatnonzero(~is_held_out)), target_ids)
         try:
@@ -229,14 +228,14 @@ class TrainingRun:
             layers, hidden, rows = 1, None, len(target_ids) - 1
             if settings.start is not None:
                 layers = read_config(start)["num_hidden_layers"]
-            elif settings.head is None:
+            elif settings.head != "dflash":
                 measure = partial(measure_level, self.target, write, self.options)
                 layers, hidden = choose_size(measure, config, self.num_layers, settings.layers, settings.hidden)
-            if settings.head is None:
+            if settings.head != "dflash":
                 width = hidden or config.hidden_size
                 logger.info("drafts of %d layers, width %d, %d of %d tokens", layers, width, rows, self.target_size)
             else:
-                logger.info("%s head of %d of %d tokens", settings.head, rows, self.target_size)
+                logger.info("DFlash draft of %d of %d tokens", rows, self.target_size)
             with replacing(file) as temporary, temporary.open("wb") as stream:
                 np.savez(stream, target_ids=target_ids, layers=layers, hidden=hidden or 0)
         with np.load(file) as arrays:
@@ -280,11 +279,13 @@ class TrainingRun:
         """Check before writing lessons that drafts can be made from the target, `start` and the texts."""
         if self.settings.texts:
             logger.info("texts: %d tokens", len(self.text_tokens))
+        if self.settings.head == "state-ssm":
+            state_ssm.check_target(self.config)
         if self.settings.start is not None:
             read_vocabulary(resolve_folder(self.settings.start), self.target_size)
             return
-        if self.settings.head is not None:
-            head_config(self.first_layers(1).config, LlamaConfig, 1, LEAST_ROWS)
+        if self.settings.head == "dflash":
+            dflash.draft_config(self.first_layers(1).config)
             return
         ends = self.end_tokens
         make_student(self.first_layers(1), 1, self.settings.hidden, np.array([*ends, -1]), ends)
@@ -314,20 +315,19 @@ class TrainingRun:
         if self.settings.texts:
             tokens = self._stored("texts", lambda: self.text_tokens)
             texts = Texts(tokens, target_ids, self.target_size, self.settings.seed, self.device)
-        torch.manual_seed(self.settings.seed)
-        if self.settings.start is None:
-            source = self.first_layers(num_layers)
-            model = make_student(source, num_layers, hidden, target_ids, self.end_tokens).to(self.device)
-            del source
-        else:
-            folder = resolve_folder(self.settings.start)
-            model = open_student(folder, target_ids, self.first_layers(1)).to(self.device)
+        model = self._make_student(target_ids, num_layers, hidden).to(self.device)
         self.free("llm", "_opened")
         self._trained = [model]
         share = GENERALIST_SHARE if self.settings.ssms > 1 else 1.0
         rate = PEAK_RATE if self.settings.start is None else PEAK_RATE / 2  # keeps more of the start's knowledge
         self._train("generalist", model, curriculum, self._budget(share, curriculum.lessons), rate, texts)
         return model
+
+    def _make_student(self, target_ids: np.ndarray, num_layers: int, hidden: int | None) -> Any:
+        torch.manual_seed(self.settings.seed)
+        if self.settings.start is None:
+            return make_student(self.first_layers(num_layers), num_layers, hidden, target_ids, self.end_tokens)
+        return open_student(resolve_folder(self.settings.start), target_ids, self.first_layers(1))
 
     def _train(
         self, name: str, model: Any, curriculum: Curriculum, budget: Budget, rate: float, texts: Texts | None = None
@@ -370,13 +370,29 @@ class TrainingRun:
             self._train(name, student, curriculum.with_odds(lesson_odds), budget, PEAK_RATE / 2)
         return students
 
-    def train_head(self, lessons: Lessons, is_held_out: np.ndarray, target_ids: np.ndarray) -> TrainingReport:
-        """Train a draft head on all lessons, write it to `out`, measure it, and write the report."""
+    def train_head(
+        self,
+        lessons: Lessons,
+        is_held_out: np.ndarray,
+        target_ids: np.ndarray,
+        num_layers: int,  # results of `choose_shape`, of a state SSM
+        hidden: int | None,
+    ) -> TrainingReport:
+        """Train a draft that reads the target's states on all lessons, write it, measure it, and write the report."""
+        name = str(self.settings.head)
+        student = self._make_student(target_ids, num_layers, hidden) if name == "state-ssm" else None
         self.free("llm", "_opened")
-        name, target = str(self.settings.head), open_model(self.target)
-        torch.manual_seed(self.settings.seed)
-        layers = head_layers(target.config.num_hidden_layers)
-        head = HEAD_KINDS[name](target, target_ids, len(layers)).to(self.device)
+        target = open_model(self.target)
+        head: Any
+        if student is None:
+            torch.manual_seed(self.settings.seed)
+            layers = dflash.read_layers(self.num_layers)
+            head = dflash.make_dflash(target, target_ids, len(layers)).to(self.device)
+        else:
+            layers = state_ssm.read_layers(self.num_layers)
+            num_values = len(layers) * self.config.shape.hidden_size
+            is_trained = self.settings.start is not None
+            head = state_ssm.StateSsm(student, num_values, self.config.norm_eps, is_trained).to(self.device)
 
         def subset(indices: np.ndarray, label: str) -> tuple[Curriculum, TargetStates]:
             curriculum = self.curriculum(lessons.select(indices), target_ids)
@@ -397,11 +413,20 @@ class TrainingRun:
 
         def export() -> None:
             with replacing(self.out / name) as temporary:
-                write_head(head, temporary, target_ids, target.config)
+                head.write(temporary, target_ids, target.config)
 
         checkpoint, budget = self.work / f"{name}.ckpt", self._budget(1.0, training.lessons)
         try:
-            train(name, head, loss, budget, PEAK_RATE, checkpoint, self.pause, lambda _: agreement(*watched))
+            train(
+                name,
+                head,
+                loss,
+                budget,
+                HEAD_RATE if self.settings.start else PEAK_RATE,
+                checkpoint,
+                self.pause,
+                lambda _: agreement(*watched),
+            )
         except Paused:
             export()
             raise

@@ -12,8 +12,9 @@ from treespec.utils.options import check_values, option
 
 LEAST_ROWS = 64  # minimum rows of a draft's vocabulary
 WIDTH_STEP = 64
-HEADS = ("eagle3", "dflash")  # kinds of draft heads
-_OF_SSMS = ("ssms", "specialise", "texts", "generalist", "start", "layers", "hidden")  # do not apply to heads
+HEADS = ("state-ssm", "dflash")  # kinds of drafts that read the target's states
+_OF_SSMS = ("ssms", "specialise", "texts", "generalist")  # do not apply to heads
+_OF_MODELS = ("start", "layers", "hidden")  # do not apply to "dflash"
 _OF_CALL = ("out", "table", "device", "resume")  # settings that may change when a run is resumed
 
 
@@ -45,7 +46,7 @@ class TrainingSettings:
         hidden: width of a draft, a multiple of 64; None is the target's, or less by measured costs.
         vocabulary: maximum rows of a draft's vocabulary; None chooses by measured costs.
         max_tokens: maximum tokens of a lesson.
-        head: kind of draft head to train instead of SSMs, which reads the target's states: "eagle3" or "dflash".
+        head: kind of draft to train instead of SSMs, which reads the target's states: "state-ssm" or "dflash".
         seed: random seed of the whole run.
         device: "auto", "cpu" or "cuda".
         resume: continue the run in `out`.
@@ -102,9 +103,10 @@ class TrainingSettings:
         if self.minutes is not None and not self.minutes > 0:
             raise ConfigError(f"minutes={self.minutes}; valid: more than 0")
         defaults = {info.name: info.default for info in fields(self)}
-        changed = [name for name in _OF_SSMS if getattr(self, name) != defaults[name]]
+        of_others = _OF_SSMS + (_OF_MODELS if self.head == "dflash" else ())
+        changed = [name for name in of_others if getattr(self, name) != defaults[name]]
         if self.head is not None and changed:
-            raise ConfigError(f"{changed[0]} applies to SSMs only; omit it to train a head")
+            raise ConfigError(f"{changed[0]} does not apply to head={self.head!r}; omit it")
         if self.start is not None and (self.layers, self.hidden) != (None, None):
             raise ConfigError("start=... determines layers and width; omit them")
         if self.hidden is not None and (self.hidden < WIDTH_STEP or self.hidden % WIDTH_STEP):

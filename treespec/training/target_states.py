@@ -20,7 +20,7 @@ class TargetStates:
     """States of chosen target layers, stored in a file if they fit on the disk.
 
     Training draws each lesson several times, and a target pass costs more than a training step of a head. States are
-    the layers' inputs; a layer index equal to the number of layers means the last layer's output.
+    the layers' inputs; the number of layers + 1 means the output after the final norm.
     """
 
     def __init__(self, target: Any, layers: Sequence[int], curriculum: Curriculum, file: Path):
@@ -46,7 +46,7 @@ class TargetStates:
             return states.view(torch.bfloat16).to(batch.tokens.device)
         with torch.no_grad():
             outputs = self.decoder(input_ids=batch.tokens, use_cache=False, output_hidden_states=True).hidden_states
-            computed = torch.cat([outputs[layer] for layer in self.layers], 2).to(torch.bfloat16)
+            computed = torch.cat([outputs[min(layer, len(outputs) - 1)] for layer in self.layers], 2).to(torch.bfloat16)
         if self._kept is not None:
             values = computed.cpu().contiguous().view(torch.int16).numpy()
             for row, lesson in enumerate(batch.lessons):

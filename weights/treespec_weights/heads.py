@@ -19,11 +19,14 @@ from treespec_weights.assistants import AssistantForm, AssistantWeights, assista
 from treespec_weights.block_drafts import PARALLEL_BLOCK, BlockForm, BlockWeights, dflash_form, load_block, pard_form
 from treespec_weights.documents import CONFIG, read_config
 from treespec_weights.draft_tensors import FIRST_LAYER, DraftTensors, config_error, layers_of, tensor_names
+from treespec_weights.draft_vocabulary import read_draft_vocabulary
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
+from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.mtp import MtpForm, check_predictor
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.state_heads import StateForm, StateWeights, load_state_head, medusa_form, speculator_form
+from treespec_weights.state_projection import StateSsmForm, load_state_projection, state_ssm_form
 
 SUPPORTED = (
     "EAGLE-1, EAGLE-2 and EAGLE-3 heads of the layouts of EAGLE, SpecForge and speculators; parallel EAGLE heads of "
@@ -117,7 +120,7 @@ class HeadWeights(NamedTuple):
         return sum(t.numel() for t in self.decoder.values()) + sum(t.numel() for t in other_tensors if t is not None)
 
 
-DraftForm: TypeAlias = HeadForm | BlockForm | StateForm | AssistantForm | MtpForm
+DraftForm: TypeAlias = HeadForm | BlockForm | StateForm | AssistantForm | MtpForm | StateSsmForm
 
 
 def read_head(folder: Path | str) -> DraftForm | None:
@@ -125,6 +128,8 @@ def read_head(folder: Path | str) -> DraftForm | None:
     root = resolve_folder(folder)
     if root.is_file():
         return None
+    if (form := state_ssm_form(root)) is not None:
+        return form
     raw = read_config(root)
     architectures = raw.get("architectures") or []
     names = [*architectures, *(raw.get(key) for key in ("speculators_model_type", "model_type"))]
@@ -293,6 +298,8 @@ def is_reduced(form: DraftForm, vocab_size: int) -> bool:
     """
     if isinstance(form, MtpForm):
         return False
+    if isinstance(form, StateSsmForm):
+        return True
     if isinstance(form, AssistantForm):
         return form.centroids > 0
     tensors = DraftTensors(form.folder, None, "cpu")
@@ -335,6 +342,8 @@ def _check_stored(
     """Return a head's number of parameters, its tokens, and whether it has the target's hidden size."""
     if isinstance(form, MtpForm):
         return check_predictor(form), None, True
+    if isinstance(form, StateSsmForm):
+        return _check_state_ssm(form, vocab_size, hidden)
     weights: HeadWeights | BlockWeights | StateWeights | AssistantWeights
     if isinstance(form, StateForm):
         weights, tokens = load_state_head(form, hidden, vocab_size, None, "cpu")
@@ -349,3 +358,12 @@ def _check_stored(
     else:
         weights, tokens = load_head(form, shape, num_states, hidden, None, "cpu")
     return weights.num_parameters, tokens, shape.hidden_size == hidden
+
+
+def _check_state_ssm(form: StateSsmForm, vocab_size: int, hidden: int) -> tuple[int, np.ndarray | None, bool]:
+    config = read_config(form.folder)
+    shape = ModelShape.from_hf(config, family_of(config, form.folder), form.folder)
+    projection = load_state_projection(form, shape.hidden_size, hidden, None, "cpu")
+    ids = read_draft_vocabulary(form.folder, shape.vocab_size, vocab_size)
+    parameters = shape.num_parameters() + sum(tensor.numel() for tensor in projection)
+    return parameters, None if ids is None else ids[ids >= 0], shape.hidden_size == hidden

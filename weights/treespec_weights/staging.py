@@ -9,6 +9,7 @@ from pathlib import Path
 from treespec_weights.draft_vocabulary import FILE as RANKS
 from treespec_weights.errors import OptionError, WriteError
 from treespec_weights.files import file_inside
+from treespec_weights.state_projection import FILE as STATES
 
 SUFFIX = ".partial"
 _CARRIED = (".json", ".jinja", ".txt", ".md", ".model")
@@ -96,7 +97,9 @@ def carried_files(source: Path, *written: str) -> list[str]:
         name
         for name in names
         if name not in written and not name.startswith(".") and not name.endswith(".index.json")
-        if Path(name).suffix in _CARRIED or name == RANKS or name.upper().startswith(("LICENSE", "LICENCE", "NOTICE"))
+        if Path(name).suffix in _CARRIED
+        or name in (RANKS, STATES)
+        or name.upper().startswith(("LICENSE", "LICENCE", "NOTICE"))
     ]
     for name in carried:  # fail before anything is written
         file_inside(source, name)

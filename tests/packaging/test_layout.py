@@ -46,7 +46,7 @@ LAYERS = {
     ),
     "treespec_weights": (
         ("dtypes", "errors", "progress", "quantize", "sentencepiece"),
-        ("experts", "factors", "files", "quant_schemes", "sizes"),
+        ("experts", "factors", "files", "quant_schemes", "sizes", "state_projection"),
         ("rules",),
         ("blocks", "layouts"),
         ("quant_config",),

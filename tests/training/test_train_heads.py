@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -18,7 +19,7 @@ from treespec import LLM, SpecConfig, train_drafts
 from treespec.errors import ModelError
 from treespec.training import dflash, state_ssm
 from treespec.training.draft_vocabulary import rows_of_tokens
-from treespec.training.student import make_student
+from treespec.training.student import make_student, open_model
 
 pytestmark = pytest.mark.slow
 VOCAB, DEPTHS = 384, 3
@@ -48,7 +49,9 @@ def random_head(
         parameter.copy_(values.bfloat16())
     head.write(folder, ids, target.config)
     for file in (folder / "model.safetensors", *folder.glob("state_projection.safetensors")):
-        save_file({n: t.float() if t.is_floating_point() else t for n, t in load_file(file).items()}, file)
+        with safe_open(file, "pt") as stored:
+            metadata = stored.metadata()
+        save_file({n: t.float() if t.is_floating_point() else t for n, t in load_file(file).items()}, file, metadata)
     tokens = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(3), dtype=torch.int64)
     states = target(tokens, output_hidden_states=True).hidden_states
     return target, head, tokens, torch.stack([states[min(layer, num_layers)] for layer in layers], 2)
@@ -59,11 +62,18 @@ def make_state_ssm(target: Any, ids: np.ndarray, num_states: int) -> state_ssm.S
     return state_ssm.StateSsm(student, num_states * target.config.hidden_size, target.config.rms_norm_eps)
 
 
+def make_power_of_two(*arguments: Any) -> state_ssm.StateSsm:
+    """Its scale changes no rounding."""
+    ssm = make_state_ssm(*arguments)
+    ssm.scale = 0.25
+    return ssm
+
+
 @pytest.mark.parametrize("num_layers", [3, 8])
 def test_logits_at_every_depth_are_those_of_the_reference(num_layers: int, tmp_path: Path) -> None:
     """Of an SSM with target states as it is trained, for the folder that it is written to."""
     layers = state_ssm.read_layers(num_layers)
-    _, head, tokens, states = random_head(make_state_ssm, layers, num_layers, tmp_path)
+    _, head, tokens, states = random_head(make_power_of_two, layers, num_layers, tmp_path)
     rows = rows_of_tokens(np.append(draft_ids(tmp_path).numpy(), -1), VOCAB)[tokens]
     with torch.inference_mode():
         for depth, hidden in enumerate(head(states[:, :-1].flatten(2), torch.from_numpy(rows), DEPTHS)):
@@ -76,13 +86,23 @@ def test_logits_at_every_depth_are_those_of_the_reference(num_layers: int, tmp_p
                     torch.testing.assert_close(logits[row, pair], expected, rtol=1e-4, atol=1e-4)
 
 
+@torch.inference_mode()
+def test_training_continues_with_a_state_ssm(tmp_path: Path) -> None:
+    layers = state_ssm.read_layers(3)
+    target, head, tokens, states = random_head(make_power_of_two, layers, 3, tmp_path)
+    student, values = open_model(tmp_path, torch.float32), len(layers) * target.config.hidden_size
+    opened = state_ssm.StateSsm(student, values, target.config.rms_norm_eps, tmp_path)
+    inputs = states[:, :-1].flatten(2), tokens % 100, DEPTHS
+    for ours, theirs in zip(opened(*inputs), head(*inputs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_training_starts_with_the_predictions_of_the_student() -> None:
     target = AutoModelForCausalLM.from_pretrained(tiny_target(3), dtype=torch.float32)
     ids = np.append(np.arange(0, VOCAB, 3), -1)
     for table in {target.get_input_embeddings().weight, target.get_output_embeddings().weight}:
         table.data = torch.nn.functional.normalize(table.data)
     head = make_state_ssm(target, ids, 2)
-    head.enorm.weight.data.fill_(target.config.hidden_size**-0.5)  # the norm of every row is one
     inputs = torch.randint(len(ids) - 1, (1, 9), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
         expected = head.student.get_decoder()(inputs[:, 1:]).last_hidden_state
@@ -122,6 +142,7 @@ def test_a_trained_head_drafts(num_layers: int, kind: str, tmp_path: Path) -> No
         train_drafts(target, [], tmp_path / "two", lessons=tmp_path / "one", **options)
         one, two = ((tmp_path / name / kind / "model.safetensors").read_bytes() for name in ("one", "two"))
         assert one == two
+        train_drafts(target, [], tmp_path / "more", lessons=tmp_path / "one", start=tmp_path / "one" / kind, **options)
 
 
 def test_a_target_without_such_layers_is_refused(tmp_path: Path) -> None:

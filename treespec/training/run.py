@@ -391,8 +391,8 @@ class TrainingRun:
         else:
             layers = state_ssm.read_layers(self.num_layers)
             num_values = len(layers) * self.config.shape.hidden_size
-            is_trained = self.settings.start is not None
-            head = state_ssm.StateSsm(student, num_values, self.config.norm_eps, is_trained).to(self.device)
+            start = None if self.settings.start is None else resolve_folder(self.settings.start)
+            head = state_ssm.StateSsm(student, num_values, self.config.norm_eps, start).to(self.device)
 
         def subset(indices: np.ndarray, label: str) -> tuple[Curriculum, TargetStates]:
             curriculum = self.curriculum(lessons.select(indices), target_ids)

@@ -20,7 +20,12 @@ from treespec.training.distillation import LessonBatch, Prediction
 from treespec.training.loop import mixed_precision
 from treespec.training.student import write_student
 from treespec.training.target_states import TargetStates
-from treespec_weights.state_projection import StateProjection, write_state_projection
+from treespec_weights.state_projection import (
+    StateProjection,
+    load_state_projection,
+    state_ssm_form,
+    write_state_projection,
+)
 
 DEPTHS = 4  # consecutive drafted tokens per training step
 
@@ -35,15 +40,16 @@ class StateSsm(nn.Module):
 
     decay = 0.8  # loss weight of a depth relative to the depth before it
 
-    def __init__(self, student: Any, states: int, eps: float, is_trained: bool = False):
-        """`states` is the number of values of the target that it reads for each token, `eps` that of the norms.
+    def __init__(self, student: Any, states: int, eps: float, start: Path | None = None):
+        """Read `states` values of the target for each token; `eps` is that of the norms.
 
-        The weights of a trained student learn slowly: at the rate of new ones, they would forget more than these learn.
+        `start` is the folder of a trained student, from which its projection is read, if it has one. The student's
+        weights then learn slowly: at the rate of new ones, they would forget more than these learn.
         """
         super().__init__()
         rows = student.get_input_embeddings().weight.detach()
         hidden = rows.shape[1]
-        self.student, self._is_trained = student, is_trained
+        self.student, self._is_trained = student, start is not None
         self.fc, self.eh_proj = nn.Linear(states, hidden, bias=False), nn.Linear(2 * hidden, hidden, bias=False)
         self.enorm, self.hnorm = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
         with torch.no_grad():
@@ -52,6 +58,13 @@ class StateSsm(nn.Module):
         # Size of the student's embeddings, to which a projected pair is scaled. As a part of `eh_proj`, it would make
         # this matrix so small that an update changes it too much.
         self.scale = float(rows.square().mean(1).sqrt().median())
+        if start is not None and (form := state_ssm_form(start)) is not None:
+            self._read(load_state_projection(form, hidden, states // len(form.layers), torch.float32, rows.device))
+
+    @torch.no_grad()
+    def _read(self, projection: StateProjection) -> None:
+        for name, tensor in projection._asdict().items():
+            getattr(self, name).weight.copy_(tensor / self.scale if name == "eh_proj" else tensor)
 
     def slow_parameters(self) -> list[nn.Parameter]:
         return list(self.student.parameters()) if self._is_trained else []

@@ -54,7 +54,7 @@ class StateSsm(nn.Module):
         self.enorm, self.hnorm = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
         with torch.no_grad():
             nn.init.normal_(self.fc.weight, std=states**-0.5)
-            self.eh_proj.weight.copy_(torch.eye(hidden, 2 * hidden, device=rows.device))
+            self.eh_proj.weight.copy_(torch.eye(hidden, 2 * hidden, dtype=rows.dtype, device=rows.device))
         # Size of the student's embeddings, to which a projected pair is scaled. As a part of `eh_proj`, it would make
         # this matrix so small that an update changes it too much.
         self.scale = float(rows.square().mean(1).sqrt().median())

@@ -135,7 +135,7 @@ def test_a_parallel_draft_with_another_tokenizer() -> None:
 
 KINDS = {"eagle-1": "EAGLE head", "dflash of speculators": "DFlash draft", "pard": "PARD draft"}
 KINDS |= {
-    "state ssm": "SSM with target states",
+    "state ssm": "state SSM",
     "peagle": "parallel EAGLE head",
     "medusa, vllm": "Medusa head",
     "speculator": "MLPSpeculator head",

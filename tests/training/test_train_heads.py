@@ -71,7 +71,7 @@ def make_power_of_two(*arguments: Any) -> state_ssm.StateSsm:
 
 @pytest.mark.parametrize("num_layers", [3, 8])
 def test_logits_at_every_depth_are_those_of_the_reference(num_layers: int, tmp_path: Path) -> None:
-    """Of an SSM with target states as it is trained, for the folder that it is written to."""
+    """Of a state SSM as it is trained, for the folder that it is written to."""
     layers = state_ssm.read_layers(num_layers)
     _, head, tokens, states = random_head(make_power_of_two, layers, num_layers, tmp_path)
     rows = rows_of_tokens(np.append(draft_ids(tmp_path).numpy(), -1), VOCAB)[tokens]

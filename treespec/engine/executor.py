@@ -20,21 +20,7 @@ from treespec.planning.round_costs import RoundSeconds
 from treespec.request import Request
 from treespec.tree import TokenTree
 
-STAGES = (
-    *(
-        "idle",
-        "host",
-        "prefill",
-        "draft",
-        "cross_tokenizer",
-        "search",
-        "merge",
-        "forward",
-        "verify",
-        "commit",
-        "update",
-    ),
-)
+STAGES = "idle host prefill draft cross_tokenizer search merge forward verify commit update".split()
 
 
 @dataclass(eq=False)

@@ -128,7 +128,7 @@ class PredictorHead(PairHead):
 
 
 class Eagle3Head(PairHead):
-    """An EAGLE-3 head, or an SSM with target states."""
+    """An EAGLE-3 head, or a state SSM."""
 
     kind = "eagle3"
 

@@ -145,7 +145,7 @@ class HeadConfig:
         return cls(form, decoder, layers, target.shape.hidden_size)
 
     def __str__(self) -> str:
-        article = "an" if self.form.name.startswith(("EAGLE", "MLP", "MTP", "SSM")) else "a"
+        article = "an" if self.form.name.startswith(("EAGLE", "MLP", "MTP")) else "a"
         cut = "" if self.kept is None else f", {len(self.kept):,} of {self.decoder.shape.vocab_size:,} tokens"
         return f"{article} {self.form.name} that {self.form.describe(self.layers)}{cut}"
 

@@ -39,7 +39,7 @@ class StateSsmForm:
 
     folder: Path
     layers: tuple[int, ...]  # target layers whose inputs it reads, numbered as by `HeadForm.read_layers`
-    name = "SSM with target states"
+    name = "state SSM"
 
     def describe(self, layers: Sequence[int]) -> str:
         return f"reads the inputs of the target's layers {', '.join(map(str, layers))}"

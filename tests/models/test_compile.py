@@ -6,7 +6,6 @@ import math
 import random
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -33,8 +32,12 @@ from tests.helpers.models import (
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import SpecConfig
 from treespec.cache.kv_cache import KVCache
+from treespec.engine.host_executor import verify_request
+from treespec.engine.runner import Choices
 from treespec.errors import ExactnessError
 from treespec.request import Request
+from treespec.sampling.sampler import Sampler
+from treespec.sampling.transforms import Transforms
 from treespec.sampling_params import SamplingParams
 from treespec.tree import TokenTree
 from treespec_kernels.comparison import assert_close
@@ -118,20 +121,24 @@ def test_the_best_token_is_the_first_of_the_largest(dtype: torch.dtype, vocab: i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_a_walk_equals_its_reference(dtype: torch.dtype) -> None:
-    """Paths, tokens and K/V of random trees; some requests have samplers, and some logits are not finite."""
+    """Paths, tokens and K/V of random trees; some requests are sampled, in C++ or not; some logits are not finite."""
     llm, choose, generator = tiny_llm(dtype, (), compile=True), random.Random(0), torch.Generator().manual_seed(0)
-    runner, cache, lengths = llm.engine.runner, llm.engine.cache, set[int]()
+    runner, cache, lengths, decided = llm.engine.runner, llm.engine.cache, set[int](), list[bool]()
     original = cache.pools[0].clone()
     before = torch.randn(original.shape, generator=generator).to(dtype)
     for case in range(60):
         requests, trees, rows = list[Request](), list[TokenTree](), list[Tensor]()
         for _ in range(choose.randint(1, 4)):
             count, tokens = choose.choice([1, 2, 20, 40]), [1] * choose.randint(1, 80)
-            request = Request(tokens, SamplingParams(), SpecConfig.off(), max_tokens=1)
+            request = Request(tokens, SamplingParams(), SpecConfig.off(), max_tokens=100)
             request.context_len, request.pages = len(tokens) - 1, cache.reserve(request.request_id, len(tokens) + count)
-            request.sampler = mock.Mock() if choose.random() < 0.2 else None
+            if choose.random() < 0.4:
+                params, library = SamplingParams(temperature=0.15), choose.choice([None, runner.target.growth])
+                transforms = Transforms(params, len(tokens), (), (), VOCAB, runner.target.device)
+                request.sampler = Sampler(params, transforms, (), VOCAB, runner.target.device, case, library=library)
             parents = tree_parents(choose.choice(["chain", "star", "random"]), count, generator)
-            tree = TokenTree.from_parents([choose.randrange(3) for _ in range(count)], parents, 1.0, "lookup")
+            siblings = [[*parents[:i]].count(parent) for i, parent in enumerate(parents)]  # before each node
+            tree = TokenTree.from_parents(siblings, parents, 1.0, "lookup")
             logits = torch.rand(count, VOCAB, generator=generator)
             logits[torch.arange(count), torch.randint(3, (count,), generator=generator)] = 2.0
             if choose.random() < 0.2:
@@ -142,16 +149,26 @@ def test_a_walk_equals_its_reference(dtype: torch.dtype) -> None:
         for walk in (runner.walk, runner.walk_ref):
             cache.pools[0].copy_(before)
             paths, next_tokens = walk(requests, trees, torch.cat(rows))
-            known = [len(path) > 0 and request.sampler is None for request, path in zip(requests, paths, strict=True)]
-            results.append(([path.tolist() for path in paths], [*itertools.compress(next_tokens, known)]))
-            results[-1] += (cache.pools[0].clone(),)
-        (*of_call, kv), (*of_steps, expected) = results
+            ends, outputs = [*itertools.accumulate(map(len, rows))], list[tuple[list[int], int]]()
+            for i, (request, tree, path, token) in enumerate(zip(requests, trees, paths, next_tokens, strict=True)):
+                if not len(path):
+                    outputs.append(([], -1))
+                    continue
+                choices = Choices(path, token, torch.cat(rows), ends[i] - len(tree), ends[i])
+                path, token = verify_request(request, tree, choices)
+                outputs.append((path.tolist(), token))
+                if choices.next_token < 0:
+                    cache.commit_target([request.pages], [request.context_len], [path])
+                if walk == runner.walk and request.sampler is not None and request.sampler.native_choice is not None:
+                    decided.append(choices.next_token >= 0)
+            results.append((outputs, cache.pools[0].clone()))
+        (of_call, kv), (of_steps, expected) = results
         assert of_call == of_steps and torch.equal(kv, expected), case
-        lengths |= {len(path) for path in of_call[0]}
+        lengths |= {len(path) for path, _ in of_call}
         for request in requests:
             cache.release(request.request_id)
     cache.pools[0].copy_(original)
-    assert {0, 1, 2, 3, 4} <= lengths
+    assert {0, 1, 2, 3, 4} <= lengths and len(decided) > 10 and all(decided)
 
 
 THREE = {"num_attention_heads": 3, "num_key_value_heads": 3}

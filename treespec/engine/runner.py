@@ -24,10 +24,11 @@ _SCORED_ROWS = 64  # prompt rows whose logits are computed at once: 20 MB in bfl
 class Choices(NamedTuple):
     """Target outputs for one request's tree."""
 
-    # int64 [1 + accepted], root first: the nodes that a greedy request accepts, to which the target's K/V are moved;
-    # only the root if the request has a sampler; empty if a logit is not finite
+    # int64 [1 + accepted], root first: the accepted nodes; empty if a logit is not finite
     path: np.ndarray
-    next_token: int  # the argmax after the path; of a greedy request
+    # The target's token after the path, to which its K/V are then moved; -1 if the request's sampler must choose it and
+    # go on
+    next_token: int
     pass_logits: Tensor  # [total nodes, vocab], of all requests of the pass
     first: int  # its rows of this request's nodes begin here and end before `last`
     last: int
@@ -50,6 +51,14 @@ def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
     nodes = np.arange(len(tree))
     seen, own = (tree.depths, tree.visible, tree.depths), (request.adapter, request.state_rows())
     return RequestRows(request.context_len, nodes, *seen, request.pages, request.max_len, *own)
+
+
+def _rule(request: Request, tree: TokenTree) -> int:
+    """How C++ walks a tree, as of `TreeRows.rules`."""
+    if request.sampler is None:
+        return 0
+    is_drawn = len(tree) > 1 and request.draws_at_random
+    return (None if is_drawn else request.sampler.native_choice) or -1
 
 
 class CapturedPasses(Protocol):
@@ -150,15 +159,15 @@ class Runner:
     ) -> tuple[list[np.ndarray], list[int]]:
         """The reference of `walk`, on any device.
 
-        Of requests with a sampler, only one logit of each row is checked: a hidden state that is not finite makes all
-        of its logits so, and samplers check the rows that they read.
+        It leaves the tokens of requests with a sampler to that. Of their rows, only one logit is checked: a hidden
+        state that is not finite makes all of its logits so, and samplers check the rows that they read.
         """
         paths, next_tokens, first = list[np.ndarray](), list[int](), 0
         ones, (best, tokens) = logits[:, 0].tolist(), (column.tolist() for column in self.target.best(logits))
         for request, tree in zip(requests, trees, strict=True):
             rows, first, is_greedy = slice(first, first + len(tree)), first + len(tree), request.sampler is None
             path = tree.follow(tokens[rows]) if is_greedy else np.zeros(1, dtype=np.int64)
-            next_tokens.append(tokens[rows][path[-1]])
+            next_tokens.append(tokens[rows][path[-1]] if is_greedy else -1)
             paths.append(path if all(map(math.isfinite, (best if is_greedy else ones)[rows])) else path[:0])
         pages, contexts = [request.pages for request in requests], [request.context_len for request in requests]
         self.cache.commit_target(pages, contexts, paths)
@@ -171,8 +180,8 @@ class Runner:
         columns = [*arrays[0]] if len(arrays) == 1 else [*map(np.concatenate, zip(*arrays, strict=True))]
         contexts, pages = [request.context_len for request in requests], [request.pages for request in requests]
         first_rotations = [self.target.config.first_rotation(request.max_len) for request in requests]
-        greedy = [request.sampler is None for request in requests]
-        return TreeBatch([column.tolist() for column in columns], first_rows, contexts, pages, first_rotations, greedy)
+        rules = [_rule(request, tree) for request, tree in zip(requests, trees, strict=True)]
+        return TreeBatch([column.tolist() for column in columns], first_rows, contexts, pages, first_rotations, rules)
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
         """[total nodes, vocab] logits of a tree pass, in the model's dtype."""

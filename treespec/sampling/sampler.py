@@ -69,6 +69,12 @@ class Sampler:
             self._native = RowChoice(library, self.key, *transforms.truncation)
 
     @property
+    def native_choice(self) -> int | None:
+        """The address of the `Choice` with which C++ samples from the target's own logits; None if it cannot."""
+        plain = isinstance(self.transforms, Transforms) and not self.transforms.modifies
+        return self._native.address if plain and self._native is not None else None
+
+    @property
     def restriction(self) -> Restriction | None:
         """Restriction to allowed tokens, also for drafts; None allows all."""
         return self.transforms.restriction if isinstance(self.transforms, Transforms) else None
@@ -124,7 +130,9 @@ class Sampler:
             self._check(float(scores.max()), logits, len(tokens) + len(ancestors))
             return torch.softmax(scores, -1).cpu().numpy()
 
-    def walk(self, tree: TokenTree, logits: Tensor, tokens: Sequence[int], limit: int) -> tuple[np.ndarray, int]:
+    def walk(
+        self, tree: TokenTree, logits: Tensor, tokens: Sequence[int], limit: int, begin: Sequence[int] = (0,)
+    ) -> tuple[np.ndarray, int]:
         """Verify naively: descend to the child that carries the target's choice until there is none.
 
         A node's choice depends only on its path and its own noise, so the emitted tokens equal plain decoding. The walk
@@ -132,12 +140,13 @@ class Sampler:
         in plain decoding, and the next walk fails at its root.
 
         `logits` are [num_nodes, vocab], `tokens` prompt and output up to the root, `limit` the request's remaining
-        tokens. Returns the accepted path, int64 [1 + accepted], root first, and the next token.
+        tokens, `begin` the accepted nodes so far, root first. Returns the accepted path, int64 [1 + accepted], root
+        first, and the next token.
         """
         edges = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
         children = {key: node for node, key in enumerate(edges) if node}
-        path = [0]
-        ancestors: list[int] = []
+        path = [*begin]
+        ancestors: list[int] = tree.tokens[path[1:]].tolist()
         while True:
             try:
                 token = self.choose(logits[path[-1]], tokens, ancestors)

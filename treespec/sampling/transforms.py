@@ -87,7 +87,8 @@ class Transforms:
         self.params, self._num_prompt, self._vocab_size, self._device = params, num_prompt, vocab_size, device
         by_kernel = by_kernel and runs_by_kernels(params)
         self._bad_words, self._grammar, self._by_kernel = _BadWords(bad_words), grammar, by_kernel
-        self._modifies = params.transforms_logits or bool(bad_words) or grammar is not None
+        # Whether `penalised` changes the logits
+        self.modifies = params.transforms_logits or bool(bad_words) or grammar is not None
         self.restriction: Restriction | None = None  # allowed tokens, also for drafts; None allows all
         if grammar is not None or params.allowed_token_ids is not None:
             self.restriction = Restriction(params.allowed_token_ids, grammar, vocab_size, device)
@@ -120,7 +121,7 @@ class Transforms:
 
     def penalised(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int]) -> Tensor:
         """Return the first part of `scores`: the input of `truncated`, [vocab], float32 or the logits themselves."""
-        if not self._modifies:
+        if not self.modifies:
             return logits
         with one_thread():
             return self._penalised(logits, tokens, ancestors)

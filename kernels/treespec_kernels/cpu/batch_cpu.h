@@ -48,8 +48,23 @@ struct TreeRows {  // whole trees of a pass, one after another
     const int64_t *tokens, *parents, *depths;  // [num_rows], as indices in their trees, roots first; -1: no parent
     // Per tree: start of its rows and of its pages, committed positions, and row of the rotations for position 0
     const int64_t *first_row, *first_page, *context, *first_rotation;
-    const int64_t* greedy;  // per tree, whether to walk along the largest logits; otherwise the path is the root
+    // Per tree, the rule of its walk: along the largest logits (0), not at all (-1), or the address of its request's Choice
+    const int64_t* rules;
     const int64_t* pages;
+};
+
+struct Choice {  // of a token from a row of logits, with a request's temperature, truncation and noise
+    int64_t (*choose)(const Choice* choice);  // `treespec_choose`, which the decoder's library does not contain
+    const void* logits;  // [width], fp32, or bf16 if is_bf16
+    int64_t is_bf16, width;
+    float temperature, log_min_p;  // log_min_p: -inf without min_p
+    double top_p;
+    int64_t top_k;  // 0: all
+    int64_t seed, sample, position;
+    // Outputs, [MOST_CANDIDATES]: the tokens that may be chosen, ascending, with their scores and Philox integers
+    int64_t* tokens;
+    float* scores;
+    uint32_t* integers;
 };
 
 struct KvPool {  // [outer, num_pages, heads, page_size, row_bytes], contiguous
@@ -61,8 +76,8 @@ struct Walks {  // of the trees of a pass, by its logits, [num_rows, width] in t
     const void* logits;
     int64_t width, num_pools, threads;
     const KvPool* pools;    // [num_pools], to compact
-    // Outputs: the path of tree t, and the tokens after its nodes, from first_row[t] on; and the number of its nodes, 0
-    // if the tree has logits that are not finite
+    // Outputs: the path of tree t, and the tokens after its nodes, from first_row[t] on, -1 after a node whose token is
+    // left to the caller; and the number of its nodes, 0 if the tree has logits that are not finite
     int64_t *paths, *tokens, *lengths;
 };
 

@@ -3,19 +3,6 @@
 
 extern "C" {
 
-struct Choice {
-    const void* logits;  // [width], fp32, or bf16 if is_bf16
-    int64_t is_bf16, width;
-    float temperature, log_min_p;  // log_min_p: -inf without min_p
-    double top_p;
-    int64_t top_k;  // 0: all
-    int64_t seed, sample, position;
-    // Outputs, [MOST_CANDIDATES]: the tokens that may be chosen, ascending, with their scores and Philox integers
-    int64_t* tokens;
-    float* scores;
-    uint32_t* integers;
-};
-
 struct RowLogprobs {
     const void* const* logits;  // [num_rows], rows of [width], fp32, or bf16 if is_bf16
     int64_t is_bf16, num_rows, width, count;

@@ -35,6 +35,7 @@ class RowChoice:
         self._scores = np.zeros(MOST_CANDIDATES, dtype=np.float32)
         self._integers = np.zeros(MOST_CANDIDATES, dtype=np.uint32)
         self._struct = STRUCTS["Choice"](
+            choose=ctypes.cast(library.treespec_choose, ctypes.c_void_p).value,
             temperature=temperature,
             log_min_p=log_min_p,
             top_p=top_p,
@@ -45,7 +46,7 @@ class RowChoice:
             scores=address_of(self._scores, np.float32),
             integers=address_of(self._integers, np.uint32),
         )
-        self._address = ctypes.addressof(self._struct)
+        self.address = ctypes.addressof(self._struct)
 
     def choose(self, logits: Tensor, position: int) -> int | None:
         """Return the token at `position`, which is the reference's.
@@ -59,7 +60,7 @@ class RowChoice:
         struct = self._struct
         struct.logits, struct.is_bf16, struct.width = logits.data_ptr(), logits.dtype == torch.bfloat16, len(logits)
         struct.position = position
-        count = self._choose(self._address)
+        count = self._choose(self.address)
         if count < 0:
             return None
         if count == 1:  # almost always: the other tokens' values are lower by more than the logarithms' rounding errors

@@ -122,10 +122,10 @@ class TreeBatch:
         contexts: Sequence[int],  # by tree, its request's committed positions
         pages: Sequence[np.ndarray],  # by tree, its request's pages, int64
         first_rotations: Sequence[int],  # by tree, row of the rotations for position 0
-        greedy: Sequence[bool],  # by tree, whether `CompiledModel.walk` follows the largest logits
+        rules: Sequence[int],  # by tree, as `TreeRows.rules` in batch_cpu.h
     ):
         first_pages = [*accumulate(map(len, pages), initial=0)]
-        numbers, addresses = packed(*columns, first_rows, first_pages, contexts, first_rotations, greedy)
+        numbers, addresses = packed(*columns, first_rows, first_pages, contexts, first_rotations, rules)
         all_pages = pages[0] if len(pages) == 1 else np.concatenate(pages)
         self.first_rows, self._held = first_rows, (numbers, all_pages)
         self.num_positions = max(contexts) + max(first_rotations) + first_rows[-1]  # at most, in rows of the rotations

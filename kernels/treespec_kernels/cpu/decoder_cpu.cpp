@@ -705,33 +705,44 @@ void treespec_best(const scalar* logits, int64_t num_rows, int64_t width, float*
     });
 }
 
-// Walks the trees (`TokenTree.follow`), and compacts the pools to the paths of greedy trees. Of other trees, only the first
-// logit of each row is checked: a hidden state that is not finite makes all of its logits so.
+// Walks the trees along the largest logits (`TokenTree.follow`) or sampled tokens (`Sampler.walk`), and compacts the pools
+// to the paths, unless the caller must choose a token. Of trees that are not greedy, only the first logit of each row is
+// checked: a hidden state that is not finite makes all of its logits so.
 void treespec_walk(const TreeRows* trees, const Walks* walks) {
     static thread_local std::vector<Largest> memory;
     const int64_t num_rows = trees->first_row[trees->num_trees], width = walks->width;
     std::vector<uint8_t> greedy(num_rows);
     for (int64_t t = 0; t < trees->num_trees; t++)
-        std::fill_n(greedy.begin() + trees->first_row[t], trees->first_row[t + 1] - trees->first_row[t], trees->greedy[t]);
+        std::fill_n(greedy.begin() + trees->first_row[t], trees->first_row[t + 1] - trees->first_row[t], !trees->rules[t]);
     memory.resize(num_rows);
     Largest* const best = memory.data();  // of this thread
     parallel(int(walks->threads), num_rows, [&](int64_t r) {
         const scalar* row = (const scalar*)walks->logits + r * width;
         best[r] = greedy[r] ? largest(row, width) : Largest{to_float(row[0]), 0};
     });
-    for (int64_t t = 0; t < trees->num_trees; t++) {
+    parallel(int(walks->threads), trees->num_trees, [&](int64_t t) {
         const int64_t first = trees->first_row[t], count = trees->first_row[t + 1] - first;
         const int64_t *parents = trees->parents + first, *tokens = trees->tokens + first;
         int64_t *path = walks->paths + first, *chosen = walks->tokens + first, length = 1;
-        path[0] = 0, chosen[0] = best[first].index;
-        for (int64_t i = 1; i < count && trees->greedy[t]; i++)
-            if (parents[i] == path[length - 1] && tokens[i] == chosen[length - 1])
-                path[length] = i, chosen[length++] = best[first + i].index;
+        Choice* const sampled = trees->rules[t] > 0 ? (Choice*)trees->rules[t] : nullptr;
+        const auto token_after = [&](int64_t node, int64_t depth) -> int64_t {
+            if (!sampled) return trees->rules[t] ? -1 : best[first + node].index;
+            sampled->logits = (const scalar*)walks->logits + (first + node) * width;
+            sampled->is_bf16 = sizeof(scalar) == 2, sampled->width = width;
+            sampled->position = trees->context[t] + 1 + depth;
+            return sampled->choose(sampled) == 1 ? sampled->tokens[0] : -1;
+        };
+        path[0] = 0, walks->lengths[t] = 0;
         if (!std::all_of(best + first, best + first + count, [](const Largest& x) { return std::isfinite(x.value); }))
-            length = 0;
+            return;
+        chosen[0] = token_after(0, 0);
+        for (int64_t i = 1; i < count; i++)
+            if (parents[i] == path[length - 1] && tokens[i] == chosen[length - 1])
+                path[length] = i, chosen[length] = token_after(i, length), length++;
         walks->lengths[t] = length;
-        for (int64_t pool = 0; pool < walks->num_pools; pool++) commit_path(*trees, walks->pools[pool], t, path, length);
-    }
+        for (int64_t pool = 0; pool < walks->num_pools && chosen[length - 1] >= 0; pool++)
+            commit_path(*trees, walks->pools[pool], t, path, length);
+    });
 }
 
 // Fills in a layer's format, that of blocks of a type; -1 and -2: int8 and int4 with fp32 scales. Returns the bytes of

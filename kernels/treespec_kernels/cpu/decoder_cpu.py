@@ -399,10 +399,11 @@ class CompiledModel:
         return logits
 
     def walk(self, trees: TreeBatch, logits: Tensor, pools: ctypes.Array[Any]) -> tuple[list[np.ndarray], list[int]]:
-        """Return the accepted path of each tree, int64, root first, and the token after it, by `TokenTree.follow`.
+        """Return the accepted path of each tree, int64, root first, and the token after it, by the tree's rule.
 
-        Compacts the pools to these paths. The path of a tree that is not greedy is its root, that of a tree whose
-        logits are not finite is empty; of a tree that is not greedy, only the first logit of each row is checked.
+        Compacts the pools to these paths. If the caller must choose a token, the path ends before it, the token is -1,
+        and nothing is compacted. The path of a tree whose logits are not finite is empty; of a tree that is not greedy,
+        only the first logit of each row is checked.
 
         Args:
             logits: [num_rows, vocab_size] in the model's dtype, of the trees' nodes.

@@ -35,13 +35,13 @@ class MixtureWeights:
 
         Scored tokens keep their scores. If `first` leaves a gap, earlier scores are discarded.
         """
-        width, known = self._scores.shape[1], int(self.known[ssm])
-        skipped = max(known - first, len(probs) - width, 0)
+        width, num_scored = self._scores.shape[1], int(self.known[ssm])
+        skipped = max(num_scored - first, len(probs) - width, 0)
         first, probs = first + skipped, probs[skipped:]
         if not len(probs):
             return
         end = first + len(probs)
-        self._begin[ssm] = max(first if first > known else self._begin[ssm], end - width)
+        self._begin[ssm] = max(first if first > num_scored else self._begin[ssm], end - width)
         logprobs = np.log(np.fmax(probs, 1e-9))  # fmax also replaces NaN
         start = first % width
         fits = start + len(probs) <= width

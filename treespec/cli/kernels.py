@@ -65,8 +65,8 @@ def _settings(config: "ModelConfig", dtype: "torch.dtype", quantization: str | N
     if shape.sizes:
         kernel = replace(kernel, planes=(shape.num_kv_heads, shape.head_dim))
         names = ("head_dim", "num_kv_heads", "intermediate_size")
-        kernels = [replace(kernel, **{name: getattr(own, name) for name in names}) for own in shape.sizes]
-    return [Setting(replace(own, quantized=f), layers=n) for own, n in Counter(kernels).items() for f in forms]
+        kernels = [replace(kernel, **{name: getattr(layer, name) for name in names}) for layer in shape.sizes]
+    return [Setting(replace(layer, quantized=f), layers=n) for layer, n in Counter(kernels).items() for f in forms]
 
 
 def _forms(config: "ModelConfig", quantization: str | None) -> "list[WeightForm | None]":

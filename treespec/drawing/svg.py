@@ -29,7 +29,9 @@ STYLE = """
 .ts .on .box{fill:#12351f;stroke:#3fb950}.ts .edge.on{stroke:#3fb950}
 .ts .bonus .box{fill:#0d1117;stroke:#3fb950}.ts .off .token{fill:#9198a1}.ts .green{fill:#3fb950}}
 """
-LIGHT_MARKS, DARK_MARKS = ("".join(f".ts .s{i}{{fill:{c}}}" for i, c in enumerate(each)) for each in (LIGHT, DARK))
+LIGHT_MARKS, DARK_MARKS = (
+    "".join(f".ts .s{i}{{fill:{c}}}" for i, c in enumerate(colours)) for colours in (LIGHT, DARK)
+)
 STYLE += f"{LIGHT_MARKS}\n@media(prefers-color-scheme:dark){{{DARK_MARKS}}}\n"
 
 

@@ -284,8 +284,8 @@ def _add_logprobs(verified: Sequence[VerifiedRequest], emitted: Sequence[list[in
             assert result.path_logits is not None
             asking[count].append((result.request, result.path_logits[: len(tokens)], tokens))
     for count, entries in asking.items():
-        chosen = [token for _, _, tokens in entries for token in tokens]
-        packed = packed_logprobs([rows for _, rows, _ in entries], chosen, count, library)
+        emitted_tokens = [token for _, _, tokens in entries for token in tokens]
+        packed = packed_logprobs([rows for _, rows, _ in entries], emitted_tokens, count, library)
         _append_logprobs([(request, tokens) for request, _, tokens in entries], packed, count)
 
 

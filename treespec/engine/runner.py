@@ -46,11 +46,11 @@ class Choices(NamedTuple):
 def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
     """Attention rows of a tree after the request's committed positions."""
     if len(tree) == 1:
-        own = request.adapter, request.state_rows()
-        return RequestRows.chain(request.context_len, 1, request.pages, request.max_len, *own)
+        adapter_and_state = request.adapter, request.state_rows()
+        return RequestRows.chain(request.context_len, 1, request.pages, request.max_len, *adapter_and_state)
     nodes = np.arange(len(tree))
-    seen, own = (tree.depths, tree.visible, tree.depths), (request.adapter, request.state_rows())
-    return RequestRows(request.context_len, nodes, *seen, request.pages, request.max_len, *own)
+    seen, adapter_and_state = (tree.depths, tree.visible, tree.depths), (request.adapter, request.state_rows())
+    return RequestRows(request.context_len, nodes, *seen, request.pages, request.max_len, *adapter_and_state)
 
 
 def _rule(request: Request, tree: TokenTree) -> int:

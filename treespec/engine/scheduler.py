@@ -130,14 +130,14 @@ class Scheduler:
         While other requests decode, there are only as many rows as take `MAX_STALL` at the last measured speed.
         """
         prefilling = sorted((request for request in self.running if request.needs_prefill), key=rank)
-        left = {request: self._prefill_end(request) - request.context_len for request in prefilling}
-        shortest_first = sorted(prefilling, key=lambda request: (request.priority, left[request]))
+        unprefilled = {request: self._prefill_end(request) - request.context_len for request in prefilling}
+        shortest_first = sorted(prefilling, key=lambda request: (request.priority, unprefilled[request]))
         counts, budget = dict.fromkeys(prefilling, 0), self.prefill_chunk
         if len(prefilling) < len(self.running):
             budget = min(budget, max(int(MAX_STALL / self._row_seconds), MIN_CHUNK))
         shares = [(request, (budget + 1) // 2) for request in prefilling[:1]]
         for request, most in [*shares, *((request, budget) for request in shortest_first)]:
-            count = min(left[request] - counts[request], most, budget)
+            count = min(unprefilled[request] - counts[request], most, budget)
             counts[request] += count
             budget -= count
         return {request: count for request, count in counts.items() if count}
@@ -263,12 +263,12 @@ class Scheduler:
             return Prefix(NO_PAGES, NO_LENGTHS)
         # The last token is left to decoding, and the leader of a group prefills at least one for the drafts.
         most = (request.prefill_len - (group is not None)) // PAGE_SIZE
-        found, states = prefixes.find(request.page_keys[: max(most, 0)]), self.cache.states
+        prefix, states = prefixes.find(request.page_keys[: max(most, 0)]), self.cache.states
         if states is None:
-            return found
-        ends = (count for count in range(len(found.pages), 0, -1) if states.find(request.page_keys[count - 1]))
+            return prefix
+        ends = (count for count in range(len(prefix.pages), 0, -1) if states.find(request.page_keys[count - 1]))
         count = next(ends, 0)
-        return Prefix(found.pages[:count], np.minimum(found.draft_lengths, count * PAGE_SIZE))
+        return Prefix(prefix.pages[:count], np.minimum(prefix.draft_lengths, count * PAGE_SIZE))
 
     def _admit(self, request: Request) -> bool:
         """Reserve a request's pages, reusing what is in the cache. Return whether its group has the whole prompt."""

@@ -38,12 +38,12 @@ class SlotLimits(NamedTuple):
 
     def shapes(self, config: ModelConfig, i: int) -> dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]]:
         """Return the shapes of A and B of the slots of layer i, by product."""
-        own, key = config.shape.parameters(), f"layers.{i}.k"
-        if key in own and not config.shape.layer(i).has_v:
-            own[f"layers.{i}.v"] = own[key]
+        parameters, key = config.shape.parameters(), f"layers.{i}.k"
+        if key in parameters and not config.shape.layer(i).has_v:
+            parameters[f"layers.{i}.v"] = parameters[key]
         shapes = {}
         for product, names in TRITON.items():
-            if sizes := [own[f"layers.{i}.{name}"] for name in present(names, f"layers.{i}.", own)]:
+            if sizes := [parameters[f"layers.{i}.{name}"] for name in present(names, f"layers.{i}.", parameters)]:
                 rank = -(-len(sizes) * self.rank // RANK_STEP) * RANK_STEP
                 shapes[product] = (
                     (self.adapters, rank, sizes[0][1]),
@@ -97,8 +97,8 @@ class AdapterSlots:
         return [NO_ADAPTER if adapter is None else slots[adapter] for adapter in adapters]
 
     def _copy(self, adapter: FusedUpdates, slot: int) -> None:
-        for own, updates in zip(self.layers, adapter.layers, strict=True):
-            for name, (down, up) in own.items():
+        for slots, updates in zip(self.layers, adapter.layers, strict=True):
+            for name, (down, up) in slots.items():
                 down[slot].zero_()  # also its A: an infinity that the adapter before left would become NaN
                 up[slot].zero_()
                 if name in updates:

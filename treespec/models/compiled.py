@@ -97,8 +97,8 @@ class CompiledDecoder(Decoder):
 
     def __init__(self, config: ModelConfig, weights: Weights, folder: Path, integer: bool = False):
         self._folder, self._integer, self._joined = folder, integer, torch.empty(0, dtype=torch.float32, device="cpu")
-        known = weights["final_norm" if isinstance(weights["embed"], Blocks) else "embed"]
-        attention: Any = SimpleNamespace(name="compiled", cache_dtype=known.dtype)  # a part of the pass
+        unquantized = weights["final_norm" if isinstance(weights["embed"], Blocks) else "embed"]
+        attention: Any = SimpleNamespace(name="compiled", cache_dtype=unquantized.dtype)  # a part of the pass
         super().__init__(config, weights, attention, "compiled", min_rows=1)
 
     def _take(self, weights: Weights) -> None:
@@ -169,27 +169,27 @@ class CompiledDecoder(Decoder):
     def _take_experts(self, weights: Weights, i: int) -> CompiledExperts:
         config = self.config.shape.experts
         assert config is not None
-        own = take_experts(weights, i, config.count, COMPILED, joins=False)
-        forms = {tuple(_forms_of(expert["gate_up"]) + _forms_of(expert["down"])) for expert in own.experts}
+        taken = take_experts(weights, i, config.count, COMPILED, joins=False)
+        forms = {tuple(_forms_of(expert["gate_up"]) + _forms_of(expert["down"])) for expert in taken.experts}
         if len(forms) > 1:
             raise ModelError(
                 f"{self.config.folder}: the experts of layer {i} are not all quantised alike; use compile=False"
             )
         return CompiledExperts(
-            own.router,
-            own.router_bias,
-            own.correction,
-            own.shared_scale,
-            [MlpWeights(**expert) for expert in own.experts],
+            taken.router,
+            taken.router_bias,
+            taken.correction,
+            taken.shared_scale,
+            [MlpWeights(**expert) for expert in taken.experts],
             config.top_k,
             config.scoring,
             config.normalized,
             config.scale,
             config.groups,
             config.chosen_groups,
-            None if own.latent is None else (own.latent["latent_in"], own.latent["latent_out"]),
-            own.scales,
-            own.norms,
+            None if taken.latent is None else (taken.latent["latent_in"], taken.latent["latent_out"]),
+            taken.scales,
+            taken.norms,
         )
 
     def weight_forms(self) -> Sequence[object]:

@@ -165,11 +165,11 @@ class Decoder:
         self.quantization = _quantization(weights)
         embed = weights.pop("embed")
         if isinstance(embed, Blocks):
-            self.embed_blocks, known = embed, weights["final_norm"]
+            self.embed_blocks, unquantized = embed, weights["final_norm"]
         else:
-            self.embed = known = embed.clone()  # a mapped tensor keeps the whole file mapped
+            self.embed = unquantized = embed.clone()  # a mapped tensor keeps the whole file mapped
             drop_mapped([embed])
-        self.dtype, self.device = known.dtype, known.device
+        self.dtype, self.device = unquantized.dtype, unquantized.device
         self.embed_scale = config.embed_scale_in(self.dtype)
         self.first_scale = self.embed_scale / config.stream_scale  # of embeddings in the residual stream
         positions = weights.pop("positions", None)
@@ -229,7 +229,7 @@ class Decoder:
         s = self.config.shape
         rows = s.vocab_size if self.head_vocabulary is None else len(self.head_vocabulary.tokens)
         sizes = [s.num_layers, s.hidden_size, s.intermediate_size, s.num_heads, s.num_kv_heads, s.head_dim, rows]
-        sizes += [size for own in s.sizes for size in (*own, s.per_layer_size)]
+        sizes += [size for layer in s.sizes for size in (*layer, s.per_layer_size)]
         if (experts := s.experts) is not None:
             sizes += [len(experts.layers), experts.count, experts.top_k, experts.size, experts.shared_size]
         if (recurrent := s.recurrent) is not None:

@@ -159,8 +159,8 @@ def take_products(
             fused = present(products[name], prefix, weights)
             parts[name] = take_projection(weights, prefix, fused, joins) if fused else None
             biases = [weights.pop(f"{prefix}{matrix}_bias", None) for matrix in products[name]]
-            found = [bias for bias in biases if bias is not None]
-            parts[f"{name}_bias"] = torch.cat(found) if found else None
+            present_biases = [bias for bias in biases if bias is not None]
+            parts[f"{name}_bias"] = torch.cat(present_biases) if present_biases else None
     return parts
 
 
@@ -264,17 +264,19 @@ class Layer:
         self.gate, self.up, self.down = linear("gate"), linear("up"), linear("down")
         self.sparse: SparseMlp | None = None
         if experts is not None and config.layers[i].sparse:
-            own = take_experts(weights, i, experts.count, EAGER)
+            taken = take_experts(weights, i, experts.count, EAGER)
             self.sparse = SparseMlp(
                 experts,
-                Linear(own.router.float() if experts.scoring == "sigmoid" else own.router, own.router_bias, impl),
-                own.correction,
-                [expert(parts) for parts in own.experts],
-                None if own.shared_scale is None else Linear(own.shared_scale, None, impl),
-                None if own.latent is None else (linear("latent_in", own.latent), linear("latent_out", own.latent)),
+                Linear(taken.router.float() if experts.scoring == "sigmoid" else taken.router, taken.router_bias, impl),
+                taken.correction,
+                [expert(parts) for parts in taken.experts],
+                None if taken.shared_scale is None else Linear(taken.shared_scale, None, impl),
+                None
+                if taken.latent is None
+                else (linear("latent_in", taken.latent), linear("latent_out", taken.latent)),
                 min_rows,
-                None if own.scales is None else own.scales.float(),
-                {name: found for name in own.norms if (found := norm(name, own.norms)) is not None},
+                None if taken.scales is None else taken.scales.float(),
+                {name: expert_norm for name in taken.norms if (expert_norm := norm(name, taken.norms)) is not None},
             )
         self.input_gate: Linear | CompiledLinear | None = None
         if layer["input_gate"] is not None:

@@ -71,8 +71,8 @@ class ModelConfig:
     @property
     def attentions(self) -> tuple[tuple[int, int, int | None], ...]:
         """KV heads, head size and window of the layers with attention, each combination once."""
-        found = [self.attention_of(i) for i in range(len(self.layers)) if self.shape.attends(i)]
-        return tuple(dict.fromkeys(found)) or ((self.shape.num_kv_heads, self.shape.head_dim, None),)
+        of_layers = [self.attention_of(i) for i in range(len(self.layers)) if self.shape.attends(i)]
+        return tuple(dict.fromkeys(of_layers)) or ((self.shape.num_kv_heads, self.shape.head_dim, None),)
 
     def attention_of(self, i: int) -> tuple[int, int, int | None]:
         sizes = self.shape.layer(i)

@@ -32,9 +32,9 @@ class PerLayerInputs:
     def __call__(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         """Return the inputs of each layer, [num_rows, size], of tokens, int64 [num_rows], and their embeddings."""
         rows = table_rows(self.embed, tokens, torch.float32)
-        found = self._project(x).float().unflatten(1, (-1, len(self.gain)))
-        norm_heads(found, self.gain, self._eps)
-        return found.add_(rows.view_as(found).mul_(self._scale)).to(self._dtype).unbind(1)
+        projected = self._project(x).float().unflatten(1, (-1, len(self.gain)))
+        norm_heads(projected, self.gain, self._eps)
+        return projected.add_(rows.view_as(projected).mul_(self._scale)).to(self._dtype).unbind(1)
 
     @property
     def nbytes(self) -> int:
@@ -49,8 +49,8 @@ class TritonPerLayerInputs(PerLayerInputs):
         assert isinstance(self.embed, Tensor)
         rows = F.embedding(tokens, self.embed).mul_(self._scale).view(-1, len(self.gain))
         norm = Norm(None, self._eps, post_weight=self.gain)
-        found = rms_norm_triton(self._project(x).view_as(rows), norm, residual=rows)
-        return found.view(len(tokens), -1, len(self.gain)).unbind(1)
+        projected = rms_norm_triton(self._project(x).view_as(rows), norm, residual=rows)
+        return projected.view(len(tokens), -1, len(self.gain)).unbind(1)
 
 
 def table_rows(table: Tensor | Blocks, tokens: Tensor, dtype: torch.dtype) -> Tensor:

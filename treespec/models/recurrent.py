@@ -33,8 +33,8 @@ def recurrent_sizes(config: ModelConfig) -> dict[str, Any]:
 
 def _epsilon(config: ModelConfig) -> float:
     """Return the epsilon of a mixer's norm, whose input is not divided by `stream_scale` as the residual stream is."""
-    own = config.shape.recurrent and config.shape.recurrent.eps
-    return own or config.norm_eps * config.stream_scale**2
+    mixer_eps = config.shape.recurrent and config.shape.recurrent.eps
+    return mixer_eps or config.norm_eps * config.stream_scale**2
 
 
 def take_mixer(weights: Weights, prefix: str, config: ModelConfig) -> dict[str, Any]:
@@ -110,8 +110,8 @@ class StateMixer:
         shape = config.shape.recurrent
         assert shape is not None
         heads = shape.key_heads, shape.key_dim, shape.heads, shape.value_dim
-        own = shape.doubled, config.step_scale, shape.normed
-        self._sizes, self._tiled = MixerSizes(shape.kind == "delta", *heads, *own), shape.tiled
+        options = shape.doubled, config.step_scale, shape.normed
+        self._sizes, self._tiled = MixerSizes(shape.kind == "delta", *heads, *options), shape.tiled
         self._channels, self._eps = shape.channels(config.shape.hidden_size), _epsilon(config)
         self.index, prefix = i, f"layers.{i}."
         self.mix, self.rates = (_take_product(weights, i, name, impl, dtype, library) for name in ("mix", "rates"))

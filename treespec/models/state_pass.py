@@ -48,7 +48,7 @@ class StatePass(ABC):
     _paths: StatePaths | None = None  # None without Triton
 
     @abstractmethod
-    def exchange(self, layer: int, own: Tensor) -> Tensor:
+    def exchange(self, layer: int, new_inputs: Tensor) -> Tensor:
         """Store the inputs of the pass's rows, [num_rows, width], and return all that its rows read, as `taps` indexes
         them."""
 
@@ -136,7 +136,7 @@ class RequestStates(StatePass):
 
     def _taps(self, num_rows: int) -> np.ndarray:
         """Return `taps`, which index the stored inputs of all requests, followed by those of the pass."""
-        replayed, own, first, row = list[np.ndarray](), list[np.ndarray](), 0, self._num_stored
+        replayed, new_taps, first, row = list[np.ndarray](), list[np.ndarray](), 0, self._num_stored
         for rows in self._requests:
             places = np.concatenate((first + np.arange(rows.stored), row + np.arange(rows.num_rows)))
             path = [np.arange(len(places))]
@@ -144,10 +144,10 @@ class RequestStates(StatePass):
                 path.append(rows.before[path[-1]])
             taps = places[np.stack(path[::-1], 1)]
             replayed.append(taps[: rows.stored][rows.again])
-            own.append(taps[rows.stored :])
+            new_taps.append(taps[rows.stored :])
             first, row = first + rows.stored, row + rows.num_rows
         padding = np.arange(row, self._num_stored + num_rows)[:, None]
-        return np.concatenate((*replayed, *own, padding.repeat(self._history + 1, 1)))
+        return np.concatenate((*replayed, *new_taps, padding.repeat(self._history + 1, 1)))
 
     def _parents(self) -> tuple[list[int], list[int], dict[int, int]]:
         """Return the parent of each row, replayed ones first, and its depth; a first row's parent is ~request.
@@ -156,16 +156,16 @@ class RequestStates(StatePass):
         """
         size = self.num_replayed + sum(rows.num_rows for rows in self._requests)
         parents, depths, last = np.zeros(size, np.int64), np.zeros(size, np.int64), dict[int, int]()
-        first, own = 0, self.num_replayed
+        first, first_new = 0, self.num_replayed
         for request, rows in enumerate(self._requests):
             computed = np.flatnonzero(np.append(rows.again, np.ones(rows.num_rows, dtype=bool)))
             numbers = np.full(rows.stored + rows.num_rows, ~request)  # of the rows of its inputs
-            numbers[computed] = [*range(first, first + rows.replayed), *range(own, own + rows.num_rows)]
+            numbers[computed] = [*range(first, first + rows.replayed), *range(first_new, first_new + rows.num_rows)]
             parents[numbers[computed]] = numbers[rows.before[computed]]
             depths[numbers[computed]] = rows.depths[computed]
             if rows.commits or rows.committed:
-                last[own + rows.commits - 1 if rows.commits else first + rows.committed - 1] = request
-            first, own = first + rows.replayed, own + rows.num_rows
+                last[first_new + rows.commits - 1 if rows.commits else first + rows.committed - 1] = request
+            first, first_new = first + rows.replayed, first_new + rows.num_rows
         return parents.tolist(), depths.tolist(), last
 
     def _state_paths(self, parents: Sequence[int], last: Mapping[int, int]) -> StatePaths:
@@ -204,8 +204,8 @@ class RequestStates(StatePass):
             num_kept,
         )
 
-    def exchange(self, layer: int, own: Tensor) -> Tensor:
-        inputs = torch.cat([*(rows.state.inputs[layer, : rows.stored] for rows in self._requests), own])
+    def exchange(self, layer: int, new_inputs: Tensor) -> Tensor:
+        inputs = torch.cat([*(rows.state.inputs[layer, : rows.stored] for rows in self._requests), new_inputs])
         first, row, history = 0, self._num_stored, self._history
         for rows in self._requests:
             kept, end = rows.state.inputs[layer], first + rows.stored - rows.earlier
@@ -262,9 +262,9 @@ class RoundStates(StatePass):
         round_plan_triton(self._replayed, depths, ancestors, spreads, out=self._plan)
         return self
 
-    def exchange(self, layer: int, own: Tensor) -> Tensor:
+    def exchange(self, layer: int, new_inputs: Tensor) -> Tensor:
         kept, history = self._tensors.inputs[:, layer], self._tensors.history
-        return exchange_inputs_triton(kept, own, self._slots, self._replayed, self._depths, self._width, history)
+        return exchange_inputs_triton(kept, new_inputs, self._slots, self._replayed, self._depths, self._width, history)
 
     def update(
         self, layer: int, qk: Tensor, v: Tensor, beta: Tensor, decay: Tensor, reads: bool, tiled: bool
@@ -288,6 +288,6 @@ def _levels(parents: Sequence[int], depths: Sequence[int], last: Mapping[int, in
         above = [place[parents[row]] if parents[row] >= 0 else ~parents[row] for row in rows_of]
         ending = [(i, last[row]) for i, row in enumerate(rows_of) if row in last]
         ended = torch.from_numpy(np.array(ending, dtype=np.int64).reshape(-1, 2))
-        own, parent = (torch.from_numpy(np.array(column, dtype=np.int64)) for column in (rows_of, above))
-        levels.append(Level(own, parent, ended[:, 0], ended[:, 1]))
+        level_rows, parent = (torch.from_numpy(np.array(column, dtype=np.int64)) for column in (rows_of, above))
+        levels.append(Level(level_rows, parent, ended[:, 0], ended[:, 1]))
     return levels

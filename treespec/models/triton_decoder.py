@@ -80,13 +80,17 @@ class PassKernels:
         self._numbers: Sequence[int] = range(len(config.layers))  # of the layers
         self.mixers: list[StateMixer | ConvMixer | None] = [None] * len(config.layers)  # of recurrent layers
         self.inputs: TritonPerLayerInputs | None = None
-        found, dtype = config.attentions, attention.cache_dtype
+        attentions, dtype = config.attentions, attention.cache_dtype
         # Distinct shapes of the layers' attention; a pass has a plan for each.
-        self.shapes = [AttentionShape(shape.num_heads, heads, size, dtype, window) for heads, size, window in found]
-        for own in self.shapes:
-            attention.config(own)  # `configs` then know which of them are not tuned
+        self.shapes = [
+            AttentionShape(shape.num_heads, heads, size, dtype, window) for heads, size, window in attentions
+        ]
+        for attention_shape in self.shapes:
+            attention.config(attention_shape)  # `configs` then know which of them are not tuned
         of_layers = [config.attention_of(i) for i in self._numbers]
-        self._plans = [found.index(own) if own in found else 0 for own in of_layers]  # 0: without attention
+        self._plans = [
+            attentions.index(attention_shape) if attention_shape in attentions else 0 for attention_shape in of_layers
+        ]  # 0: without attention
         self.caches = shape.cache_places(self._numbers)  # planes that each layer reads
         self._first_scale = config.embed_scale_in(self.dtype) / config.stream_scale
         learned = shape.learned_positions - config.rules.extra_positions  # per model; below 1 = none
@@ -494,9 +498,9 @@ class TritonDecoder(Decoder):
         def uploaded(values: np.ndarray, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(values).to(self.device, dtype)
 
-        chosen, adapters = self.kernels.slots_of([rows.adapter for rows in requests]), None
-        if self.kernels.adapters is not None and min(chosen) < NO_ADAPTER:
-            of_rows = np.repeat(chosen, [rows.num_rows for rows in requests])
+        adapter_slots, adapters = self.kernels.slots_of([rows.adapter for rows in requests]), None
+        if self.kernels.adapters is not None and min(adapter_slots) < NO_ADAPTER:
+            of_rows = np.repeat(adapter_slots, [rows.num_rows for rows in requests])
             adapters = self.kernels.adapters.rows(uploaded(of_rows, torch.int32))
         return TritonPass(
             len(positions),

@@ -225,20 +225,20 @@ def is_outdated(runner: Runner, ssms: SsmDrafter | None, curve: CostCurve, clock
     request = Request([1] * (curve.context + 1), SamplingParams(), SpecConfig())
     runs: list[Callable[[], None]] = [partial(star_pass, runner, request, n) for n in (1, LONG_ROWS)]
     expected, before = _compared(curve, ssms is not None), [None, None, runs[0]]
-    known = [expected, curve.idle_seconds or expected]
+    references = [expected, curve.idle_seconds or expected]
     if ssms is not None:
         runs.append(partial(_draft, ssms, [request], 1))
     try:
         _occupy(runner, request, slots)
         is_busy = clock.watch_other_work()
         measured = least_seconds(runs, 1, before=before, clock=clock)
-        if _differ(measured, known) and 4 * sum(expected) < START_SECONDS / 2:
+        if _differ(measured, references) and 4 * sum(expected) < START_SECONDS / 2:
             measured = [*map(min, measured, least_seconds(runs, 1, before=before, clock=clock))]
     finally:
         _release(runner, ssms, [request])
     missing = {rows for rows in ROWS if rows <= curve.rows[-1]} - {*curve.rows}
     is_coarse = bool(missing) and _is_quick(_STORED_MARGIN * measured[0], len(ROWS))
-    return (_differ(measured, known) or is_coarse) and not is_busy()
+    return (_differ(measured, references) or is_coarse) and not is_busy()
 
 
 def _compared(curve: CostCurve, drafts: bool) -> tuple[float, ...]:
@@ -269,9 +269,9 @@ def _release(runner: Runner, ssms: SsmDrafter | None, requests: Sequence[Request
             ssms.release(request)
 
 
-def _differ(seconds: Sequence[float], known: Sequence[Sequence[float]]) -> bool:
+def _differ(seconds: Sequence[float], references: Sequence[Sequence[float]]) -> bool:
     """Return whether the ratios of some times clearly differ from those of all known ones."""
-    slowdowns = np.array(seconds) / known
+    slowdowns = np.array(seconds) / references
     return bool((slowdowns.max(1) > _STORED_MARGIN * slowdowns.min(1)).all())
 
 

@@ -255,8 +255,8 @@ def check_syntax(tokenizer: Any, chat_template: str | None) -> None:
     """Raise ConfigError if a chat template (by default, any of the tokenizer's) is not valid Jinja."""
     from jinja2 import TemplateSyntaxError
 
-    own = getattr(tokenizer, "chat_template", None) or {}
-    templates = [chat_template] if chat_template else own.values() if isinstance(own, dict) else [own]
+    stored = getattr(tokenizer, "chat_template", None) or {}
+    templates = [chat_template] if chat_template else stored.values() if isinstance(stored, dict) else [stored]
     for template in templates:
         try:
             Conversation([{"role": "user", "content": "?"}], ChatOptions(template)).render(tokenizer)

@@ -70,9 +70,11 @@ def user_turn(tokenizer: Any) -> tuple[list[int], int]:
     2406.08464). Raises ConfigError for a template that does not render messages literally.
     """
     message = "message"
-    prefix, found, suffix = Conversation([{"role": "user", "content": message}]).render(tokenizer).rpartition(message)
+    prefix, rendered, suffix = (
+        Conversation([{"role": "user", "content": message}]).render(tokenizer).rpartition(message)
+    )
     ends = tokenizer.encode(suffix, add_special_tokens=False)
-    if not (found and prefix and ends):
+    if not (rendered and prefix and ends):
         raise ConfigError("the target's chat template does not render user messages literally; pass data")
     return list(tokenizer.encode(prefix, add_special_tokens=False)), ends[0]
 

@@ -158,8 +158,8 @@ def convert_checkpoint(
         steps = plan_steps(checkpoint, shape, rules, written_as, transform)
         ignored, module = ignored_names(checkpoint.names(), shape, rules.for_names(checkpoint.names())), None
         if written_as is rules and layers is None and rules.predictor is not None:
-            if own := _predictor_steps(checkpoint, shape, rules, dtype):
-                steps, module = steps + own, rules.predictor.after(shape.num_layers).module
+            if predictor_steps := _predictor_steps(checkpoint, shape, rules, dtype):
+                steps, module = steps + predictor_steps, rules.predictor.after(shape.num_layers).module
                 ignored = {name for name in ignored if not name.startswith(module)}
         if layers is not None and layers < shape.num_layers:
             kept_params = replace(shape, num_layers=layers).parameters()
@@ -263,8 +263,8 @@ def _predictor_steps(
     try:
         own_shape, own_rules = predictor_of(checkpoint.folder, shape, rules)
         assert own_rules.predictor is not None
-        with open_predictor(checkpoint.folder, own_rules.predictor) as own:
-            return plan_steps(own, own_shape, own_rules, own_rules, Transform(dtype))
+        with open_predictor(checkpoint.folder, own_rules.predictor) as predictor:
+            return plan_steps(predictor, own_shape, own_rules, own_rules, Transform(dtype))
     except CheckpointError:
         return []
 

@@ -32,7 +32,9 @@ def describe(report: dict[str, Any]) -> str:
         head = f"the layers and the {'tied' if shape['tied'] else 'untied'} head"
         facts.append(("pass reads", f"{_size(report['pass_bytes'])}: {head}"))
     if shape:
-        heads_of = sorted({tuple(own[:2]) for own in shape["sizes"]}) or [(shape["num_kv_heads"], shape["head_dim"])]
+        heads_of = sorted({tuple(layer_sizes[:2]) for layer_sizes in shape["sizes"]}) or [
+            (shape["num_kv_heads"], shape["head_dim"])
+        ]
         kv_text = " or ".join(f"{kv_heads} KV heads, head dim {head_dim}" for kv_heads, head_dim in heads_of)
         heads = f"{shape['num_heads']} heads, {kv_text}"
         biases = [name for name in ("attention_bias", "o_bias", "mlp_bias") if shape[name]]

@@ -105,8 +105,8 @@ def rms_norm_triton(
         out=(out, "[rows hidden]", dtype),
     )
     assert kind in get_args(NormKind), kind
-    given = bias, post_weight, scale
-    assert residual is not None or (x.dim() == 2 and all(tensor is None for tensor in given)), "no residual"
+    with_residual = bias, post_weight, scale
+    assert residual is not None or (x.dim() == 2 and all(tensor is None for tensor in with_residual)), "no residual"
     tensors = (x, weight, residual, bias, shift, post_weight, out)
     assert hidden % 2 or all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors), "misaligned rows"
     kernels = load_kernels("linear.rms_norm", out)

@@ -136,7 +136,7 @@ def _exchange_inputs(setting: Setting, requests: int, generator: torch.Generator
     nodes = rounds["depths"].shape[1]
     arguments: dict[str, Any] = {name: rounds[name].to(setting.device) for name in ("slots", "replayed", "depths")}
     arguments["kept"] = setting.random(generator, requests, setting.layers, PLACES + nodes, channels)[:, -1]
-    arguments["own"] = setting.random(generator, requests * nodes, channels)
+    arguments["new_inputs"] = setting.random(generator, requests * nodes, channels)
     return Inputs(arguments | {"width": nodes, "history": KERNEL - 1})
 
 

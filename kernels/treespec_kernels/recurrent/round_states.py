@@ -66,12 +66,12 @@ def round_plan_ref(
             taps[first_replayed + row] = chain + row + torch.arange(history + 1, dtype=torch.int64, device=taps.device)
         seen, depth_of = ancestors[request].tolist(), depths[request].tolist()
         is_measured = spreads is not None and bool(spreads)
-        own = [node for node in range(nodes) if is_measured or depth_of[node] >= 0]
+        computed = [node for node in range(nodes) if is_measured or depth_of[node] >= 0]
         parents = [seen[node][depth_of[node] - 1] if depth_of[node] > 0 else -1 for node in range(nodes)]
         for node in range(nodes):
             above = node - 1 if is_measured and depth_of[node] < 0 else parents[node]
             paths.parents[first + node] = root if above < 0 else first + above
-            is_kept = node in own and parents.count(node) > 1
+            is_kept = node in computed and parents.count(node) > 1
             paths.kept[first + node] = first_replayed + depth_of[node] if is_kept else -1
             for tap in range(history + 1):
                 place = depth_of[node] + tap - history  # among the node's ancestors
@@ -81,7 +81,9 @@ def round_plan_ref(
                     taps[first + node, tap] = stored + request * nodes + seen[node][place]
                 else:
                     taps[first + node, tap] = chain + history + count + place
-        order = [first_replayed + row for row in range(count)] + [first + n for n in sorted(own, key=lambda n: seen[n])]
+        order = [first_replayed + row for row in range(count)] + [
+            first + n for n in sorted(computed, key=lambda n: seen[n])
+        ]
         start = request * (width + nodes)
         paths.starts[request], paths.ends[request] = start, start + len(order)
         paths.order[start : start + len(order)] = torch.tensor(order, dtype=torch.int32, device=paths.order.device)
@@ -119,7 +121,7 @@ def round_plan_triton(
 
 
 def exchange_inputs_ref(
-    kept: Tensor, own: Tensor, slots: Tensor, replayed: Tensor, depths: Tensor, width: int, history: int
+    kept: Tensor, new_inputs: Tensor, slots: Tensor, replayed: Tensor, depths: Tensor, width: int, history: int
 ) -> Tensor:
     """Store the inputs of a pass's rows, and return all that its rows read (reference: loops on the host, any device).
 
@@ -127,11 +129,11 @@ def exchange_inputs_ref(
         kept: [num_slots, at least history + max(width, nodes), channels], the stored inputs of each state, as in
             `RecurrentState.inputs`. Changed in place: first the last `history` of the inputs before the root, then
             those of the tree.
-        own: [B * nodes, channels], inputs of the trees' nodes.
+        new_inputs: [B * nodes, channels], inputs of the trees' nodes.
         slots, replayed: [B] int32. depths: [B, nodes] int32.
 
     Returns [B * (history + width) + B * nodes, channels]: the stored inputs of each request, 0 for those that it does
-    not have, then `own`.
+    not have, then `new_inputs`.
     """
     nodes, parts = depths.shape[1], []
     for request, count in enumerate(replayed.tolist()):
@@ -144,26 +146,26 @@ def exchange_inputs_ref(
         place = kept[int(slots[request])]
         place[:history] = parts[request][count : count + history]
         is_node = depths[request] >= 0
-        place[history : history + nodes][is_node] = own[request * nodes : (request + 1) * nodes][is_node]
-    return torch.cat((*parts, own))
+        place[history : history + nodes][is_node] = new_inputs[request * nodes : (request + 1) * nodes][is_node]
+    return torch.cat((*parts, new_inputs))
 
 
 def exchange_inputs_triton(
-    kept: Tensor, own: Tensor, slots: Tensor, replayed: Tensor, depths: Tensor, width: int, history: int
+    kept: Tensor, new_inputs: Tensor, slots: Tensor, replayed: Tensor, depths: Tensor, width: int, history: int
 ) -> Tensor:
     """Compute `exchange_inputs_ref` on a GPU, in one launch without a host sync."""
     check_arguments(
         kept=(kept, "slots places channels+", FLOAT_TYPES),
-        own=(own, "[rows channels]", kept.dtype),
+        new_inputs=(new_inputs, "[rows channels]", kept.dtype),
         slots=(slots, "[requests]", torch.int32),
         replayed=(replayed, "[requests]", torch.int32),
         depths=(depths, "[requests nodes]", torch.int32),
     )
-    (requests, nodes), channels = depths.shape, own.shape[1]
-    assert history + max(nodes, width) <= kept.shape[1] and len(own) == requests * nodes
-    inputs = own.new_empty(requests * (history + width + nodes), channels)
-    load_kernels("recurrent.round_states", own).exchange_inputs[(requests, -(-channels // _CHANNELS))](
-        *(kept, own, inputs, slots, replayed, depths, requests, kept.stride(0)),
+    (requests, nodes), channels = depths.shape, new_inputs.shape[1]
+    assert history + max(nodes, width) <= kept.shape[1] and len(new_inputs) == requests * nodes
+    inputs = new_inputs.new_empty(requests * (history + width + nodes), channels)
+    load_kernels("recurrent.round_states", new_inputs).exchange_inputs[(requests, -(-channels // _CHANNELS))](
+        *(kept, new_inputs, inputs, slots, replayed, depths, requests, kept.stride(0)),
         CHANNELS=channels,
         NODES=nodes,
         WIDTH=width,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 _PLANNED = "replayed depths ancestors spreads starts ends order parents kept last taps num_requests".split()
-_EXCHANGED = "kept own inputs slots replayed depths num_requests stride_slot".split()
+_EXCHANGED = "kept new_inputs inputs slots replayed depths num_requests stride_slot".split()
 
 
 @triton.jit(do_not_specialize=_PLANNED)
@@ -35,7 +35,7 @@ def plan_round(
     first_replayed = request * WIDTH
     first = num_requests * WIDTH + request * NODES
     stored = request * (HISTORY + WIDTH)
-    own = num_requests * (HISTORY + WIDTH) + request * NODES
+    first_new = num_requests * (HISTORY + WIDTH) + request * NODES
     start = request * (WIDTH + NODES)
     root = tl.where(count > 0, first_replayed + count - 1, -1)
     spread = False
@@ -86,15 +86,15 @@ def plan_round(
     for tap in tl.static_range(KERNEL):
         place = depth + (tap - HISTORY)  # among a node's ancestors
         seen = tl.load(p_seen + place, mask=m_n & (depth >= 0) & (place >= 0), other=0)
-        read = tl.where(place >= 0, own + seen, stored + HISTORY + count + place)
-        read = tl.where(depth >= 0, read, own + o_n)
+        read = tl.where(place >= 0, first_new + seen, stored + HISTORY + count + place)
+        read = tl.where(depth >= 0, read, first_new + o_n)
         tl.store(taps + (first + o_n) * KERNEL + tap, read.to(tl.int64), mask=m_n)
 
 
 @triton.jit(do_not_specialize=_EXCHANGED)
 def exchange_inputs(
     kept,  # [num_slots, places, CHANNELS], slots `stride_slot` apart
-    own,  # [num_requests * NODES, CHANNELS]
+    new_inputs,  # [num_requests * NODES, CHANNELS]
     inputs,  # [num_requests * (HISTORY + WIDTH + NODES), CHANNELS]
     slots,  # [num_requests] int32
     replayed,
@@ -122,15 +122,15 @@ def exchange_inputs(
     is_active = tl.load(depths + request * NODES) >= 0
     tl.debug_barrier()  # all loads precede all stores
     tl.store(p_kept + o_r * CHANNELS, b_last, mask=(o_r < HISTORY) & m_c & is_active)
-    p_own = own + request * NODES * CHANNELS + o_c[None, :]
+    p_new = new_inputs + request * NODES * CHANNELS + o_c[None, :]
     p_inputs = inputs + (num_requests * (HISTORY + WIDTH) + request * NODES) * CHANNELS + o_c[None, :]
     for first in range(0, NODES, BLOCK_R):
         node = first + o_r
         m_node = node < NODES
         depth = tl.load(depths + request * NODES + node, mask=m_node, other=-1)
-        b_own = tl.load(p_own + node * CHANNELS, mask=m_node & m_c)
-        tl.store(p_inputs + node * CHANNELS, b_own, mask=m_node & m_c)
-        tl.store(p_kept + (HISTORY + node) * CHANNELS, b_own, mask=(depth >= 0) & is_active & m_c)
+        b_new = tl.load(p_new + node * CHANNELS, mask=m_node & m_c)
+        tl.store(p_inputs + node * CHANNELS, b_new, mask=m_node & m_c)
+        tl.store(p_kept + (HISTORY + node) * CHANNELS, b_new, mask=(depth >= 0) & is_active & m_c)
 
 
 @triton.jit(do_not_specialize=["inputs", "slots", "paths", "path_lens", "num_layers", "places", "width", "history"])

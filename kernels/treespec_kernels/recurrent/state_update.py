@@ -86,8 +86,11 @@ def state_update_ref(
 
     Returns fp32 [num_rows, heads, value_dim], 0 for the other rows.
     """
-    out, current, each = torch.zeros_like(v), states, 2 * v.shape[1] // qk.shape[1]
-    q, k = (x.repeat(1, each, 1) if tiled else x.repeat_interleave(each, 1) for x in qk.chunk(2, 1))
+    out, current, value_heads_per_key = torch.zeros_like(v), states, 2 * v.shape[1] // qk.shape[1]
+    q, k = (
+        x.repeat(1, value_heads_per_key, 1) if tiled else x.repeat_interleave(value_heads_per_key, 1)
+        for x in qk.chunk(2, 1)
+    )
     for rows, parents, last, requests in levels:
         key = k[rows][..., None]
         current = current[parents] * decay[rows][..., None, None]

@@ -168,11 +168,13 @@ class LookupDrafter(DraftSource):
                 counts.cells *= DECAY
         for request in requests:  # all texts first, so that requests of a batch match each other's latest tokens
             self._remember(request)
-        found: dict[str, tuple[TokenTree, Matches]] = {}  # tree and matches by request id
+        searches: dict[str, tuple[TokenTree, Matches]] = {}  # tree and matches by request id
         for request, depth in zip(requests, max_depths, strict=True):
             if depth and (searched := self.search(request, depth, least_value)) is not None:
-                found[request.request_id] = searched
-        return Proposals({request_id: tree for request_id, (tree, _) in found.items()}, partial(self._commit, found))
+                searches[request.request_id] = searched
+        return Proposals(
+            {request_id: tree for request_id, (tree, _) in searches.items()}, partial(self._commit, searches)
+        )
 
     def _text(self, request: Request) -> _Text:
         if (text := self.texts.get(request.request_id)) is None:
@@ -204,10 +206,10 @@ class LookupDrafter(DraftSource):
         return search(text.window, depth, rates, min_prob, looks_up, history, owner or 0)
 
     def _commit(
-        self, found: dict[str, tuple[TokenTree, Matches]], requests: Sequence[Request], paths: Sequence[np.ndarray]
+        self, searches: dict[str, tuple[TokenTree, Matches]], requests: Sequence[Request], paths: Sequence[np.ndarray]
     ) -> None:
         for request, path in zip(requests, paths, strict=True):
-            self._count(request, *found[request.request_id], path)
+            self._count(request, *searches[request.request_id], path)
 
     def _count(self, request: Request, tree: TokenTree, matches: Matches, path: np.ndarray) -> None:
         """Count trials and hits among the children of every accepted node."""

@@ -251,12 +251,12 @@ class CompiledGrowth:
         drawn_nodes, sources = self._drawn[:, :draws].copy()
         drawn_probs = self._drawn_probs[:draws].copy()
         for i, seed_tree in enumerate(seeds):
-            own, drawn = slice(first_node[i], first_node[i + 1]), slice(first_draw[i], first_draw[i + 1])
-            columns = tokens[own], parents[own], depths[own], probs[own]
-            of_draws = drawn_nodes[drawn], sources[drawn], drawn_probs[drawn]
+            node_slice, draw_slice = slice(first_node[i], first_node[i + 1]), slice(first_draw[i], first_draw[i + 1])
+            columns = tokens[node_slice], parents[node_slice], depths[node_slice], probs[node_slice]
+            of_draws = drawn_nodes[draw_slice], sources[draw_slice], drawn_probs[draw_slice]
             names = self.names if len(seed_tree.tokens) == 1 else self.names + seed_tree.source_names
-            tree = TokenTree(*columns, *of_draws, names, slots=slots[own])
-            trees.append(tree.with_values(values[own]))
+            tree = TokenTree(*columns, *of_draws, names, slots=slots[node_slice])
+            trees.append(tree.with_values(values[node_slice]))
         return trees
 
 

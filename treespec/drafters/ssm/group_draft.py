@@ -182,10 +182,10 @@ class StepDraft(GroupDraft):
         if model.columns:
             parents = {tree: frontier.parent_slots[part] for tree, part in slices.items()}
             features = torch.cat([outputs_of(states[tree].scores[self.ssm], slots) for tree, slots in parents.items()])
-        own = dict[int, StateRows]()
+        state_rows = dict[int, StateRows]()
         if self.states is not None:
-            own = {tree: StateRows(self.states.of(trees.requests[tree].request_id)) for tree in slices}
-        layout = trees.levels.plan(self.ssm, rows, own)
+            state_rows = {tree: StateRows(self.states.of(trees.requests[tree].request_id)) for tree in slices}
+        layout = trees.levels.plan(self.ssm, rows, state_rows)
         tokens = frontier.tokens[rows]
         scores = score_rows(model, self.pool, layout, tokens, features, np.arange(len(rows)), scored)
         trees.drafted.add_pass(len(slices))
@@ -200,8 +200,8 @@ class StepDraft(GroupDraft):
             return rows
         states = [self.states.of(request.request_id) for request, *_ in chains]
         return [
-            replace(own, state=StateRows(state, own.num_rows - has_roots))
-            for own, state in zip(rows, states, strict=True)
+            replace(chain_rows, state=StateRows(state, chain_rows.num_rows - has_roots))
+            for chain_rows, state in zip(rows, states, strict=True)
         ]
 
     def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:

@@ -173,7 +173,9 @@ class SsmDrafter:
         if self.models[0].growth is None:
             return None
         grows = [limit.max_depth > 0 for limit in limits]
-        ssms = tuple(sorted({ssm for state, own in zip(states, grows, strict=True) if own for ssm in state.active}))
+        ssms = tuple(
+            sorted({ssm for state, drafts in zip(states, grows, strict=True) if drafts for ssm in state.active})
+        )
         depth = max(limit.max_depth for limit in limits)
         models = self._models_for_call(ssms, max(r.context_len for r in requests) + 1 + depth)
         if models is None or not self._growth.has_room(models, limits):
@@ -194,7 +196,7 @@ class SsmDrafter:
         self, ssm: int, requests: Sequence[Request], states: Sequence[SsmState], grows: Sequence[bool]
     ) -> DraftReads:
         """Return the inputs of an SSM's first pass in a compiled call."""
-        active = [own and ssm in state.active for state, own in zip(states, grows, strict=True)]
+        active = [drafts and ssm in state.active for state, drafts in zip(states, grows, strict=True)]
         # The bonus token may be an expanded node with valid K/V, but the root is always recomputed.
         valid = [min(int(state.valid[ssm]), r.context_len) for r, state in zip(requests, states, strict=True)]
         tree_ids = [i for i, drafts in enumerate(active) if drafts]
@@ -244,8 +246,8 @@ class SsmDrafter:
             heads = [model.vocab_size if (head := model.head_vocabulary) is None else head.tokens for model in models]
             rotations = [decoder.rotations_to(num_positions) for decoder in decoders]
             pools = [self.cache.pools[1 + ssm] for ssm in ssms]
-            found = DraftModels(decoders[0].growth, ssms, entries, rotations, pools, heads)
-            self._compiled_models[ssms] = found
+            models_in_call = DraftModels(decoders[0].growth, ssms, entries, rotations, pools, heads)
+            self._compiled_models[ssms] = models_in_call
         return self._compiled_models[ssms]
 
     def prefill(self, requests: Sequence[Request]) -> None:

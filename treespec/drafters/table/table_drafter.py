@@ -142,9 +142,9 @@ class TableDrafter(DraftSource):
             if counts.sum() >= 0.5:
                 return
             self._keys[slot], counts[:] = key, 0
-        known = np.flatnonzero((counts > 0) & (tokens == token))
-        place = int(known[0]) if len(known) else int(np.argmin(counts))
-        tokens[place], counts[place] = token, counts[place] + 1 if len(known) else 1
+        places = np.flatnonzero((counts > 0) & (tokens == token))
+        place = int(places[0]) if len(places) else int(np.argmin(counts))
+        tokens[place], counts[place] = token, counts[place] + 1 if len(places) else 1
 
     def _expanded(self, text: list[int], depth: int, nodes: int, least: float, power: float) -> list[np.ndarray]:
         """Return the tree's tokens, parents, depths, probs and values: the reference of the library's expansion."""
@@ -191,10 +191,10 @@ class TableDrafter(DraftSource):
                     prob = (PRIOR_COUNT * prob + counts.get(token, 0.0)) / (PRIOR_COUNT + sum(counts.values()))
             probs.append(prob)
         if power != 1.0:
-            powers, left, total = [prob**power for prob in probs], 1.0, 0.0
+            powers, unlisted, total = [prob**power for prob in probs], 1.0, 0.0
             for prob, raised in zip(probs, powers, strict=True):  # same rounding as C++; `sum` is more exact
-                left, total = left - prob, total + raised
-            total += max(left, 0.0) ** power
+                unlisted, total = unlisted - prob, total + raised
+            total += max(unlisted, 0.0) ** power
             probs = [raised / total for raised in powers]
         return list(zip(tokens, probs, strict=False))
 

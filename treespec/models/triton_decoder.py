@@ -80,17 +80,13 @@ class PassKernels:
         self._numbers: Sequence[int] = range(len(config.layers))  # of the layers
         self.mixers: list[StateMixer | ConvMixer | None] = [None] * len(config.layers)  # of recurrent layers
         self.inputs: TritonPerLayerInputs | None = None
-        attentions, dtype = config.attentions, attention.cache_dtype
+        kinds, dtype = config.attentions, attention.cache_dtype
         # Distinct shapes of the layers' attention; a pass has a plan for each.
-        self.shapes = [
-            AttentionShape(shape.num_heads, heads, size, dtype, window) for heads, size, window in attentions
-        ]
+        self.shapes = [AttentionShape(shape.num_heads, heads, size, dtype, window) for heads, size, window in kinds]
         for attention_shape in self.shapes:
             attention.config(attention_shape)  # `configs` then know which of them are not tuned
         of_layers = [config.attention_of(i) for i in self._numbers]
-        self._plans = [
-            attentions.index(attention_shape) if attention_shape in attentions else 0 for attention_shape in of_layers
-        ]  # 0: without attention
+        self._plans = [kinds.index(kind) if kind in kinds else 0 for kind in of_layers]  # 0: without attention
         self.caches = shape.cache_places(self._numbers)  # planes that each layer reads
         self._first_scale = config.embed_scale_in(self.dtype) / config.stream_scale
         learned = shape.learned_positions - config.rules.extra_positions  # per model; below 1 = none

@@ -21,7 +21,7 @@ class HostExecution(Execution):
 
     trees: list[TokenTree] = field(default_factory=list)  # by request, the merged and cut proposals
     choices: list[Choices] = field(default_factory=list)  # by request, the target's outputs for its tree
-    moving: list[VerifiedRequest] = field(default_factory=list)  # the target's K/V are not at their paths yet
+    uncompacted: list[VerifiedRequest] = field(default_factory=list)  # paths to which the target's K/V must be moved
 
 
 class HostExecutor(Executor[HostExecution]):
@@ -125,15 +125,15 @@ class HostExecutor(Executor[HostExecution]):
             tokens = [*tree.tokens[path[1:]].tolist(), bonus] if len(path) > 1 else [bonus]
             execution.verified.append(verified := VerifiedRequest(request, path, tokens, tree, logits))
             if choices.next_token < 0:
-                execution.moving.append(verified)
+                execution.uncompacted.append(verified)
 
     def commit(self, execution: HostExecution, clock: StageClock) -> None:
-        """Compact the target's K/V to the paths that the runner has not walked, and commit recurrent states."""
+        """Compact the target's K/V to the paths that samplers chose, and commit recurrent states."""
         clock.enter("commit")
-        if moving := execution.moving:
-            pages = [verified.request.pages for verified in moving]
-            lengths = [verified.request.context_len for verified in moving]
-            self.runner.cache.commit_target(pages, lengths, [verified.path for verified in moving])
+        if uncompacted := execution.uncompacted:
+            pages = [verified.request.pages for verified in uncompacted]
+            lengths = [verified.request.context_len for verified in uncompacted]
+            self.runner.cache.commit_target(pages, lengths, [verified.path for verified in uncompacted])
         for verified in execution.verified:
             if verified.request.state is not None:
                 verified.request.state.commit(verified.path)
@@ -141,15 +141,15 @@ class HostExecutor(Executor[HostExecution]):
 
 def verify_request(request: Request, tree: TokenTree, choices: Choices) -> tuple[np.ndarray, int]:
     """Return the accepted path, int64 [1 + accepted], root first, and the token after it, by the request's rule."""
-    sampler, begin = request.sampler, choices.path
+    sampler, path = request.sampler, choices.path
     if sampler is None:
-        return begin, choices.next_token
+        return path, choices.next_token
     if choices.next_token >= 0:
-        sampler.noise.forget(len(request.tokens) + len(begin) - 1)
-        return begin, choices.next_token
+        sampler.noise.forget(len(request.tokens) + len(path) - 1)
+        return path, choices.next_token
     if request.draws_at_random and len(tree) > 1:
         return sampler.verify_drawn(request.spec.verification, tree, choices.logits, request.tokens)
-    return sampler.walk(tree, choices.logits, request.tokens, request.tokens_left, begin.tolist())
+    return sampler.walk(tree, choices.logits, request.tokens, request.tokens_left, path.tolist())
 
 
 def merge_proposals(request: Request, trees: Sequence[TokenTree]) -> TokenTree:

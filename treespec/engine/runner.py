@@ -53,8 +53,8 @@ def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
     return RequestRows(request.context_len, nodes, *seen, request.pages, request.max_len, *adapter_and_state)
 
 
-def _rule(request: Request, tree: TokenTree) -> int:
-    """How C++ walks a tree, as of `TreeRows.rules`."""
+def _walk_rule(request: Request, tree: TokenTree) -> int:
+    """Return how C++ walks a request's tree, as in `TreeRows.rules`."""
     if request.sampler is None:
         return 0
     is_drawn = len(tree) > 1 and request.draws_at_random
@@ -180,7 +180,7 @@ class Runner:
         columns = [*arrays[0]] if len(arrays) == 1 else [*map(np.concatenate, zip(*arrays, strict=True))]
         contexts, pages = [request.context_len for request in requests], [request.pages for request in requests]
         first_rotations = [self.target.config.first_rotation(request.max_len) for request in requests]
-        rules = [_rule(request, tree) for request, tree in zip(requests, trees, strict=True)]
+        rules = [_walk_rule(request, tree) for request, tree in zip(requests, trees, strict=True)]
         return TreeBatch([column.tolist() for column in columns], first_rows, contexts, pages, first_rotations, rules)
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:

@@ -246,8 +246,7 @@ class SsmDrafter:
             heads = [model.vocab_size if (head := model.head_vocabulary) is None else head.tokens for model in models]
             rotations = [decoder.rotations_to(num_positions) for decoder in decoders]
             pools = [self.cache.pools[1 + ssm] for ssm in ssms]
-            models_in_call = DraftModels(decoders[0].growth, ssms, entries, rotations, pools, heads)
-            self._compiled_models[ssms] = models_in_call
+            self._compiled_models[ssms] = DraftModels(decoders[0].growth, ssms, entries, rotations, pools, heads)
         return self._compiled_models[ssms]
 
     def prefill(self, requests: Sequence[Request]) -> None:

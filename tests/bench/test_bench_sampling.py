@@ -17,10 +17,9 @@ from treespec.bench.measure import MEANING, profiled
 from treespec.bench.modes import PLAIN, rule_modes
 from treespec.bench.report import differences, interval, resampled_lengths
 from treespec.bench.run import bench
-from treespec.config.configs import RANDOM_DRAWS, VERIFICATIONS
+from treespec.config.configs import VERIFICATIONS
 from treespec.engine.executor import StageClock
 from treespec.planning.round_costs import RoundSeconds
-from treespec.sampling.noise import Noise
 
 pytestmark = pytest.mark.slow
 
@@ -68,18 +67,14 @@ def test_a_stage_inside_another_is_counted_once() -> None:
 
 @pytest.mark.parametrize("rule", [None, *VERIFICATIONS])
 def test_the_parts_of_a_round(rule: str | None) -> None:
-    """Of greedy rounds too; rounds that fail leave nothing patched."""
-    llm, before = tiny_llm(), dict(vars(Noise))
+    """Every part takes time, in greedy rounds and under every rule; a sample is complete when its block fails too."""
+    llm = tiny_llm()
     params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.8 if rule else 0.0, seed=1)
     with pytest.raises(ZeroDivisionError), profiled(llm.engine) as profile:
-        assert Noise.choose is not before["choose"]
         llm.generate(random_prompts([5]), params, spec=SpecConfig(branching=(2, 1), verification=rule or "coupled"))
         raise ZeroDivisionError
-    assert dict(vars(Noise)) == before
     assert list(profile.stages) == list(MEANING)
-    without = rule is None or rule in RANDOM_DRAWS  # then only trees of one node ask for noise
-    assert all(seconds > 0 or (without and part == "noise") for part, seconds in profile.stages.items())
-    assert profile.prefill_seconds > 0 and all(seconds >= 0 for seconds in profile.stages.values())
+    assert profile.prefill_seconds > 0 and all(seconds > 0 for seconds in profile.stages.values())
 
 
 def test_rules_in_one_document(ids_file: Path, lent_engine: None) -> None:
@@ -100,7 +95,7 @@ def test_rules_in_one_document(ids_file: Path, lent_engine: None) -> None:
         assert pairs == {(rule, f"{other}-n7") for rule, others in below.items() for other in others}
         for mode in by_name.values():
             total = sum(mode["profile_ms"].values())
-            assert 0 < mode["verify_share"] < 1 and 0 <= mode["noise_share"] < 1 and total > 0
+            assert 0 < mode["verify_share"] < 1 and total > 0
             assert set(mode["accepted_by_source"]) <= {"ssm-1", "ssm-2", "ssm-3"}
 
 

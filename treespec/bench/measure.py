@@ -7,23 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from functools import partialmethod
 from typing import Any
 
 from treespec.config.configs import SpecConfig
 from treespec.engine.engine import Engine
 from treespec.errors import RequestError
 from treespec.llm import LLM
-from treespec.sampling.noise import Noise
 from treespec.sampling_params import SamplingParams
-from treespec_kernels.cpu.choice_cpu import RowChoice
 
 MEANING = {
     "draft": "all sources propose",
     "merge": "plan, merge and prune the trees",
     "forward": "the target pass; in captured rounds also verification and commit",
-    "verify": "from logits to the accepted path",
-    "noise": "sample the target's tokens with noise",
+    "verify": "from logits to the accepted path, sampling noise included",
     "commit": "emit tokens, compact the caches",
     "update": "release finished requests",
     "host": "everything else",
@@ -68,26 +64,13 @@ class Sample:
 
 @contextmanager
 def profiled(engine: Engine) -> Iterator[Sample]:
-    """Measure an engine's rounds. The sample is complete when the block ends; noise is timed by patching `choose`."""
+    """Measure an engine's rounds. The sample is complete when the block ends."""
     sample, clock, stats = Sample(nodes=0), engine.clock, engine.stats
 
-    def timed(self: Any, choose: Callable[..., Any], *arguments: Any) -> Any:
-        stage = clock.enter("noise")
-        try:
-            return choose(self, *arguments)
-        finally:
-            clock.enter(stage)
-
-    clock.seconds.setdefault("noise", 0.0)
     before, accepted, rounds = dict(clock.seconds), stats.accepted_lengths.copy(), stats.rounds
-    implementations = {kind: kind.choose for kind in (Noise, RowChoice)}
-    for kind, choose in implementations.items():
-        kind.choose = partialmethod(timed, choose)  # type: ignore[assignment]
     try:
         yield sample
     finally:
-        for kind, choose in implementations.items():
-            kind.choose = choose  # type: ignore[method-assign]
         stage_seconds = {stage: seconds - before[stage] for stage, seconds in clock.seconds.items()}
         stage_seconds["draft"] += stage_seconds.pop("cross_tokenizer") + stage_seconds.pop("search")
         sample.prefill_seconds = stage_seconds["prefill"]

@@ -14,7 +14,7 @@ from treespec.bench.modes import PLAIN, Mode, Peer
 from treespec.text.prompt_files import Prompt
 
 # figures available for treespec's modes only
-OURS = """acceptance_by_depth accepted_by_source nodes_per_pass profile_ms verify_share noise_share efficiency
+OURS = """acceptance_by_depth accepted_by_source nodes_per_pass profile_ms verify_share efficiency
     pass_ratio draft_share""".split()
 RESAMPLES, COVERAGE = 2000, 0.95  # bootstrap over prompts: resamples, and coverage of the intervals
 LOOPING = 0.5  # maximum share of distinct 4-grams at which an output counts as looping
@@ -92,8 +92,7 @@ def _engine_figures(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[
             for stage in samples[0].stages
         },
     }
-    for stage in ("verify", "noise"):
-        figures[f"{stage}_share"] = statistics.median(s.stages[stage] / sum(s.stages.values()) for s in samples)
+    figures["verify_share"] = statistics.median(s.stages["verify"] / sum(s.stages.values()) for s in samples)
     if samples is plain:
         return figures
     ratios, shares, efficiencies = [], [], []

@@ -17,7 +17,7 @@ efficiency         speed-up / (acceptance length / (pass ratio + draft share)): 
 95 % interval      bootstrap over prompts with all their repeats; differences are paired by prompt
 differ             output tokens that differ from treespec's plain decoding (must be 0 for treespec's modes)"""
 RULES_LEGEND = """\
-verify, noise      shares of a round: logits to accepted path; sampling noise of drafts and target
+verify             share of a round from logits to the accepted path, sampling noise included
 differ "-"         not counted for rejection and traversal, which preserve the distribution, not the tokens"""
 
 
@@ -117,13 +117,12 @@ def _rules(title: str, run: Mapping[str, Any]) -> list[str]:
     """Format the acceptance lengths of verification rules, and their share of a round."""
     if not run["rules"]:
         return []
-    rows = [(f"{title}, by rule", "tokens per pass", "95 % interval", "ms per round", "verify", "noise")]
+    rows = [(f"{title}, by rule", "tokens per pass", "95 % interval", "ms per round", "verify")]
     for mode in (mode for mode in run["modes"] if mode["mode"] in run["rules"]):
         low, high = mode["acceptance_length_interval"]
         total = sum(mode["profile_ms"].values())
-        shares = (f"{mode[f'{stage}_share']:.1%}" for stage in ("verify", "noise"))
         length = f"{mode['acceptance_length']:.3f}"
-        rows.append((mode["label"], length, f"{low:.3f}..{high:.3f}", f"{total:.2f}", *shares))
+        rows.append((mode["label"], length, f"{low:.3f}..{high:.3f}", f"{total:.2f}", f"{mode['verify_share']:.1%}"))
     return [table(rows)]
 
 
@@ -156,19 +155,17 @@ def _acceptance(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _profile(title: str, modes: Sequence[Mapping[str, Any]]) -> str:
-    profiles = [mode["profile_ms"] for mode in modes if mode["profile_ms"] is not None]
-    meaning = {name: text for name, text in MEANING.items() if name != "noise" or any(ms[name] for ms in profiles)}
-    head = (f"{title}, ms per round", *meaning, "all", "pass ratio", "draft share")
+    head = (f"{title}, ms per round", *MEANING, "all", "pass ratio", "draft share")
     rows = []
     for mode in modes:
         if mode["profile_ms"] is None:
             continue
         stages = mode["profile_ms"]
         total = sum(stages.values())
-        cells = [f"{ms:.2f} {ms / total:4.0%}" for ms in map(stages.get, meaning)]
+        cells = [f"{ms:.2f} {ms / total:4.0%}" for ms in map(stages.get, MEANING)]
         ratios = (_number(mode["pass_ratio"], ".2f"), _number(mode["draft_share"], ".2f"))
         rows.append((mode["label"], *cells, f"{total:.2f}", *ratios))
-    legend = "; ".join(f"{name}: {text}" for name, text in meaning.items())
+    legend = "; ".join(f"{name}: {text}" for name, text in MEANING.items())
     return "\n".join([table([head, *rows]), *textwrap.wrap(legend, 118)])
 
 

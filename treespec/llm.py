@@ -158,9 +158,8 @@ class LLM:
         requests = [request for entry in entries if isinstance(entry, list) for request in entry]
         make_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         with make_bar(total=len(requests), desc="outputs") as bar:
-            for request in self.rounds.run(requests):
-                if request.finished:
-                    bar.update(1)
+            for _ in self.rounds.run(requests, only_finished=True):
+                bar.update(1)
         with self.between_rounds():
             outputs = [self.request_factory.output(entry) if isinstance(entry, list) else entry for entry in entries]
         completions = [completion for output in outputs for completion in output.outputs]
@@ -250,7 +249,7 @@ class LLM:
         for request in self.rounds.run(samples):
             if request not in unread:
                 continue  # another thread's round ended it before its last chunk
-            with self.rounds.lock:  # so that tokens and text are of the same round
+            with self.rounds.turn():  # so that tokens and text are of the same round
                 _, tokens, text = unread.take(request)
                 # Several samples may end in one round; only the last chunk has the complete output.
                 final = None if unread else self.request_factory.output(samples)

@@ -190,7 +190,8 @@ class Engine:
     def _update_from(self, execution: Execution, emitted: Sequence[list[int]], seconds: RoundSeconds) -> None:
         """Update log-probabilities, counters and the planner from a round."""
         if any(result.path_logits is not None or result.logprobs is not None for result in execution.verified):
-            _add_logprobs(execution.verified, emitted, self.runner.target.growth)
+            with one_thread():
+                _add_logprobs(execution.verified, emitted, self.runner.target.growth)
         for result, tokens in zip(execution.verified, emitted, strict=True):
             request, path = result.request, result.path
             request.nodes_verified += len(result.tree.tokens)
@@ -268,7 +269,6 @@ class Engine:
             assert not held, f"the drafters of an idle engine hold {held}"
 
 
-@one_thread()
 def _add_logprobs(verified: Sequence[VerifiedRequest], emitted: Sequence[list[int]], library: CDLL | None) -> None:
     """Append the log-probabilities of emitted tokens to the requests that ask for them, together for equal counts.
 

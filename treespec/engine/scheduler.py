@@ -129,6 +129,8 @@ class Scheduler:
 
         While other requests decode, there are only as many rows as take `MAX_STALL` at the last measured speed.
         """
+        if not any(request.needs_prefill for request in self.running):
+            return {}
         prefilling = sorted((request for request in self.running if request.needs_prefill), key=rank)
         unprefilled = {request: self._prefill_end(request) - request.context_len for request in prefilling}
         shortest_first = sorted(prefilling, key=lambda request: (request.priority, unprefilled[request]))

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from threading import RLock
 from typing import Any
@@ -26,14 +26,20 @@ class RoundLoop:
         self._ending: deque[Request] = deque()  # requests to end after the current round
         self._waiting: set[object] = set()  # callers in other threads that want the next round
 
-    def run(self, requests: Sequence[Request]) -> Iterator[Request]:
-        """Add requests, run rounds until all have ended, and yield each request after every round that changed it."""
+    def run(self, requests: Sequence[Request], only_finished: bool = False) -> Iterator[Request]:
+        """Add requests, run rounds until all have ended, and yield each request after every round that changed it.
+
+        With `only_finished`, yield each request when it has ended.
+        """
         self.check_threads()
         open_requests = dict.fromkeys(requests, 0)  # number of yielded tokens by request
 
         def changed() -> list[Request]:
             """Return requests that have ended or have new tokens, from rounds of any thread or an abort."""
-            advanced = [r for r, num_seen in open_requests.items() if r.finished or r.num_generated > num_seen]
+            if only_finished:
+                advanced = [request for request in open_requests if request.finished]
+            else:
+                advanced = [r for r, num_seen in open_requests.items() if r.finished or r.num_generated > num_seen]
             for request in advanced:
                 open_requests[request] = request.num_generated
                 if request.finished:
@@ -41,19 +47,19 @@ class RoundLoop:
             return advanced
 
         try:
-            with self.lock:
+            with self.turn():
                 for request in requests:
                     self._engine.scheduler.add(request)
             while open_requests:
                 with self.turn():
                     requests_to_yield = changed()
                     if not requests_to_yield:
-                        self.step()
+                        self.step(lambda: only_finished and not self._waiting and not any(r.finished for r in open_requests))
                         requests_to_yield = changed()
                 yield from requests_to_yield
                 self.yield_lock()
         finally:  # also after Ctrl-C, an error, or if the caller stops iterating
-            with self.lock:
+            with self.turn():
                 self.end(requests)
 
     @contextmanager
@@ -70,18 +76,25 @@ class RoundLoop:
         finally:
             self.lock.release()
 
-    def step(self) -> None:
-        """Run one round; the caller holds the lock. If it raises, all running requests end in an undefined state."""
+    def step(self, goes_on: Callable[[], bool] = lambda: False) -> None:
+        """Run one round, and further ones while `goes_on()`; the caller holds the lock.
+
+        If a round raises, all running requests end in an undefined state.
+        """
         if self._in_round:
             raise RequestError(
                 "a processor, drafter or observer cannot generate with the engine that called it, in the middle of a "
                 "round; use another LLM"
             )
+        device = self._config.device
         try:
-            self._in_round = True
-            device = self._config.device
             with own_passes(device), on_device(device), one_thread() if self._config.compile else nullcontext():
-                self._engine.step()
+                while True:
+                    self._in_round = True
+                    self._engine.step()
+                    self._end_round()
+                    if not goes_on():
+                        break
         except BaseException as error:
             ending: tuple[Any, ...] = ("abort",)  # Ctrl-C
             if isinstance(error, Exception):
@@ -91,9 +104,12 @@ class RoundLoop:
                     ends.callback(self._engine.finish, request, *ending)
             raise
         finally:
-            self._in_round = False
-            if self._ending:
-                self.end([self._ending.popleft() for _ in range(len(self._ending))])
+            self._end_round()
+
+    def _end_round(self) -> None:
+        self._in_round = False
+        if self._ending:
+            self.end([self._ending.popleft() for _ in range(len(self._ending))])
 
     @contextmanager
     def between(self) -> Iterator[None]:

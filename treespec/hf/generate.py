@@ -136,7 +136,7 @@ def generate(
         for row in llm.rounds.run(rows):
             if row.error is not None:
                 raise row.exception
-            with llm.rounds.lock:
+            with llm.rounds.turn():
                 steps = streamer.due()
             streamer.put(steps)
         streamer.put(streamer.due())

@@ -8,7 +8,6 @@ import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,14 +223,11 @@ class CompiledDecoder(Decoder):
 
     def rotations_to(self, num_positions: int) -> Tensor:
         """Return cos and signed sin of every rope by position, fp32 [>= num_positions, 2 * num_ropes, head_dim]."""
-        tables = [rotation.table(num_positions) for rotation in self.rotations]
-        if len(tables) == 1:
-            return tables[0]
-        if not tables:
-            return torch.empty(0, 0, self.head_dim, dtype=torch.float32, device="cpu")
-        if len(self._joined) < num_positions:
-            length = min(len(table) for table in tables)
-            self._joined = torch.cat([table[:length] for table in tables], 1)
+        if num_positions > len(self._joined) - self.config.short_context:
+            tables = [rotation.table(num_positions) for rotation in self.rotations]
+            length = min(map(len, tables), default=0)
+            no_ropes = torch.empty(0, 0, self.head_dim, dtype=torch.float32, device="cpu")
+            self._joined = torch.cat([table[:length] for table in tables], 1) if tables[1:] else [*tables, no_ropes][0]
         return self._joined
 
     def forward(self, tokens: Tensor, layout: Pass, kv: Tensor, num_layers: int | None = None) -> Tensor:
@@ -250,10 +246,8 @@ class CompiledDecoder(Decoder):
         """Run a pass over whole trees, as `CompiledModel.tree_logits`; None if it takes more than one call."""
         if self.positions is not None or self.config.logit_cap is not None or self.head_vocabulary is not None:
             return None
-        rotation = self.rotations_to(trees.num_positions)
-        sizes = (last - first for first, last in pairwise(trees.first_rows))
-        updated = updated_rows(zip(adapters, sizes, strict=True)) if any(adapters) else ()
-        return self.model.tree_logits(trees, rotation, kv, updated)
+        updated = updated_rows(zip(adapters, trees.sizes, strict=True)) if any(adapters) else ()
+        return self.model.tree_logits(trees, self.rotations_to(trees.num_positions), kv, updated)
 
     def forward_with_states(
         self, tokens: Tensor, layout: Pass, kv: Tensor, of: Sequence[int], stream: StreamInput | None = None

@@ -45,25 +45,25 @@ def outside_code() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run this thread's torch CPU operations single-threaded, without waking OpenMP's threads.
+class one_thread:  # noqa: N801
+    """Context that runs this thread's torch CPU operations single-threaded, without waking OpenMP's threads.
 
     An element-wise operation on one row of 49,152 logits takes 5 us, but torch parallelises it above 32,768 elements.
     OpenMP's threads then spin for about a millisecond on the cores that the compiled decoder needs: sampled tokens of
     SmolLM2-135M took 9.0 ms on two cores, and 5.9 ms without. `torch.set_num_threads` also affects other threads, so
-    this only sets this thread's number in OpenMP.
+    this only sets this thread's number in OpenMP. A class, because every round enters it.
     """
-    threads = torch.get_num_threads()
-    if threads == 1:
-        yield
-        return
-    previous, _caller.threads = getattr(_caller, "threads", None), threads
-    try:
-        with _torch_threads(1):
-            yield
-    finally:
-        _caller.threads = previous
+
+    def __enter__(self) -> None:
+        self._threads, self._set_number = torch.get_num_threads(), _omp_setter()
+        if self._threads > 1 and self._set_number is not None:
+            self._previous, _caller.threads = getattr(_caller, "threads", None), self._threads
+            self._set_number(1)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._threads > 1 and self._set_number is not None:
+            self._set_number(self._threads)
+            _caller.threads = self._previous
 
 
 _caller = threading.local()  # .threads: number of threads outside `one_thread`, or None

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,12 +124,31 @@ class TreeBatch:
         first_rotations: Sequence[int],  # by tree, row of the rotations for position 0
         rules: Sequence[int],  # by tree, as `TreeRows.rules` in batch_cpu.h
     ):
+        num_rows, num_trees = first_rows[-1], len(contexts)
         first_pages = [*accumulate(map(len, pages), initial=0)]
-        numbers, addresses = packed(*columns, first_rows, first_pages, contexts, first_rotations, rules)
-        all_pages = pages[0] if len(pages) == 1 else np.concatenate(pages)
-        self.first_rows, self._held = first_rows, (numbers, all_pages)
-        self.num_positions = max(contexts) + max(first_rotations) + first_rows[-1]  # at most, in rows of the rotations
-        self.struct = _STRUCTS["TreeRows"](len(contexts), PAGE_SIZE, *addresses, address_of(all_pages))
+        outputs = [0] * num_rows, [0] * num_rows, [0] * num_trees  # paths, tokens after their nodes, lengths
+        inputs = *columns, first_rows, first_pages, contexts, first_rotations, rules
+        self._numbers, addresses = packed(*inputs, *outputs)
+        self._pages = pages[0] if num_trees == 1 else np.concatenate(pages)
+        self._first_rows, self.num_rows = first_rows, num_rows
+        self.num_positions = max(contexts) + max(first_rotations) + num_rows  # at most, in rows of the rotations
+        self.struct = _STRUCTS["TreeRows"](num_trees, PAGE_SIZE, *addresses[:-3], address_of(self._pages))
+        self.walk_outputs = addresses[-3:]  # of `Walks`
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of each tree's nodes."""
+        return [last - first for first, last in pairwise(self._first_rows)]
+
+    def walked(self) -> tuple[list[np.ndarray], list[int]]:
+        """Return the paths that a walk wrote, int64, and the tokens after them."""
+        first_rows, num_rows, count = self._first_rows, self.num_rows, len(self._first_rows) - 1
+        paths, tokens = list[np.ndarray](), list[int]()
+        written = self._numbers[len(self._numbers) - 2 * num_rows - count :]
+        for first, length in zip(first_rows, written[2 * num_rows :], strict=False):
+            paths.append(np.array(written[first : first + length], dtype=np.int64))
+            tokens.append(written[num_rows + first + length - 1])
+        return paths, tokens
 
 
 def kv_pools(pools: Sequence[Tensor]) -> ctypes.Array[Any]:

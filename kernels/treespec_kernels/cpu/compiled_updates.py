@@ -52,6 +52,7 @@ class CompiledUpdates:
 
 def set_updated(batch: ctypes.Structure, updated: Sequence[UpdatedRows]) -> None:
     """Set the rows of a pass with the updates of adapters."""
+    batch.num_updated = 0
     if updated:
         rows_of_adapters = [STRUCTS["UpdatedRows"](rows.adapter.address, rows.first, rows.num_rows) for rows in updated]
         structs = (STRUCTS["UpdatedRows"] * len(rows_of_adapters))(*rows_of_adapters)

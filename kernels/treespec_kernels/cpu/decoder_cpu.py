@@ -225,6 +225,8 @@ class CompiledModel:
         inputs: InputTable | None = None,  # of layers with inputs of their own
     ):
         self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
+        # Of the last pass over whole trees: rotation, cache and the struct with their addresses
+        self._cached_batch: tuple[Tensor, Tensor, Any] | None = None
         self._integer = integer
         self._memory = HugePages()
         self._num_learned_positions = 0 if positions is None else len(positions)
@@ -273,6 +275,7 @@ class CompiledModel:
     def keep(self, layers: Sequence[int], windows: Sequence[int | None], planes: Sequence[int]) -> "CompiledModel":
         """Return a model of only these layers, with these windows and planes, that shares the weights."""
         model = copy.copy(self)
+        model._cached_batch = None
         model._layers = (_LayerStruct * len(layers))(*(self._layers[i] for i in layers))
         for layer, window, plane in zip(model._layers, windows, planes, strict=True):
             layer.window, layer.plane = window or 0, plane
@@ -382,19 +385,15 @@ class CompiledModel:
         updated: Sequence[UpdatedRows] = (),
     ) -> Tensor:
         """Run a pass over whole trees: return the logits, and write node i's K/V to its request's slot context + i."""
-        assert rotation.is_contiguous() and rotation.dtype == torch.float32 and kv.is_contiguous()
-        batch = STRUCTS["Batch"](
-            num_layers=len(self._layers), rotation=rotation.data_ptr(), cache=kv.data_ptr(), num_pages=kv.shape[2]
-        )
+        if self._cached_batch is None or self._cached_batch[0] is not rotation or self._cached_batch[1] is not kv:
+            assert rotation.is_contiguous() and rotation.dtype == torch.float32 and kv.is_contiguous()
+            arguments = {"rotation": rotation.data_ptr(), "cache": kv.data_ptr(), "num_pages": kv.shape[2]}
+            self._cached_batch = rotation, kv, STRUCTS["Batch"](num_layers=len(self._layers), **arguments)
+        batch = self._cached_batch[2]
         set_updated(batch, updated)
-        logits = torch.empty(trees.first_rows[-1], self.vocab_size, dtype=self.dtype, device="cpu")
-        placed = self._library.treespec_tree_logits(
-            ctypes.byref(self._model),
-            ctypes.byref(self._head),
-            ctypes.byref(batch),
-            ctypes.byref(trees.struct),
-            logits.data_ptr(),
-        )
+        logits = torch.empty(trees.num_rows, self.vocab_size, dtype=self.dtype, device="cpu")
+        pointers = [ctypes.byref(struct) for struct in (self._model, self._head, batch, trees.struct)]
+        placed = self._library.treespec_tree_logits(*pointers, logits.data_ptr())
         assert placed, "a tree outgrew its request's pages"
         return logits
 
@@ -410,17 +409,10 @@ class CompiledModel:
             pools: from `kv_pools`.
         """
         assert logits.is_contiguous() and logits.dtype == self.dtype and logits.shape[1] == self.vocab_size
-        rows, num_rows = trees.first_rows, trees.first_rows[-1]
-        out = np.empty(2 * num_rows + len(rows) - 1, dtype=np.int64)  # paths, tokens after their nodes, lengths
-        address, step = address_of(out), 8 * num_rows
-        outputs = address, address + step, address + 2 * step
         sizes = self.vocab_size, len(pools), self._threads
-        walks = STRUCTS["Walks"](logits.data_ptr(), *sizes, ctypes.addressof(pools), *outputs)
+        walks = STRUCTS["Walks"](logits.data_ptr(), *sizes, ctypes.addressof(pools), *trees.walk_outputs)
         self._library.treespec_walk(ctypes.byref(trees.struct), ctypes.byref(walks))
-        numbers = out.tolist()
-        ends = [first + length for first, length in zip(rows, numbers[2 * num_rows :], strict=False)]
-        paths = [out[first:end] for first, end in zip(rows, ends, strict=False)]
-        return paths, [numbers[num_rows + end - 1] for end in ends]
+        return trees.walked()
 
     def write_context(self, rows: Tensor, plan: CompiledPlan, rotation: Tensor, kv: Tensor) -> None:
         """Write the projections of rows, [num_rows, hidden_size], to their slots, as K and V of all layers."""

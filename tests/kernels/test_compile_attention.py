@@ -84,8 +84,8 @@ def make_model(case: Case, threads: int = 1, layers: int = 2) -> CompiledModel:
     return CompiledModel(library, case.dtype, architecture, embed, None, parts, NORM, head, threads)
 
 
-def new_pool(case: Case, layers: int = 2) -> Tensor:
-    return torch.zeros(layers, 2, 8, case.kv_heads, PAGE_SIZE, case.head_dim, dtype=case.dtype)
+def new_pool(case: Case, layers: int = 2, pages: int = 8) -> Tensor:
+    return torch.zeros(layers, 2, pages, case.kv_heads, PAGE_SIZE, case.head_dim, dtype=case.dtype)
 
 
 def run(model: CompiledModel, case: Case, pool: Tensor, tokens: Any, *requests: RequestRows) -> Tensor:
@@ -188,3 +188,21 @@ def test_paths_longer_than_a_page(case: Case) -> None:
         for threads in (1, 2):
             hidden = run(make_model(case, threads), case, pool, tokens, rows)
             assert torch.equal(hidden[path], plain.hidden[context_len : context_len + len(path)])
+
+
+@each(CASES + SETS)
+def test_threads_that_share_the_heads_of_long_contexts(case: Case) -> None:
+    """Their bits are those of one thread: for one row, a tree, and requests beside each other."""
+    rng, parents, runs = np.random.default_rng(5), np.array([-1, 0, 0, 1, 2, 4, 4, 6]), []
+    pages, tokens = rng.permutation(20)[:12], rng.integers(VOCAB, size=11 * PAGE_SIZE)
+    for threads in (1, 3):
+        model, pool = make_model(case, threads), new_pool(case, pages=20)
+        run(model, case, pool, tokens[:650], RequestRows.chain(0, 650, pages))
+        trees = [RequestRows.tree(context_len, parents, pages) for context_len in (509, 575, 640)]
+        passes = [[RequestRows.chain(650, 1, pages)], *([tree] for tree in trees)]
+        passes.append([trees[0], RequestRows.chain(630, 3, pages), RequestRows.chain(70, 2, pages)])
+        for requests in passes:
+            num_rows = sum(rows.num_rows for rows in requests)
+            runs.append(run(model, case, pool.clone(), tokens[-num_rows:], *requests))
+    assert all(torch.equal(alone, shared) for alone, shared in zip(runs[:5], runs[5:], strict=True))
+    assert all(hidden.isfinite().all() for hidden in runs)

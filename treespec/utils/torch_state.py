@@ -45,7 +45,7 @@ def outside_code() -> Iterator[None]:
         yield
 
 
-class one_thread:  # noqa: N801
+class one_thread:
     """Context that runs this thread's torch CPU operations single-threaded, without waking OpenMP's threads.
 
     An element-wise operation on one row of 49,152 logits takes 5 us, but torch parallelises it above 32,768 elements.

@@ -220,9 +220,12 @@ class Pass {
     const int threads;
     static inline thread_local std::vector<float> stream, wide, layer_inputs, dense;
     static inline thread_local std::vector<scalar> narrow, normed_rows, router_rows;
+    static inline thread_local std::vector<float> all_scores;
     float *x, *y;
     scalar *a, *h;
-    const int64_t block;  // rows that are processed together, so that they share the reordering of pages
+    const int64_t stride;     // positions of the longest row, rounded up to whole pages
+    const bool shares_heads;  // whether several threads share the attention of a head
+    const int64_t block;      // rows that are processed together, so that they share the reordering of pages
     std::vector<std::vector<Scattered>> scattered;  // of each block
 
     // Returns the size of equal blocks of at most 16 rows, enough for all threads. While the threads have unequal
@@ -258,8 +261,7 @@ class Pass {
     // Makes the inputs of all layers.
     void make_inputs() const {
         const int64_t width = model.input_project.stride, size = model.input_size;
-        layer_inputs.resize(n * width);
-        float* const made = layer_inputs.data();  // of this thread
+        float* const made = at_least(layer_inputs, n * width);  // of this thread
         norm({}, h);
         linear(model.input_project, h, n, made, STORE, threads);
         for_rows([&](int64_t r) {
@@ -405,18 +407,39 @@ class Pass {
     // Writes the attention of the projections in `y` to `a`.
     void attend(const Layer& layer) {
         const int64_t dim = layer.parts * HEAD_DIM, group = heads / layer.kv_heads, size = heads * dim;
-        const int64_t blocks = scattered.size(), width = width_of(layer);
+        const int64_t blocks = scattered.size(), width = width_of(layer), jobs = layer.kv_heads * blocks;
+        const int64_t queries = block * group;
+        float* const shared = shares_heads ? at_least(all_scores, jobs * queries * (stride + 1)) : nullptr;
         for_rows([&](int64_t r) { rotate_and_write(layer, r); });
-        parallel(threads, layer.kv_heads * blocks, [&](int64_t index) {
-            const int64_t i = index / blocks, r = index % blocks * block, head = i * group * dim;
-            static thread_local Memory memory;
-            memory.keys_of.resize(layer.parts);
-            for (int64_t part = 0; part < layer.parts; part++)
-                memory.keys_of[part] = keys(layer, i * layer.parts + part);
-            Attention attention(memory, batch, r, std::min(r + block, n), pool, plane_heads, group, layer.window,
-                                model.score_cap, layer.sinks ? layer.sinks + i * group : nullptr);
-            attention.run(scattered[r / block], y + head, width, a + head, size);
-        });
+        // Calls body(attention, first row, step) for `steps` steps of each KV head and block of rows.
+        const auto each = [&](int64_t steps, const auto& body) {
+            parallel(threads, jobs * steps, [&](int64_t index) {
+                static thread_local Memory memory;
+                static thread_local std::vector<float> scores_of_job;
+                const int64_t job = index / steps, i = job / blocks, r = job % blocks * block, head = i * group;
+                const int64_t end = std::min(r + block, n), columns = shared ? stride : stride_of(batch, r, end);
+                const int64_t count = queries * (columns + 1);
+                float* const scores = shared ? shared + job * count : at_least(scores_of_job, count);
+                memory.keys_of.resize(layer.parts);
+                for (int64_t part = 0; part < layer.parts; part++)
+                    memory.keys_of[part] = keys(layer, i * layer.parts + part);
+                Attention attention(memory, {scores, scores + queries * columns, columns}, {y + head * dim, width},
+                                    {a + head * dim, size}, batch, r, end, pool, plane_heads, group, layer.window,
+                                    model.score_cap, layer.sinks ? layer.sinks + head : nullptr);
+                body(attention, r, index % steps);
+            });
+        };
+        if (shared) {  // one block
+            each(threads, [&](Attention& of, int64_t, int64_t share) { of.score_pages(share, threads); });
+            each(1, [&](Attention& of, int64_t, int64_t) { of.score_scattered(scattered[0]); });
+            each(n, [](Attention& of, int64_t, int64_t r) { of.softmax(r); });
+            each(SLICES, [](Attention& of, int64_t, int64_t slice) { of.weigh(slice); });
+        } else
+            each(1, [&](Attention& of, int64_t first, int64_t) {
+                of.score_pages(0, 1), of.score_scattered(scattered[first / block]);
+                for (int64_t r = first; r < std::min(first + block, n); r++) of.softmax(r);
+                of.weigh(-1);
+            });
         if (!model.output_gate) return;
         for_rows([&](int64_t r) {
             const float* gate = y + (r + 1) * width - size;
@@ -445,8 +468,7 @@ class Pass {
             return add(layer, &Layer::down, &LayerUpdates::down, layer.mlp_post_norm);
         static thread_local std::vector<float> memory;
         const Linear& scale = layer.experts->shared_scale;
-        memory.resize(n * scale.stride);
-        float* const scales = memory.data();  // of this thread
+        float* const scales = at_least(memory, n * scale.stride);  // of this thread
         linear(scale, h, n, scales, STORE, threads);
         multiply(layer, &Layer::down, &LayerUpdates::down, a, y, STORE);
         for_rows([&](int64_t r) {
@@ -532,18 +554,17 @@ class Pass {
     Pass(const Model& model, const Batch& batch)
         : model(model), batch(batch), n(batch.num_rows), hidden(model.hidden), heads(model.num_heads),
           plane_heads(model.num_kv_heads), mlp(model.mlp), pool(batch.num_pages * plane_heads * PAGE * HEAD_DIM),
-          threads(int(model.threads)), block(block_of(n, plane_heads, threads)) {
-        stream.resize(n * hidden);
+          threads(int(model.threads)), stride(stride_of(batch, 0, n)),
+          shares_heads(threads > 1 && plane_heads < 4 * threads && stride >= LONG && n <= 16),
+          block(shares_heads ? n : block_of(n, plane_heads, threads)) {
         int64_t widest = std::max({2 * mlp, hidden, model.input_size}), mixed = std::max(mlp, model.input_size);
         for (int64_t l = 0; l < batch.num_layers; l++) {
             const Layer& layer = model.layers[l];
             widest = std::max({widest, width_of(layer), layer.mix.stride});
             mixed = std::max({mixed, layer.o.inputs, layer.mix_out.inputs});
         }
-        wide.resize(n * widest);
-        narrow.resize(n * mixed);
-        normed_rows.resize(n * hidden);
-        x = stream.data(), y = wide.data(), a = narrow.data(), h = normed_rows.data();
+        x = at_least(stream, n * hidden), y = at_least(wide, n * widest);
+        a = at_least(narrow, n * mixed), h = at_least(normed_rows, n * hidden);
         for (int64_t r = 0; r < n; r += block) scattered.push_back(scattered_of(batch, r, std::min(r + block, n)));
     }
 
@@ -648,9 +669,9 @@ int64_t treespec_tree_logits(const Model* model, const Linear* head, Batch* batc
     static thread_local std::vector<scalar> hidden;
     const TreeLayout layout(*trees, *batch);
     if (!layout.fits) return 0;
-    hidden.resize(batch->num_rows * model->hidden), batch->out = hidden.data();
+    batch->out = at_least(hidden, batch->num_rows * model->hidden);
     Pass(*model, *batch).run();
-    linear(*head, hidden.data(), batch->num_rows, logits, ROUND, int(model->threads));
+    linear(*head, (const scalar*)batch->out, batch->num_rows, logits, ROUND, int(model->threads));
     return 1;
 }
 
@@ -714,8 +735,7 @@ void treespec_walk(const TreeRows* trees, const Walks* walks) {
     std::vector<uint8_t> greedy(num_rows);
     for (int64_t t = 0; t < trees->num_trees; t++)
         std::fill_n(greedy.begin() + trees->first_row[t], trees->first_row[t + 1] - trees->first_row[t], !trees->rules[t]);
-    memory.resize(num_rows);
-    Largest* const best = memory.data();  // of this thread
+    Largest* const best = at_least(memory, num_rows);  // of this thread
     parallel(int(walks->threads), num_rows, [&](int64_t r) {
         const scalar* row = (const scalar*)walks->logits + r * width;
         best[r] = greedy[r] ? largest(row, width) : Largest{to_float(row[0]), 0};

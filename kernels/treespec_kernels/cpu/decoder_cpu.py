@@ -18,7 +18,7 @@ from treespec_kernels.attention.tree_batch import UpdatedRows
 from treespec_kernels.cpu.compiled_experts import CompiledExperts, expert_linears
 from treespec_kernels.cpu.compiled_plan import CompiledPlan, TreeBatch
 from treespec_kernels.cpu.compiled_updates import set_updated
-from treespec_kernels.cpu.cpu_library import address_of, l3_bytes
+from treespec_kernels.cpu.cpu_library import l3_bytes
 from treespec_kernels.cpu.decoder_library import DTYPES, STRUCTS, PanelLinear, Weight
 from treespec_kernels.cpu.huge_pages import HugePages
 from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight

@@ -41,7 +41,7 @@ inline ivec add_quads(ivec acc, uvec w, uint32_t x) {
 const Activations& quantize(const scalar* x, int64_t rows, int64_t inputs, int64_t group) {
     static thread_local Activations result;
     const int64_t count = rows * inputs / group;
-    result.values.resize(rows * inputs), result.scales.resize(count), result.sums.resize(count);
+    at_least(result.values, rows * inputs), at_least(result.scales, count), at_least(result.sums, count);
     for (int64_t i = 0; i < count; i++) {
         const scalar* from = x + i * group;
         int8_t* to = result.values.data() + i * group;

@@ -83,9 +83,9 @@ class FlushDenormals {
     return x;
 #else
     static thread_local std::vector<float> wide;
-    wide.resize(count);
-    for (int64_t i = 0; i < count; i++) wide[i] = to_float(x[i]);
-    return wide.data();
+    float* const to = at_least(wide, count);
+    for (int64_t i = 0; i < count; i++) to[i] = to_float(x[i]);
+    return to;
 #endif
 }
 

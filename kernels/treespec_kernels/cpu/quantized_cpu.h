@@ -513,8 +513,7 @@ void quantized_product(const Product& product) {
     const scalar* x = product.x;
     const auto needs = [](const Share& share) { return needs_sums(*share.layer); };  // some matrices may have no minima
     const bool any = std::any_of(product.shares, product.shares + product.count, needs);
-    if (any) summed.resize(rows * groups);
-    float* const sums = any ? summed.data() : nullptr;
+    float* const sums = any ? at_least(summed, rows * groups) : nullptr;
     if (sums)
         parallel(threads_of_rows(rows, product.threads), rows, [&](int64_t r) {
             for (int64_t g = 0; g < groups; g++) {

@@ -103,8 +103,8 @@ class TiledRows {
   public:
     TiledRows(int64_t rows, int64_t inputs) : blocks(inputs / BLOCK) {
         static thread_local std::vector<uint16_t> memory;
-        memory.resize(((rows + TILE_ROWS - 1) / TILE_ROWS * blocks + 1) * TILE_SCALARS);
-        tiles = (uint16_t*)((uintptr_t(memory.data()) + 63) / 64 * 64);
+        const int64_t count = ((rows + TILE_ROWS - 1) / TILE_ROWS * blocks + 1) * TILE_SCALARS;
+        tiles = (uint16_t*)((uintptr_t(at_least(memory, count)) + 63) / 64 * 64);
     }
 
     void copy(int64_t row, const uint16_t* x) const {

@@ -81,6 +81,12 @@ inline bool any(ivec lanes) {
     return set != 0;
 }
 
+// Returns a buffer's memory for at least `count` elements. It never shrinks: `resize` would clear what it adds again.
+template <class T> inline T* at_least(std::vector<T>& buffer, int64_t count) {
+    if (int64_t(buffer.size()) < count) buffer.resize(count);
+    return buffer.data();
+}
+
 inline vec exp(vec x) {  // error of at most 2 units in the last place; exactly 0 below -87
     const vec z = x < -87.0f ? splat(-87.0f) : x > 88.0f ? splat(88.0f) : x;
     const vec n = (z * 1.44269504f + 12582912.0f) - 12582912.0f;  // rounded to the nearest integer

@@ -34,6 +34,9 @@ class RoundLoop:
         self.check_threads()
         open_requests = dict.fromkeys(requests, 0)  # number of yielded tokens by request
 
+        def goes_on() -> bool:
+            return only_finished and not self._waiting and not any(request.finished for request in open_requests)
+
         def changed() -> list[Request]:
             """Return requests that have ended or have new tokens, from rounds of any thread or an abort."""
             if only_finished:

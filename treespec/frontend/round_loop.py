@@ -57,9 +57,7 @@ class RoundLoop:
                 with self.turn():
                     requests_to_yield = changed()
                     if not requests_to_yield:
-                        self.step(
-                            lambda: only_finished and not self._waiting and not any(r.finished for r in open_requests)
-                        )
+                        self.step(goes_on)
                         requests_to_yield = changed()
                 yield from requests_to_yield
                 self.yield_lock()

@@ -21,7 +21,7 @@ from torch import Tensor
 from treespec.errors import ConfigError
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.hidden_states import HiddenStates, record_states
-from treespec.models.layer import EAGER, Layer, make_linear, prepare, take_projection
+from treespec.models.layer import EAGER, Layer, LinearMaker, prepare, take_projection
 from treespec.models.layer_kinds import RotaryEmbedding
 from treespec.models.low_rank import LowRank, Updates, fused_updates
 from treespec.models.model_config import ModelConfig
@@ -188,18 +188,18 @@ class Decoder:
 
     def _take(self, weights: Weights) -> None:
         assert self.linear != "compiled" and self.linear != "triton"
+        make_linear = LinearMaker(self.linear, self.dtype, self._library)
         kinds = [RecurrentLayer if kind.recurrent else Layer for kind in self.config.layers]
         self.layers: list[Layer] = [
-            kind(weights, i, self.config, self.linear, self.dtype, self._library, self.min_rows)
-            for i, kind in enumerate(kinds)
+            kind(weights, i, self.config, make_linear, self.min_rows) for i, kind in enumerate(kinds)
         ]
         if self.config.shape.per_layer_size:
-            self.per_layer = PerLayerInputs(weights, self.config, self.linear, self.dtype, self._library)
+            self.per_layer = PerLayerInputs(weights, self.config, make_linear)
         self._caches = self._cache_places(range(len(self.layers)))
         self._stream = STREAMS[self.config.rules.norm]
         self.final_norm = self._stream.take(weights.pop("final_norm"), weights.pop("final_norm_bias", None))
         head = take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else self.embed
-        self.head = make_linear(head, None, self.dtype, self.linear, self._library)
+        self.head = make_linear(head)
 
     @cached_property
     def plan_key(self) -> tuple[object, ...]:

@@ -97,19 +97,20 @@ def _permuted(value: Any, order: Tensor) -> Any:
     return torch.index_select(heads, 1, order.to(heads.device)).flatten(0, 1)
 
 
-def make_linear(
-    weight: Tensor | QuantizedWeight,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    impl: LinearImpl | Literal["triton"],
-    library: CDLL | None,
-) -> Any:
-    """Return the linear layer of a weight. `library` computes a quantised one, as in `Decoder`; "triton" needs none."""
-    if impl == "triton":
-        return RowLinear(weight, bias)
-    if isinstance(weight, QuantizedWeight):
-        return quantized_linear(weight, bias, dtype, impl, library)
-    return Linear(weight, bias, impl)
+class LinearMaker(NamedTuple):
+    """Implementation of a decoder's linear layers, in `dtype`."""
+
+    impl: LinearImpl | Literal["triton"]
+    dtype: torch.dtype
+    library: CDLL | None = None  # computes quantised layers, as in `Decoder`; "triton" needs none
+
+    def __call__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Any:
+        """Return the linear layer of a weight."""
+        if self.impl == "triton":
+            return RowLinear(weight, bias)
+        if isinstance(weight, QuantizedWeight):
+            return quantized_linear(weight, bias, self.dtype, self.impl, self.library)
+        return Linear(weight, bias, self.impl)
 
 
 def take_projection(weights: Weights, prefix: str, names: tuple[str, ...], joins: bool = True) -> Any:
@@ -234,22 +235,11 @@ class Layer:
 
     mixer: Any = None  # what a recurrent layer has in place of attention, or beside it
 
-    def __init__(
-        self,
-        weights: Weights,
-        i: int,
-        config: ModelConfig,
-        impl: LinearImpl,
-        dtype: torch.dtype,
-        library: CDLL | None,
-        min_rows: int,
-    ):
+    def __init__(self, weights: Weights, i: int, config: ModelConfig, make_linear: LinearMaker, min_rows: int):
         layer, experts = take_layer(weights, i, EAGER) | take_inputs(weights, i), config.shape.experts
 
         def linear(name: str, parts: dict[str, Any] = layer) -> Any:  # None without a weight
-            if parts[name] is None:
-                return None
-            return make_linear(parts[name], parts[f"{name}_bias"], dtype, impl, library)
+            return None if parts[name] is None else make_linear(parts[name], parts[f"{name}_bias"])
 
         def expert(parts: dict[str, Any]) -> Expert:
             return Expert(linear("gate", parts), linear("up", parts), linear("down", parts), config.activation)
@@ -267,10 +257,10 @@ class Layer:
             taken = take_experts(weights, i, experts.count, EAGER)
             self.sparse = SparseMlp(
                 experts,
-                Linear(taken.router.float() if experts.scoring == "sigmoid" else taken.router, taken.router_bias, impl),
+                make_linear(taken.router.float() if experts.scoring == "sigmoid" else taken.router, taken.router_bias),
                 taken.correction,
                 [expert(parts) for parts in taken.experts],
-                None if taken.shared_scale is None else Linear(taken.shared_scale, None, impl),
+                None if taken.shared_scale is None else make_linear(taken.shared_scale),
                 None
                 if taken.latent is None
                 else (linear("latent_in", taken.latent), linear("latent_out", taken.latent)),
@@ -280,9 +270,7 @@ class Layer:
             )
         self.input_gate: Linear | CompiledLinear | None = None
         if layer["input_gate"] is not None:
-            self.input_gate, self.input_out = (
-                make_linear(layer[name], None, dtype, impl, library) for name in ("input_gate", "input_out")
-            )
+            self.input_gate, self.input_out = (make_linear(layer[name]) for name in ("input_gate", "input_out"))
         self.input_norm = norm("input_norm")
         self.scalar = None if layer["scalar"] is None else float(layer["scalar"])
         sinks = weights.pop(f"layers.{i}.sinks", None)

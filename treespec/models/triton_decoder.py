@@ -20,7 +20,7 @@ from torch import Tensor
 from treespec.models.adapter_slots import NO_ADAPTER, AdapterSlots, FusedUpdates, SlotLimits
 from treespec.models.attention import TritonAttention
 from treespec.models.decoder import Decoder, Pass, StreamInput
-from treespec.models.layer import TRITON
+from treespec.models.layer import TRITON, LinearMaker
 from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
 from treespec.models.per_layer import TritonPerLayerInputs
@@ -461,12 +461,12 @@ class TritonDecoder(Decoder):
             self.kernels.adapters = AdapterSlots(config, adapters, self.dtype, self.device)
 
     def _take(self, weights: dict[str, Tensor]) -> None:
-        kinds = enumerate(self.config.layers)
-        mixers = [make_mixer(weights, i, self.config, "triton", self.dtype) if k.recurrent else None for i, k in kinds]
-        inputs = None
-        if self.config.shape.per_layer_size:
-            inputs = TritonPerLayerInputs(weights, self.config, "triton", self.dtype, None)
-        self.set_weights(ModelWeights.take(self.embed, weights, self.config.shape, self.positions))
+        config, make_linear, inputs = self.config, LinearMaker("triton", self.dtype), None
+        kinds = enumerate(config.layers)
+        mixers = [make_mixer(weights, i, config, make_linear) if kind.recurrent else None for i, kind in kinds]
+        if config.shape.per_layer_size:
+            inputs = TritonPerLayerInputs(weights, config, make_linear)
+        self.set_weights(ModelWeights.take(self.embed, weights, config.shape, self.positions))
         self.kernels.mixers, self.kernels.inputs = mixers, inputs
 
     def set_weights(self, weights: ModelWeights) -> None:

@@ -5,7 +5,7 @@ Each family in `families/` is one declaration. No code depends on a family's nam
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path
@@ -519,6 +519,11 @@ class FamilyRules:
 
         tensors = tuple(replace(rule, name=bare(rule.name)) for rule in self.tensors)
         return replace(self, tensors=tensors, ignored=tuple(map(bare, self.ignored)), prefix="")
+
+
+def named(name: str, param: str, fillings: Iterable[str]) -> dict[str, str]:
+    """Return tensor names and parameters, with each of `fillings` in place of "{}" in both."""
+    return {name.replace("{}", filling): param.replace("{}", filling) for filling in fillings}
 
 
 def one_to_one(pairs: Mapping[str, str]) -> tuple[TensorRule, ...]:

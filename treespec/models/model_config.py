@@ -133,18 +133,17 @@ class ModelConfig:
         if isinstance(eps, str):
             eps = positive(folder, eps, raw.get(eps, 1e-5 if rules.norm == "layer" else 1e-6), float)
         ropes, layers = read_layers(folder, raw, rules, shape, min(max_model_len or max_positions, max_positions))
+        sizes: list[tuple[int, ...]] = [(*layer[:3], layer.kv_of == i) for i, layer in enumerate(shape.sizes)]
         layers = tuple(
             kind._replace(
-                recurrent=shape.is_recurrent(i), without_mlp=i in shape.without_mlp, mlp_only=i in shape.mlp_only
+                recurrent=shape.is_recurrent(i),
+                sparse=shape.experts is not None and i in shape.experts.layers,
+                without_mlp=i in shape.without_mlp,
+                mlp_only=i in shape.mlp_only,
+                sizes=sizes[i] if sizes else (),
             )
             for i, kind in enumerate(layers)
         )
-        if shape.sizes:
-            sizes = [(*layer[:3], layer.kv_of == i) for i, layer in enumerate(shape.sizes)]
-            layers = tuple(kind._replace(sizes=layer_sizes) for kind, layer_sizes in zip(layers, sizes, strict=True))
-        if shape.experts is not None:
-            sparse = {*shape.experts.layers}
-            layers = tuple(kind._replace(sparse=i in sparse) for i, kind in enumerate(layers))
         parallel = rules.parallel is not None and raw.get(rules.parallel, True)
         if not isinstance(parallel, bool):
             raise ModelError(f"{folder}: {rules.parallel}={parallel!r}; expected true or false")

@@ -458,18 +458,13 @@ def by_threads(key: dict[str, Any]) -> dict[int, float]:
 
 
 def load_planner(
-    runner: Runner,
-    ssms: SsmDrafter | None,
-    threads: int,
-    interpreted: bool,
-    seconds: float = START_SECONDS,
-    clock: MachineClock = CLOCK,
+    runner: Runner, ssms: SsmDrafter | None, threads: int, interpreted: bool, clock: MachineClock = CLOCK
 ) -> Planner:
     """Return a planner with the costs of these models; it stores the corrections that rounds make to them.
 
     Costs measured by `treespec autotune` are not overwritten.
     """
-    planner = Planner(load_costs(runner, ssms, threads, interpreted, seconds, clock))
+    planner = Planner(load_costs(runner, ssms, threads, interpreted, clock=clock))
     key = cost_key(runner, ssms, threads)
     if not interpreted and load(key) is None:
         save_curve = partial(_try_to_save, key=start_key(runner, key))

@@ -156,7 +156,7 @@ def convert_checkpoint(
         transform = quantise_transform(quantization, dtype, shape, written_as)
     with Checkpoint.open(root) as checkpoint:
         steps = plan_steps(checkpoint, shape, rules, written_as, transform)
-        ignored, module = ignored_names(checkpoint.names(), shape, rules.for_names(checkpoint.names())), None
+        ignored, module = ignored_names(checkpoint.tensors, shape, rules.for_names(checkpoint.tensors)), None
         if written_as is rules and layers is None and rules.predictor is not None:
             if predictor_steps := _predictor_steps(checkpoint, shape, rules, dtype):
                 steps, module = steps + predictor_steps, rules.predictor.after(shape.num_layers).module
@@ -233,7 +233,7 @@ def plan_steps(
             raise OptionError("all experts of a layer are in one tensor, for which no conversion has another layout")
         if transform.params:
             raise OptionError("--quantize: all experts of a layer are in one tensor; use LLM(quantization=...)")
-    named = rules.for_names(checkpoint.names())
+    named = rules.for_names(checkpoint.tensors)
     order = {param: index for index, param in enumerate(shape.parameters())}
     holder = {param: placement for placement in placements for param in placement.params}
     keeps_tensors = written_as is rules and not (checkpoint.folder.is_file() and rules.alternatives)

@@ -18,7 +18,14 @@ from torch import Tensor
 from treespec_weights.assistants import AssistantForm, AssistantWeights, assistant_form, load_assistant
 from treespec_weights.block_drafts import PARALLEL_BLOCK, BlockForm, BlockWeights, dflash_form, load_block, pard_form
 from treespec_weights.documents import CONFIG, read_config
-from treespec_weights.draft_tensors import FIRST_LAYER, DraftTensors, config_error, layers_of, tensor_names
+from treespec_weights.draft_tensors import (
+    FIRST_LAYER,
+    DraftOptions,
+    DraftTensors,
+    config_error,
+    layers_of,
+    tensor_names,
+)
 from treespec_weights.draft_vocabulary import read_draft_vocabulary
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.families import family_of
@@ -210,22 +217,15 @@ def _proposed_tokens(raw: Mapping[str, Any]) -> int:
 
 
 def load_head(
-    form: HeadForm,
-    shape: ModelShape,
-    num_states: int,
-    target_hidden: int,
-    dtype: torch.dtype | None,
-    device: torch.device | str,
-    kept: np.ndarray | None = None,
+    form: HeadForm, shape: ModelShape, num_states: int, options: DraftOptions
 ) -> tuple[HeadWeights, np.ndarray | None]:
     """Load a head.
 
     `shape` is the shape of its layers, with the target's vocabulary size; `num_states` the number of target layers that
-    it reads. A dtype of None keeps the stored ones, which stay memory-mapped. `kept`, int64 ascending, are the tokens
-    whose rows of a full vocabulary head remain. Returns the weights, and the target's tokens of the head's rows, int64
-    ascending; None for the full vocabulary. Raises CheckpointError with all missing and misshaped tensors,
-    and for a head of another target.
+    it reads. Returns the weights, and the target's tokens of the head's rows, int64 ascending; None for the full
+    vocabulary. Raises CheckpointError with all missing and misshaped tensors, and for a head of another target.
     """
+    target_hidden, dtype, device, kept = options
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
     if form.kind == "eagle":
         return _load_eagle(form, shape, target_hidden, tensors), kept
@@ -345,18 +345,19 @@ def _check_stored(
     if isinstance(form, StateSsmForm):
         return _check_state_ssm(form, vocab_size, hidden)
     weights: HeadWeights | BlockWeights | StateWeights | AssistantWeights
+    options = DraftOptions(hidden)
     if isinstance(form, StateForm):
-        weights, tokens = load_state_head(form, hidden, vocab_size, None, "cpu")
+        weights, tokens = load_state_head(form, vocab_size, options)
         return weights.num_parameters, tokens, True
     shape = replace(ModelShape.from_hf(form.config, form.rules, form.folder), vocab_size=vocab_size)
     tokens = None
     if isinstance(form, AssistantForm):
         shape = replace(shape, sizes=tuple(layer._replace(kv_of=-1) for layer in shape.sizes))
-        weights = load_assistant(form, shape, hidden, None, "cpu")
+        weights = load_assistant(form, shape, options)
     elif isinstance(form, BlockForm):
-        weights, tokens = load_block(form, shape, hidden, None, "cpu")
+        weights, tokens = load_block(form, shape, options)
     else:
-        weights, tokens = load_head(form, shape, num_states, hidden, None, "cpu")
+        weights, tokens = load_head(form, shape, num_states, options)
     return weights.num_parameters, tokens, shape.hidden_size == hidden
 
 

@@ -110,7 +110,7 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
         kv_values = 2 * shape.kv_layers * shape.num_kv_heads * shape.head_dim
         scheme = scheme_of(config, checkpoint.folder)
         problems = len(match(checkpoint, shape, rules)[1])
-        ignored = sorted(ignored_names(checkpoint.names(), shape, rules.for_names(checkpoint.names())))
+        ignored = sorted(ignored_names(checkpoint.tensors, shape, rules.for_names(checkpoint.tensors)))
     return {
         "supported": shape is not None,
         "unsupported_because": reason,
@@ -185,7 +185,7 @@ def _held_bytes(info: TensorInfo) -> int:
 
 def _pass_bytes(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> int:
     """Return the weight bytes that a pass over one row reads: layers, `top_k` experts each, and the head."""
-    rules = rules.for_names(checkpoint.names())
+    rules = rules.for_names(checkpoint.tensors)
     [embed] = [rule.name for rule in rules.tensors if rule.params == ("embed",)]
     unread = ignored_names(checkpoint.tensors, shape, rules)
     unread.add(rules.tied_copy if shape.tied and embed in checkpoint.tensors else embed)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from treespec_weights.errors import CheckpointConfigError, Problem
-from treespec_weights.experts import ExpertRules, Experts
+from treespec_weights.experts import ExpertRules, Experts, mlp_parameters
 from treespec_weights.factors import Factors
 
 MAX_DIMENSION = 2**31 - 1
@@ -203,8 +203,8 @@ class ModelShape:
                 layer |= self._attention(i) if self.attends(i) else {}
                 layer |= norm("attn_post_norm", post)
             if i not in self.without_mlp:
-                mlp = sparse.get(i) or self._mlp(self.layer(i).intermediate_size)
-                layer |= norm("mlp_norm", pre and not self.shared_norm) | mlp
+                dense = self.layer(i).intermediate_size, hidden, self.mlp_bias, self.gated
+                layer |= norm("mlp_norm", pre and not self.shared_norm) | (sparse.get(i) or mlp_parameters(*dense))
                 layer |= norm("mlp_post_norm", post)
             layer |= per_layer
             result |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -234,14 +234,6 @@ class ModelShape:
             result |= {"sinks": (self.num_heads,)}
         result |= {"o": (hidden, q)}
         return result | ({"o_bias": (hidden,)} if self.o_bias else {})
-
-    def _mlp(self, inter: int) -> dict[str, TensorShape]:
-        hidden = self.hidden_size
-        mlp: dict[str, TensorShape] = {"gate": (inter, hidden)} if self.gated else {}
-        mlp |= {"up": (inter, hidden), "down": (hidden, inter)}
-        if self.mlp_bias:
-            mlp |= ({"gate_bias": (inter,)} if self.gated else {}) | {"up_bias": (inter,), "down_bias": (hidden,)}
-        return mlp
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:

@@ -199,5 +199,6 @@ def _load_pard(form: BlockForm, shape: ModelShape, options: DraftOptions) -> Blo
     for name in decoder.keys() & {"embed", "lm_head"}:
         decoder[name] = decoder[name][: shape.vocab_size]
     if options.kept is not None:
-        decoder["lm_head"] = decoder.setdefault("lm_head", embed)[torch.from_numpy(options.kept)]
+        decoder.setdefault("lm_head", embed)
+        decoder["lm_head"] = decoder["lm_head"][torch.from_numpy(options.kept)]
     return BlockWeights(decoder, None, None, None, embed[form.mask_token].clone())

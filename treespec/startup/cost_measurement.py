@@ -25,6 +25,7 @@ from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve, split_drafting
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
+from treespec.utils.files import write_json
 from treespec.utils.torch_state import one_thread
 from treespec.version import __version__
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
@@ -404,9 +405,7 @@ def save(curve: CostCurve, key: dict[str, Any], folder: Path | str = "", names: 
     entry = {"key": key, "names": list(names), **asdict(curve)}
     with shared_work(path.with_suffix(".lock"), "store its cost curve", _WRITE_LOCK_TIMEOUT):
         entries = [stored for stored in load_all(folder) if stored["key"] != key]
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps([*entries, entry][-_MAX_STORED:], indent=1))
-        os.replace(temporary, path)
+        write_json(path, [*entries, entry][-_MAX_STORED:])
     return path
 
 

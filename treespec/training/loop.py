@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from treespec.startup.options import is_slow
-from treespec.training.files import replacing
 from treespec.training.muon import Float32Muon
+from treespec.utils.files import replacing
 
 WARMUP = 0.02
 FINAL_RATE = 0.05

@@ -10,6 +10,7 @@ import torch
 from treespec.errors import ModelError, VariantError
 from treespec.models.layer_kinds import LayerKind, Rope, positive, read_layers
 from treespec_weights.documents import read_config, read_generation_config
+from treespec_weights.dtypes import DTYPES
 from treespec_weights.errors import CheckpointConfigError, Problem
 from treespec_weights.factors import Factors
 from treespec_weights.families import family_of
@@ -157,9 +158,9 @@ class ModelConfig:
             raise CheckpointConfigError(folder, problems)
         stream_scale = scale(rules.residual_scale) * factors.stream
         stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-        dtype = _DTYPES.get(stored) if isinstance(stored, str) else None
+        dtype = DTYPES.get(stored) if isinstance(stored, str) else None
         if dtype is None:
-            raise ModelError(f"{folder}: dtype={stored!r}; supported: {', '.join(_DTYPES)}")
+            raise ModelError(f"{folder}: dtype={stored!r}; supported: {', '.join(DTYPES)}")
         ends = read_generation_config(folder).get("eos_token_id", raw.get("eos_token_id"))
         return cls(
             folder=folder,
@@ -184,9 +185,6 @@ class ModelConfig:
             step_scale=factors.steps,
             factors=tuple(factors.parameters.items()),
         )
-
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _soft_cap(folder: Path, raw: dict[str, Any], key: str | None) -> float | None:

@@ -12,9 +12,10 @@ import typer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from treespec_weights import hub
-from treespec_weights.convert import DTYPES, SHARD_BYTES, convert_checkpoint
+from treespec_weights.convert import SHARD_BYTES, convert_checkpoint
 from treespec_weights.describe import describe, describe_conversion, describe_timing, describe_verification
 from treespec_weights.documents import read_config
+from treespec_weights.dtypes import DTYPES
 from treespec_weights.errors import OptionError
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder

@@ -22,6 +22,7 @@ from torch import Tensor
 from treespec_weights import staging, writer
 from treespec_weights.checkpoint import INDEX, Checkpoint
 from treespec_weights.documents import CONFIG, read_config, write_documents
+from treespec_weights.dtypes import DTYPES
 from treespec_weights.errors import CheckpointError, OptionError, Problem, UnsupportedModelError, WriteError
 from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import is_gguf, read_json, resolve_folder
@@ -45,7 +46,6 @@ from treespec_weights.transform import Transform, quantise_transform
 SHARD_BYTES = 2 * 10**9
 STATE = "conversion.json"  # identifies an unfinished conversion
 PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # keys of a config
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ConversionStep(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 from treespec_weights.blocks import FORMS
 from treespec_weights.checkpoint import Checkpoint, TensorInfo
 from treespec_weights.documents import read_config
-from treespec_weights.dtypes import TORCH_DTYPES
+from treespec_weights.dtypes import DTYPES, TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import resolve_folder
@@ -20,8 +20,6 @@ from treespec_weights.quant_config import scheme_of
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.tokenizer import read_vocabulary
 from treespec_weights.vocabularies import Connection, connect
-
-MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
@@ -123,8 +121,11 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
         "matrices": _matrices(checkpoint, {*ignored}),
         "pass_bytes": _pass_bytes(checkpoint, shape, rules) if shape and rules else None,
         "memory": {
-            dtype: {"weights_bytes": parameters * size, "kv_bytes_per_token": kv_values and kv_values * size}
-            for dtype, size in MEMORY_DTYPES.items()
+            name: {
+                "weights_bytes": parameters * dtype.itemsize,
+                "kv_bytes_per_token": kv_values and kv_values * dtype.itemsize,
+            }
+            for name, dtype in DTYPES.items()
         },
     }
 

@@ -198,8 +198,7 @@ class Decoder:
         self._caches = self._cache_places(range(len(self.layers)))
         self._stream = STREAMS[self.config.rules.norm]
         self.final_norm = self._stream.take(weights.pop("final_norm"), weights.pop("final_norm_bias", None))
-        head = take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else self.embed
-        self.head = make_linear(head)
+        self.head = make_linear(take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else self.embed)
 
     @cached_property
     def plan_key(self) -> tuple[object, ...]:

@@ -107,8 +107,7 @@ class PairHead(FeatureHead):
         self.pairs, self._norm_output = pairs, norm_output
         scorer = self.vocabulary_head.entries
         if decoder.entries is not None and scorer is not None and isinstance(pairs, PairInputs):
-            entries = pairs.add_to(decoder.entries, norm_output)
-            self.entries = entries._replace(probs=scorer.probs, head=scorer.head)
+            self.entries = pairs.add_to(decoder.entries, norm_output)._replace(probs=scorer.probs, head=scorer.head)
 
     @property
     def nbytes(self) -> int:

@@ -49,8 +49,7 @@ class RmsStream:
 
     def norm_of(self, x: Tensor, norm: Norm) -> Tensor:
         """Return another tensor normalised, [num_rows, hidden_size]."""
-        mirrored = torch.cat((x, -x), 1)
-        return F.layer_norm(mirrored, (2 * self.size,), norm.weight, None, self.eps)[:, : self.size]
+        return F.layer_norm(torch.cat((x, -x), 1), (2 * self.size,), norm.weight, None, self.eps)[:, : self.size]
 
 
 class LayerStream:

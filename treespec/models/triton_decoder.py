@@ -333,8 +333,7 @@ class PassKernels:
         qkv_rope_triton(qkv, of_keys, *places, q, **options, pdl=self.pdl)
         scores = config.query_scale, config.score_cap, layer.sinks
         k_cache, v_cache = cache.unbind(-5)
-        out = self.attention(q, k_cache, v_cache, layout.attention[plan], *scores, pdl=self.pdl)
-        return out.view(rows, -1)
+        return self.attention(q, k_cache, v_cache, layout.attention[plan], *scores, pdl=self.pdl).view(rows, -1)
 
     def _activated(self, name: str, h: Tensor, i: int, layout: TritonPass) -> Tensor:
         """Compute a product and its activation, such as the MLP's, the input of the down projection."""

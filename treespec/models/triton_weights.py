@@ -41,8 +41,7 @@ class StackedExperts(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        parts = (*self[:3], *self.products, *self[4:])
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in (*self[:3], *self.products, *self[4:]) if part is not None)
 
     @classmethod
     def take(cls, weights: dict[str, Tensor], i: int, experts: Experts) -> Self:

@@ -461,8 +461,7 @@ class Loader:
                 raise CompileError(f"there is no kernel for {self.dtype} on {self.device}")
             return build(find_compiler(), _ANY_HEAD, self.dtype, libraries_folder())
         except (CompileError, OSError) as error:
-            message = "quantised weights are held as %s, which saves no memory and no time: %s"
-            logger.warning(message, self.dtype, error)
+            logger.warning("quantised weights are held as %s, which saves no memory and no time: %s", self.dtype, error)
             return None
 
     def adapt(

@@ -90,8 +90,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 def _read_object(folder: Path, name: str) -> dict[str, Any]:
     document = read_document(folder, name)
     if not isinstance(document, dict):
-        message = f"a JSON {type(document).__name__}, not an object"
-        raise CheckpointConfigError.of(folder, "config", name, message)
+        raise CheckpointConfigError.of(folder, "config", name, f"a JSON {type(document).__name__}, not an object")
     return document
 
 

@@ -166,5 +166,4 @@ class ExpertRules:
         if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):
             problems.append(Problem("config", "'mlp_only_layers'", f"{dense!r} are not layers below {num_layers}"))
             dense = []
-        layers = range(first, num_layers)
-        return tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
+        return tuple(layer for layer in range(first, num_layers) if layer not in dense and (layer + 1) % step == 0)

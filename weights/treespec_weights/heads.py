@@ -138,8 +138,7 @@ def read_head(folder: Path | str) -> DraftForm | None:
     if (form := state_ssm_form(root)) is not None:
         return form
     raw = read_config(root)
-    architectures = raw.get("architectures") or []
-    names = [*architectures, *(raw.get(key) for key in ("speculators_model_type", "model_type"))]
+    names = [*(raw.get("architectures") or []), *(raw.get(key) for key in ("speculators_model_type", "model_type"))]
     names += [key for key in ("dflash_config", "medusa_num_heads") if key in raw]
     lowered = [name.lower() for name in names if isinstance(name, str)]
     other_kind = next((kind for marker, kind in _OTHER_KINDS.items() if any(marker in name for name in lowered)), None)

@@ -177,8 +177,7 @@ class ModelShape:
         def norm(name: str, present: bool = True) -> dict[str, TensorShape]:
             if not present:
                 return {}
-            names = [name, f"{name}_bias"] if self.norm_bias else [name]
-            return dict.fromkeys(names, (hidden,))
+            return dict.fromkeys([name, f"{name}_bias"] if self.norm_bias else [name], (hidden,))
 
         recurrent = {} if self.recurrent is None else self.recurrent.parameters(hidden)
         per_layer: dict[str, TensorShape] = {"scalar": (1,)} if self.layer_scalar else {}

@@ -51,8 +51,7 @@ def time_loading(
 
     def plain() -> None:
         # Keep the whole result, as a loader does: reusing freed memory would be faster.
-        tensors = [tensor.to(dtype) for file in files for tensor in load_file(file, device=str(device)).values()]
-        touch(tensors)
+        touch([tensor.to(dtype) for file in files for tensor in load_file(file, device=str(device)).values()])
 
     def ours() -> None:
         touch(load_weights(root, shape, rules, dtype, device).values())

@@ -206,8 +206,7 @@ def _positive(file: GgufFile, key: str, default: float | None, problems: list[Pr
     value = file.value(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        problem = "missing" if value is None else f"{value!r} is not a positive number"
-        problems.append(_problem(file, key, problem))
+        problems.append(_problem(file, key, "missing" if value is None else f"{value!r} is not a positive number"))
         return 1.0
     return float(value)
 
@@ -303,8 +302,7 @@ def _unequal(file: GgufFile, config: Mapping[str, Any], natural: Callable[..., i
 def num_predictors(file: GgufFile) -> int:
     """Return the number of layers after the model's own that predict further tokens (MTP)."""
     count = file.value("nextn_predict_layers")
-    supported = (*_DELTA_NETS, "glm4moe", "nemotron_h_moe")
-    return count if type(count) is int and file.architecture in supported else 0
+    return count if type(count) is int and file.architecture in (*_DELTA_NETS, "glm4moe", "nemotron_h_moe") else 0
 
 
 def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) -> dict[str, Any]:

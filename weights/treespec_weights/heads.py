@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treespec_weights.assistants import AssistantForm, AssistantWeights, assistant_form, load_assistant
 from treespec_weights.block_drafts import PARALLEL_BLOCK, BlockForm, BlockWeights, dflash_form, load_block, pard_form
-from treespec_weights.documents import CONFIG, read_config
+from treespec_weights.documents import CONFIG, read_config, read_model
 from treespec_weights.draft_tensors import (
     FIRST_LAYER,
     DraftOptions,
@@ -28,7 +28,6 @@ from treespec_weights.draft_tensors import (
 )
 from treespec_weights.draft_vocabulary import read_draft_vocabulary
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
-from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.mtp import MtpForm, check_predictor
 from treespec_weights.rules import FamilyRules, ModelShape
@@ -361,8 +360,7 @@ def _check_stored(
 
 
 def _check_state_ssm(form: StateSsmForm, vocab_size: int, hidden: int) -> tuple[int, np.ndarray | None, bool]:
-    config = read_config(form.folder)
-    shape = ModelShape.from_hf(config, family_of(config, form.folder), form.folder)
+    shape, _ = read_model(form.folder)
     projection = load_state_projection(form, shape.hidden_size, hidden, None, "cpu")
     ids = read_draft_vocabulary(form.folder, shape.vocab_size, vocab_size)
     parameters = shape.num_parameters() + sum(tensor.numel() for tensor in projection)

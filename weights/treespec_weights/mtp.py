@@ -11,10 +11,10 @@ import torch
 
 from treespec_weights.blocks import Weights
 from treespec_weights.checkpoint import Checkpoint
-from treespec_weights.documents import read_config
+from treespec_weights.documents import read_model
 from treespec_weights.draft_tensors import OutputForm
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
-from treespec_weights.families import FAMILIES, family_of
+from treespec_weights.families import FAMILIES
 from treespec_weights.load import checked_placements, load_weights
 from treespec_weights.rules import LAYER, FamilyRules, ModelShape, PredictorRules, TensorRule
 
@@ -73,9 +73,7 @@ def load_predictor(
 
 def check_predictor(form: MtpForm) -> int:
     """Return the number of parameters of a checkpoint's layer. Raises CheckpointError if it does not fit its config."""
-    config = read_config(form.folder)
-    rules = family_of(config, form.folder)
-    shape, rules = predictor_of(form.folder, ModelShape.from_hf(config, rules, form.folder), rules)
+    shape, rules = predictor_of(form.folder, *read_model(form.folder))
     assert rules.predictor is not None
     with open_predictor(form.folder, rules.predictor) as checkpoint:
         checked_placements(checkpoint, shape, rules)

@@ -237,8 +237,8 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        parts: list[Any] = [self.embed, self.positions, self.per_layer, *self.layers, self.final_norm, self.head]
-        return sum(part.nbytes for part in parts if part is not None)
+        stored: list[Any] = [self.embed, self.positions, self.per_layer, *self.layers, self.final_norm, self.head]
+        return sum(weights.nbytes for weights in stored if weights is not None)
 
     def layer_subset(self, max_window: int) -> tuple["Decoder", int]:
         """Return a decoder whose first layers include every kind, for the self-test, and their planes of the cache.
@@ -478,13 +478,13 @@ class Decoder:
         if not self.config.rules.norm_after_rope:
             self._norm_heads(layer, qkv)
         if self.rotations:
-            parts = [(qk, layer.rope)]
+            heads_by_rope = [(qk, layer.rope)]
             if layer.query_rope != layer.rope:
-                parts = [(qk[:, :heads], layer.query_rope), (qk[:, heads:], layer.rope)]
-            for part, rope in parts:
+                heads_by_rope = [(qk[:, :heads], layer.query_rope), (qk[:, heads:], layer.rope)]
+            for rotated, rope in heads_by_rope:
                 cos, sin = (table[..., :head_dim] for table in rotation[rope : rope + 2])
-                turned = part.roll(head_dim // 2, -1).mul_(sin)
-                part.mul_(cos).add_(turned)  # not addcmul: SIMD body and tail both round products and sum separately
+                turned = rotated.roll(head_dim // 2, -1).mul_(sin)
+                rotated.mul_(cos).add_(turned)  # not addcmul: SIMD body and tail both round products and sum separately
         if self.config.rules.norm_after_rope:
             self._norm_heads(layer, qkv)
         if self.config.value_scale != 1:
@@ -500,14 +500,14 @@ class Decoder:
         if layer.head_norm is None:
             return
         qk = qkv[:, : len(layer.head_norm)]
-        parts = [(qk, layer.head_norm)]
+        heads_and_weights = [(qk, layer.head_norm)]
         if self.config.shape.wide_qk_norm:  # the heads of a projection are one
             sizes = (self.heads, layer.kv_heads)
-            parts = [
+            heads_and_weights = [
                 (heads.view(len(qk), 1, -1), weight.view(1, -1))
                 for heads, weight in zip(qk.split(sizes, 1), layer.head_norm.split(sizes), strict=True)
             ]
-        for heads, weight in parts:
+        for heads, weight in heads_and_weights:
             norm_heads(heads, weight, self.config.norm_eps)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:

@@ -119,14 +119,14 @@ def take_projection(weights: Weights, prefix: str, names: tuple[str, ...], joins
     It is a Tensor or a QuantizedWeight of all outputs, or a list of weights if any of the matrices is in blocks. A list
     also takes the place of several Tensors without `joins`, which saves a copy.
     """
-    parts = [_take_matrix(weights, prefix + name) for name in names]
-    if len(parts) == 1:
-        return parts[0]
-    if any(isinstance(part, BlockWeight) for part in parts):
-        return parts
-    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    matrices = [_take_matrix(weights, prefix + name) for name in names]
+    if len(matrices) == 1:
+        return matrices[0]
+    if any(isinstance(matrix, BlockWeight) for matrix in matrices):
+        return matrices
+    quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedWeight)]
     if not quantized:
-        return torch.cat(parts) if joins else parts
+        return torch.cat(matrices) if joins else matrices
     if len(quantized) < len(names) or len({(part.bits, part.group) for part in quantized}) > 1:
         raise ModelError(
             f"{', '.join(prefix + name for name in names)} are fused into one product, but not all quantised alike; "
@@ -154,15 +154,15 @@ def take_products(
 
     `joins` is that of `take_projection`.
     """
-    parts: dict[str, Any] = {}
+    taken: dict[str, Any] = {}
     for name in names:
         if name in products:
             fused = present(products[name], prefix, weights)
-            parts[name] = take_projection(weights, prefix, fused, joins) if fused else None
+            taken[name] = take_projection(weights, prefix, fused, joins) if fused else None
             biases = [weights.pop(f"{prefix}{matrix}_bias", None) for matrix in products[name]]
             present_biases = [bias for bias in biases if bias is not None]
-            parts[f"{name}_bias"] = torch.cat(present_biases) if present_biases else None
-    return parts
+            taken[f"{name}_bias"] = torch.cat(present_biases) if present_biases else None
+    return taken
 
 
 def take_mlp(weights: Weights, prefix: str, products: Products, joins: bool = True) -> dict[str, Any]:
@@ -186,10 +186,10 @@ def take_layer(weights: Weights, i: int, products: Products, joins: bool = True)
 
 def take_inputs(weights: Weights, i: int) -> dict[str, Any]:
     """Pop the matrices and the norm of layer i's own inputs, and its factor on the stream; None for missing ones."""
-    prefix, parts = f"layers.{i}.", dict[str, Any]()
+    prefix, inputs = f"layers.{i}.", dict[str, Any]()
     for name in ("input_gate", "input_out"):
-        parts[name] = take_projection(weights, prefix, (name,)) if prefix + name in weights else None
-    return parts | {name: weights.pop(prefix + name, None) for name in ("input_norm", "scalar")}
+        inputs[name] = take_projection(weights, prefix, (name,)) if prefix + name in weights else None
+    return inputs | {name: weights.pop(prefix + name, None) for name in ("input_norm", "scalar")}
 
 
 class ExpertWeights(NamedTuple):
@@ -238,14 +238,14 @@ class Layer:
     def __init__(self, weights: Weights, i: int, config: ModelConfig, make_linear: LinearMaker, min_rows: int):
         layer, experts = take_layer(weights, i, EAGER) | take_inputs(weights, i), config.shape.experts
 
-        def linear(name: str, parts: dict[str, Any] = layer) -> Any:  # None without a weight
-            return None if parts[name] is None else make_linear(parts[name], parts[f"{name}_bias"])
+        def linear(name: str, tensors: dict[str, Any] = layer) -> Any:  # None without a weight
+            return None if tensors[name] is None else make_linear(tensors[name], tensors[f"{name}_bias"])
 
-        def expert(parts: dict[str, Any]) -> Expert:
-            return Expert(linear("gate", parts), linear("up", parts), linear("down", parts), config.activation)
+        def expert(tensors: dict[str, Any]) -> Expert:
+            return Expert(linear("gate", tensors), linear("up", tensors), linear("down", tensors), config.activation)
 
-        def norm(name: str, parts: dict[str, Any] = layer) -> Norm | None:
-            weight = parts[name]
+        def norm(name: str, tensors: dict[str, Any] = layer) -> Norm | None:
+            weight = tensors[name]
             return None if weight is None else STREAMS[config.rules.norm].take(weight, layer.get(f"{name}_bias"))
 
         self.attn_norm, self.mlp_norm = norm("attn_norm"), norm("mlp_norm")
@@ -259,7 +259,7 @@ class Layer:
                 experts,
                 make_linear(taken.router.float() if experts.scoring == "sigmoid" else taken.router, taken.router_bias),
                 taken.correction,
-                [expert(parts) for parts in taken.experts],
+                [expert(tensors) for tensors in taken.experts],
                 None if taken.shared_scale is None else make_linear(taken.shared_scale),
                 None
                 if taken.latent is None

@@ -50,8 +50,8 @@ def take_mixer(weights: Weights, prefix: str, config: ModelConfig) -> dict[str, 
 
 def _take_bias(weights: Weights, prefix: str, names: Sequence[str]) -> Tensor | None:
     """Pop the bias of a product of several matrices, if they have biases."""
-    parts = [weights.pop(f"{prefix}{name}_bias") for name in names if f"{prefix}{name}_bias" in weights]
-    return torch.cat(parts) if parts else None
+    biases = [weights.pop(f"{prefix}{name}_bias") for name in names if f"{prefix}{name}_bias" in weights]
+    return torch.cat(biases) if biases else None
 
 
 def _take_conv(weights: Weights, prefix: str) -> dict[str, Tensor]:

@@ -477,8 +477,8 @@ class TritonDecoder(Decoder):
     @property
     def nbytes(self) -> int:
         kernels = self.kernels
-        parts: list[Any] = [self.weights, *self.tables, *kernels.mixers, kernels.inputs, kernels.adapters]
-        return sum(part.nbytes for part in parts if part is not None)
+        stored: list[Any] = [self.weights, *self.tables, *kernels.mixers, kernels.inputs, kernels.adapters]
+        return sum(weights.nbytes for weights in stored if weights is not None)
 
     def updates(self, matrices: Mapping[str, LowRank]) -> FusedUpdates:
         return FusedUpdates(fused_updates(self.config, matrices, TRITON))

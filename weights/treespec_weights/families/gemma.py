@@ -132,8 +132,8 @@ def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems
         problems.append(Problem("config", "'num_attention_heads'", message))
         return {}
     size, vocab = natural("hidden_size_per_layer_input", 0, MAX_DIMENSION, 0), values["vocab_size"]
-    dim = math.gcd(*(num_own.head_dim for num_own in sizes))
-    num_kv_heads = math.gcd(*(num_own.num_kv_heads * num_own.head_dim // dim for num_own in sizes))
+    dim = math.gcd(*(layer_sizes.head_dim for layer_sizes in sizes))
+    num_kv_heads = math.gcd(*(layer_sizes.num_kv_heads * layer_sizes.head_dim // dim for layer_sizes in sizes))
     return {
         "sizes": tuple(sizes),
         "head_dim": dim,

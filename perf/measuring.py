@@ -19,7 +19,7 @@ from treespec.bench.options import Options
 from treespec.bench.prompts import held_out_prompts
 from treespec.startup.cost_measurement import processor
 from treespec.text.prompt_files import read_prompts
-from treespec.training.files import atomic_write_text
+from treespec.utils.files import atomic_write_text
 
 HELDOUT = held_out_prompts(chat=False)
 RESAMPLES = 4000  # number of bootstrap resamples

@@ -26,10 +26,10 @@ from transformers import LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from treespec.training import loop as train
-from treespec.training.files import write_json
 from treespec.training.run import TrainingRun
 from treespec.training.settings import TrainingSettings
 from treespec.training.student import open_model
+from treespec.utils.files import write_json
 from treespec_training import data, evaluate, rendered
 from treespec_training import shapes as models
 from treespec_training import train_tokenizer as tokenizer
@@ -111,8 +111,8 @@ class Build:
         training, held_out = ([d for d in half if d.kind in s.kinds] for half in everything)
         if not training or not held_out:
             raise ValueError(f"{len(training)} training and {len(held_out)} held-out documents; both are needed")
-        data.write_documents(training, self.work / "train.jsonl")
-        data.write_documents(held_out, self.work / "heldout.jsonl")
+        data.write_lines(self.work / "train.jsonl", map(asdict, training))
+        data.write_lines(self.work / "heldout.jsonl", map(asdict, held_out))
         print(f"text: {len(training)} documents, {len(held_out)} held out", flush=True)
 
     def tokens(self, halves: Sequence[str]) -> None:
@@ -182,8 +182,7 @@ class Build:
     def _train(
         self, name: str, model: LlamaForCausalLM, loss_of: train.LossFunction, budget: train.Budget
     ) -> LlamaForCausalLM:
-        file = self.work / f"{name}.pt"
-        self.progress[name] = train.train(name, model, loss_of, budget, PEAK_RATE, file, self.pause)
+        self.progress[name] = train.train(name, model, loss_of, budget, PEAK_RATE, self.work / f"{name}.pt", self.pause)
         return model.eval()
 
     def finish(self, target: LlamaForCausalLM, drafts: Path) -> None:

@@ -9,7 +9,6 @@ more kinds of tasks; `texts.jsonl` has the sources of `train.jsonl`.
 """
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from treespec.training.files import atomic_write_text
 from treespec_training import data
 from treespec_training.instructions import instructions, interleaved, raw_texts
 
@@ -37,15 +35,12 @@ def main(argv: Sequence[str] | None = None, installed: Iterable[data.Document] |
     halves = data.select(documents, data.KINDS, args.held_out, everything, args.seed)
     for name, half, count in (("train", halves[0], args.per_kind), ("heldout", halves[1], args.heldout_per_kind)):
         selected = interleaved(instructions(half, name == "heldout", count, args.seed))
-        write(args.out / f"{name}.jsonl", [{"prompt": i.text, "kind": i.kind, "package": i.package} for i in selected])
+        entries = ({"prompt": i.text, "kind": i.kind, "package": i.package} for i in selected)
+        data.write_lines(args.out / f"{name}.jsonl", entries)
         print(f"{name}: {len(selected)} instructions, {dict(Counter(instruction.kind for instruction in selected))}")
     texts = [{"text": text, "kind": kind} for kind, text in raw_texts(halves[0])]
-    write(args.out / "texts.jsonl", texts)
+    data.write_lines(args.out / "texts.jsonl", texts)
     print(f"texts: {len(texts)}, {sum(len(entry['text']) for entry in texts) >> 20} MiB")
-
-
-def write(path: Path, entries: Sequence[dict[str, str]]) -> None:
-    atomic_write_text(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 if __name__ == "__main__":

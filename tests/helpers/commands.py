@@ -47,7 +47,7 @@ def take_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-LOADERS = tuple(f"treespec.cli.{command}.load_llm" for command in ("generate", "tree", "chat"))
+LOADERS = ("treespec.cli.options.load_llm",)
 BENCH = ("treespec.bench.run.LLM",)
 
 

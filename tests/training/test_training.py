@@ -29,7 +29,6 @@ from treespec.planning.round_costs import CostCurve
 from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec.text.training_prompts import MAX_FILE_BYTES, SYNTHETIC, TrainingPrompt, read_training_prompts, user_turn
 from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
-from treespec.training.files import replacing
 from treespec.training.lessons import TOP, Lessons, LessonWriter, best_batch, prompts_of_shard, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, optimizers_for
 from treespec.training.muon import Float32Muon, orthogonalize
@@ -40,6 +39,7 @@ from treespec.training.sizing import choose_size, measure_level
 from treespec.training.specialisation import balanced_owners, cluster_errors, cluster_groups, odds_of
 from treespec.training.student import make_student, open_model, open_student, read_vocabulary, write_student
 from treespec.training.texts import ROWS, WINDOW, Texts, tokenize_texts
+from treespec.utils.files import replacing
 from treespec_kernels.comparison import assert_close
 from treespec_weights import convert_checkpoint
 from treespec_weights.quantize import dequantize, quantize

@@ -27,7 +27,7 @@ def opens(folder: Path) -> None:
     """Asserts that a folder opens and gives its tensors."""
     tensors = small_tensors()
     with Checkpoint.open(folder) as checkpoint:
-        assert set(checkpoint.names()) == set(tensors)
+        assert set(checkpoint.tensors) == set(tensors)
         assert torch.equal(checkpoint.tensor(Q), tensors[Q])
 
 

@@ -27,8 +27,7 @@ def run_experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -
     rows = _project(module, "down_proj", rows, row_experts)
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)
-    weighted = rows * weights.reshape(-1, 1)
-    return weighted.view(*experts.shape, -1).sum(1).to(hidden.dtype)
+    return (rows * weights.reshape(-1, 1)).view(*experts.shape, -1).sum(1).to(hidden.dtype)
 
 
 def _project(module: Any, name: str, rows: Tensor, row_experts: Tensor) -> Tensor:

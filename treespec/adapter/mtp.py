@@ -123,8 +123,7 @@ class MtpDecoder(AdapterDecoder):
         padding = layout.num_rows - count
         tokens, states = F.pad(tokens, (0, padding)), F.pad(states, (0, 0, 0, padding))
         with routed(self._configs, partial(self._attend_call, layout, kv), self.exact):
-            layer = self._rotating(self._layer, layout.long)
-            return _run(layer, tokens, states, layout.positions)[:count]
+            return _run(self._rotating(self._layer, layout.long), tokens, states, layout.positions)[:count]
 
     def _find_layer_list(self, base: nn.Module) -> tuple[str | None, int, int]:
         return None, 0, 1

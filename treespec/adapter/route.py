@@ -181,8 +181,7 @@ def _make_mask_placeholder(
     if route is None or route.handler is None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-        name = _own_name(config) if route is None else route.attention
-        make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+        make = ALL_MASK_ATTENTION_FUNCTIONS.get(_own_name(config) if route is None else route.attention)
         if make is None:  # attention without a mask function: no mask
             return None
         return make(

@@ -16,11 +16,11 @@ from treespec.errors import ModelError, describe_error
 from treespec.models.model_config import end_tokens
 from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.documents import CONFIG, read_config, read_generation_config
+from treespec_weights.dtypes import DTYPES
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.files import resolve_folder
 from treespec_weights.hub import is_hub_id
 
-_COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 _STATES = ("linear", "mamba", "conv", "recurrent", "rwkv", "ssm", "lstm", "hybrid")  # parts of the names of layer types
 
 
@@ -104,8 +104,8 @@ class Source:
         stated = getattr(text, "dtype", None) or config.dtype
         stored: Any = stated if model is None else next(model.parameters()).dtype
         stored = torch.float32 if stored is None else stored
-        if stored not in _COMPUTED:
-            raise ModelError(f"{folder}: dtype={stored!r}; supported: float32, bfloat16, float16")
+        if stored not in DTYPES.values():
+            raise ModelError(f"{folder}: dtype={stored!r}; supported: {', '.join(DTYPES)}")
         ends = end_tokens(folder, generation.get("eos_token_id", getattr(text, "eos_token_id", None)))
         model_ref = None if model is None else weakref.ref(model)
         return cls(folder, config, model_ref, generation, positions, _short_context(text, positions), stored, ends)

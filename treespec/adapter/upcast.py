@@ -63,8 +63,7 @@ class UpcastMode(TorchDispatchMode):
         x, rows = self._wide(x), max(self._chunk // weight.shape[1], 1)
         out = x.new_empty(*x.shape[:-1], len(weight))
         for first in range(0, len(weight), rows):
-            chunk = self._wide(weight[first : first + rows])
-            out[..., first : first + rows] = x @ chunk.t()
+            out[..., first : first + rows] = x @ self._wide(weight[first : first + rows]).t()
         return out if bias is None else out + self._wide(bias)
 
     def _check_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,7 +12,8 @@ import torch
 from treespec.bench.options import Options
 from treespec.errors import ConfigError
 from treespec.startup.options import resolve_device, resolve_folders, resolve_model
-from treespec_weights import ModelShape, as_folder, family_of, read_config
+from treespec_weights import ModelShape, as_folder
+from treespec_weights.documents import read_model
 from treespec_weights.errors import OptionError
 from treespec_weights.files import resolve_folder
 from treespec_weights.grow import grow_checkpoint, grown_shape, widened
@@ -41,7 +42,7 @@ def grown(
 ) -> Iterator[tuple[Options, GrownTarget]]:
     """Grow the target, and the drafts if the vocabulary grows; yield options for the grown models and a summary."""
     source, drafts = resolve_model(options.model), resolve_folders(options.model, options.drafts)
-    source_shape = _shape_of(source)
+    source_shape, _ = read_model(resolve_folder(source))
     with ExitStack() as stack:
         try:
             shape = grown_shape(source_shape, parse_size(size, "--grow"), vocab, ("--grow", "--grow-vocab"))
@@ -61,15 +62,9 @@ def _grow_drafts(drafts: Sequence[tuple[str, Path]], root: Path, vocab: int, see
     """Grow drafts to the target's vocabulary and return their folders; padding suppresses the added tokens."""
     folders = []
     for i, (name, folder) in enumerate(drafts, start=1):
-        shape = _shape_of(folder)
+        shape, _ = read_model(resolve_folder(folder))
         padded = widened(shape, 4, vocab, shape.num_layers, 0)
         with as_folder(folder, torch.bfloat16) as source:  # the embedded drafts are stored in fp8
             grow_checkpoint(source, root / name, padded, seed + i)
         folders.append(str(root / name))
     return folders
-
-
-def _shape_of(folder: Path) -> ModelShape:
-    folder = resolve_folder(folder)
-    config = read_config(folder)
-    return ModelShape.from_hf(config, family_of(config, folder), folder)

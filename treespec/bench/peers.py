@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -13,8 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 from treespec.bench.measure import Sample
 from treespec.bench.modes import Peer
 from treespec.errors import ModelError
+from treespec.models.head_vocabulary import HeadVocabulary
 from treespec_weights import as_folder
-from treespec_weights.draft_vocabulary import read_draft_vocabulary
+from treespec_weights.draft_vocabulary import expand_embedding, read_draft_vocabulary
 
 _TRIES = 5  # tries: a disturbed run to the first token may take longer than a short full run
 
@@ -75,8 +75,9 @@ class Transformers:
         target_ids = read_draft_vocabulary(folder, draft.config.vocab_size, size)
         if target_ids is not None:
             head = draft.get_output_embeddings()
-            draft.set_input_embeddings(_ExpandedEmbedding(draft.get_input_embeddings(), target_ids, size))
-            draft.set_output_embeddings(_ExpandedHead(head, target_ids, size))
+            embed = expand_embedding(draft.get_input_embeddings().weight.detach(), target_ids, size)
+            draft.set_input_embeddings(nn.Embedding.from_pretrained(embed))
+            draft.set_output_embeddings(_ExpandedHead(head, HeadVocabulary(target_ids[target_ids >= 0], size, device)))
             draft.config.vocab_size = size
         return draft
 
@@ -100,34 +101,15 @@ class Transformers:
         self._passes += 1
 
 
-class _ExpandedEmbedding(nn.Module):
-    """Embedding of a reduced vocabulary that accepts target token ids."""
-
-    def __init__(self, embedding: nn.Module, target_ids: np.ndarray, size: int):
-        super().__init__()
-        self.embedding = embedding
-        rows = np.full(size, len(target_ids) - 1)
-        rows[target_ids[target_ids >= 0]] = np.arange((target_ids >= 0).sum())
-        self.rows = torch.from_numpy(rows)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.embedding(self.rows.to(tokens.device)[tokens])
-        return embedded
-
-
 class _ExpandedHead(nn.Module):
     """LM head of a reduced vocabulary that returns logits over the target's; -inf for tokens without a row."""
 
-    def __init__(self, head: nn.Module, target_ids: np.ndarray, size: int):
+    def __init__(self, head: nn.Module, vocabulary: HeadVocabulary):
         super().__init__()
-        self.head, self.size = head, size
-        self.token_ids = torch.from_numpy(target_ids[target_ids >= 0])
+        self.head, self.vocabulary = head, vocabulary
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.head(hidden)[..., : len(self.token_ids)]
-        expanded = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
-        expanded[..., self.token_ids.to(logits.device)] = logits
-        return expanded
+        return self.vocabulary.expand(self.head(hidden)[..., : len(self.vocabulary.tokens)], -torch.inf)
 
 
 def _load(path: Path, device: torch.device, dtype: torch.dtype) -> Any:

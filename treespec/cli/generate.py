@@ -10,21 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from treespec.cli import options
 from treespec.cli.group import UsageError, print_json, uses_colour
-from treespec.cli.options import (
-    ChatModel,
-    Drafts,
-    GenerationFlags,
-    Json,
-    Prompt,
-    choose_target,
-    flags,
-    load_llm,
-    read_prompt,
-    request_of,
-    status,
-    tell_default,
-)
 from treespec.config.engine_options import EngineOptions
 from treespec.utils.tables import table
 
@@ -38,21 +25,21 @@ MEASURED_SECONDS = 3.0  # minimum seconds of these runs
 DRAWING_RULES = ("rejection", "traversal")  # copy of RANDOM_DRAWS, whose module imports torch
 
 
-@flags(EngineOptions, "device", "dtype", "compile", "quantization", "draft_vocabulary")
-@flags(GenerationFlags)
+@options.flags(EngineOptions, "device", "dtype", "compile", "quantization", "draft_vocabulary")
+@options.flags(options.GenerationFlags)
 def generate(
-    prompt: Prompt = None,
-    model: ChatModel = None,
-    draft: Drafts = None,
+    prompt: options.Prompt = None,
+    model: options.ChatModel = None,
+    draft: options.Drafts = None,
     samples: Annotated[
         int, typer.Option("-n", "--samples", metavar="N", help="Number of outputs; more than 1 needs a temperature.")
     ] = 1,
     lora: Annotated[
         str | None, typer.Option("--lora", metavar="FOLDER", help="A LoRA adapter of the model, in PEFT's format.")
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
     *,
-    decoding: GenerationFlags,
+    decoding: options.GenerationFlags,
     **engine: Any,
 ) -> None:
     """Answer a question with a chat model, or continue a prompt.
@@ -71,17 +58,17 @@ def generate(
         )
     if decoding.chat_template is not None and decoding.chat is False:
         raise UsageError("--no-chat does not use --chat-template; omit one of them")
-    model = choose_target(model)
+    model = options.choose_target(model)
     template = decoding.read_template()
-    text = read_prompt(prompt, decoding.file)
+    text = options.read_prompt(prompt, decoding.file)
 
-    with status("loading"):
+    with options.status("loading"):
         params = decoding.sampling_params(samples)
         drafts, spec = decoding.speculation(draft)
-        llm = load_llm(model, drafts, spec, min(samples, MOST_AT_ONCE), enable_lora=lora is not None, **engine)
+        llm = options.load_llm(model, drafts, spec, min(samples, MOST_AT_ONCE), enable_lora=lora is not None, **engine)
     if not as_json:
-        tell_default(model)
-    inputs = request_of(text, llm, decoding.chat, template)
+        options.tell_default(model)
+    inputs = options.request_of(text, llm, decoding.chat, template)
     shown = text if isinstance(inputs, str) else " ".join(str(token) for token in inputs if isinstance(token, int))
     if uses_colour(sys.stdout):
         shown = typer.style(shown, dim=True)
@@ -110,7 +97,7 @@ def generate(
     if check:
         typer.echo(f"identical to {plainly}: {_count(output.metrics.generated_tokens, 'token')}", err=True)
     if check and not decoding.no_spec and not as_json:
-        with status("measuring the speed-up"):
+        with options.status("measuring the speed-up"):
             ours, plain = (partial(decode, same_seed, spec, lambda chunk: None) for spec in (None, "off"))
             pairs = pairs_of_seconds(lambda: ours().metrics.seconds, lambda: plain().metrics.seconds)
         typer.echo(speed_up(output.metrics.generated_tokens, pairs), err=True)

@@ -7,21 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from treespec.cli import options
 from treespec.cli.group import UsageError, print_json, uses_colour
-from treespec.cli.options import (
-    ChatModel,
-    Drafts,
-    GenerationFlags,
-    Json,
-    Prompt,
-    choose_target,
-    flags,
-    load_llm,
-    read_prompt,
-    request_of,
-    status,
-    tell_default,
-)
 from treespec.config.engine_options import EngineOptions
 
 if TYPE_CHECKING:
@@ -31,12 +18,12 @@ NODES = "16"
 FIRST_ROUNDS = 8  # the default of --round is the one of these first rounds that accepted the most tokens
 
 
-@flags(EngineOptions, "device", "dtype")
-@flags(GenerationFlags, *"file nodes max_depth branching temperature seed verification chat".split())
+@options.flags(EngineOptions, "device", "dtype")
+@options.flags(options.GenerationFlags, *"file nodes max_depth branching temperature seed verification chat".split())
 def tree(
-    prompt: Prompt = None,
-    model: ChatModel = None,
-    draft: Drafts = None,
+    prompt: options.Prompt = None,
+    model: options.ChatModel = None,
+    draft: options.Drafts = None,
     number: Annotated[
         int | None,
         typer.Option(
@@ -46,9 +33,9 @@ def tree(
         ),
     ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="F", help="Also write an SVG to F.")] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
     *,
-    decoding: GenerationFlags,
+    decoding: options.GenerationFlags,
     **engine: Any,
 ) -> None:
     """Draw the token tree of a round with sources, probabilities and the accepted path.
@@ -57,18 +44,18 @@ def tree(
     """
     if number is not None and number < 1:
         raise UsageError(f"--round {number}: rounds count from 1")
-    text, model = read_prompt(prompt, decoding.file), choose_target(model)
-    with status("loading"):
+    text, model = options.read_prompt(prompt, decoding.file), options.choose_target(model)
+    with options.status("loading"):
         if decoding.branching is None:
             decoding = replace(decoding, nodes=decoding.nodes or NODES)
-        llm = load_llm(model, draft, decoding.spec_config(), **engine)
+        llm = options.load_llm(model, draft, decoding.spec_config(), **engine)
     if not as_json:
-        tell_default(model)
+        options.tell_default(model)
     from treespec.drawing import to_svg, to_text
     from treespec.drawing.recording import picture, record_rounds
     from treespec.errors import RequestError
 
-    inputs = request_of(text, llm, decoding.chat)
+    inputs = options.request_of(text, llm, decoding.chat)
     rounds = record_rounds(llm, inputs, number or FIRST_ROUNDS, decoding.temperature, decoding.seed)
     if number is not None and number > len(rounds):
         raise RequestError(f"--round {number}, but the output ended in round {len(rounds)}; valid: 1 to {len(rounds)}")

@@ -31,8 +31,7 @@ class RoundPicture:
     @property
     def all_sources(self) -> list[str]:
         """The names of all sources: drafts, then built-in sources."""
-        used = {name for names in self.sources for name in names}
-        return sorted(used, key=lambda name: (name in RESERVED, name))
+        return sorted({name for names in self.sources for name in names}, key=lambda name: (name in RESERVED, name))
 
     @property
     def summary(self) -> str:

@@ -61,8 +61,7 @@ class HeadPasses(SsmPasses):
         # A token's K/V are in the slot of its feature, one before its position. A request without a committed token has
         # no feature; its heads have weight 0, and their K/V in its first slot are overwritten.
         rows = self._chain.place((first - 1).clamp(min=0), depths)
-        features = self._stack.head.features_of(self._features.read(rows.slots))
-        hidden, outputs = self._forward(tokens, features, rows)
+        hidden, outputs = self._forward(tokens, self._stack.head.features_of(self._features.read(rows.slots)), rows)
         roots = (self._inputs["new_lens"] - 1).clamp(min=0).long()
         outputs = outputs.view(*tokens.shape, -1)
         self._outputs[:, 0] = outputs.gather(1, roots[:, None, None].expand(-1, 1, outputs.shape[2]))[:, 0]
@@ -80,8 +79,7 @@ class HeadPasses(SsmPasses):
         return hidden
 
     def _forward(self, tokens: Tensor, features: Tensor, rows: TritonPass) -> tuple[Tensor, Tensor]:
-        ids = tokens.clamp(min=0).long().flatten()
-        return self._stack.head.forward_features(ids, features, rows, self._stack.pool)
+        return self._stack.head.forward_features(tokens.clamp(min=0).long().flatten(), features, rows, self._stack.pool)
 
 
 class DraftStage:

@@ -83,5 +83,4 @@ class SamplingState:
             self._slots[request] = min(set(range(self.num_slots)) - set(self._slots.values()))
         slot = self._slots[request]
         self.biases[slot].copy_(torch.from_numpy(bias_row(request.params, self.vocab_size)))
-        counts = count_row(request.tokens, request.num_prompt, self.vocab_size)
-        self._all_counts[slot].copy_(torch.from_numpy(counts))
+        self._all_counts[slot].copy_(torch.from_numpy(count_row(request.tokens, request.num_prompt, self.vocab_size)))

@@ -148,8 +148,7 @@ class StackPasses:
             positions = positions + first[None, :, None].expand(groups, -1, layout.rows_per_request).flatten()
         adapters, slots = None, self.stack.kernels.adapters
         if adapted and slots is not None:
-            of_requests = self.inputs["adapters"][:, None]
-            adapters = slots.rows(of_requests.expand(-1, layout.rows_per_request).flatten())
+            adapters = slots.rows(self.inputs["adapters"][:, None].expand(-1, layout.rows_per_request).flatten())
         states = self._states and self._states.place(of_rows, placed[-1], self.stack.kernels.spreads)
         rows = layout.num_rows, self.stack.tables, layout.slots, attention
         return TritonPass(*rows, positions, adapters=adapters, states=states)

@@ -119,8 +119,7 @@ class AdapterSlots:
         down, up = pair
         most = max(1, min(8, down.shape[2] // 512))  # splits of K: A has few outputs
         inner = chosen_linear_triton(x, down, rows, config=self._config(down, most), pdl=pdl)
-        config = self._config(up, 1)
-        chosen_linear_triton(inner, up, rows, config=config, residual=out, out=out, pdl=pdl)
+        chosen_linear_triton(inner, up, rows, config=self._config(up, 1), residual=out, out=out, pdl=pdl)
 
     def _config(self, weight: Tensor, split_k: int) -> RowLinearConfig:
         config = default_config(weight, self._dtype, self._target, silu_gate=True)

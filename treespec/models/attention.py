@@ -17,7 +17,6 @@ from treespec_kernels.attention.tree_attention import (
 from treespec_kernels.attention.tree_attention_cpu import (
     AttentionMode,
     CpuAttentionPlan,
-    SplitCache,
     plan_tree_attention_cpu,
     tree_attention_cpu,
 )
@@ -39,17 +38,7 @@ class CpuAttention:
     def plan(self, requests: list[RequestRows], num_rows: int, window: int | None = None) -> CpuAttentionPlan:
         return plan_tree_attention_cpu(requests, self.num_heads, self.mode, window)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor | SplitCache,
-        v_cache: Tensor | SplitCache,
-        plan: Any,
-        scale: float,
-        cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return tree_attention_cpu(q, k_cache, v_cache, plan, scale, cap, sinks)
+    __call__ = staticmethod(tree_attention_cpu)
 
 
 class TritonAttention:

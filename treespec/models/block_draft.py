@@ -198,8 +198,7 @@ class DFlashDraft(BlockDraft):
         roots = torch.tensor([request.tokens[-1] for request in unread], dtype=torch.int64, device=self.device)
         inputs = _with_masks(self._embed(roots).split(1), self._mask, self._rows - 1)
         final = self.decoder.forward_stream(StreamInput(inputs, None), self.decoder.plan(rows, kv), kv).final
-        blocks = final[: len(inputs)].view(len(unread), self._rows, -1)
-        return blocks[:, self._first :].flatten(0, 1)
+        return final[: len(inputs)].view(len(unread), self._rows, -1)[:, self._first :].flatten(0, 1)
 
 
 class ParallelDraft(BlockDraft):

@@ -21,7 +21,7 @@ from torch import Tensor
 from treespec.errors import ConfigError
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.models.hidden_states import HiddenStates, record_states
-from treespec.models.layer import EAGER, Layer, make_linear, prepare, take_projection
+from treespec.models.layer import EAGER, Layer, LinearMaker, prepare, take_projection
 from treespec.models.layer_kinds import RotaryEmbedding
 from treespec.models.low_rank import LowRank, Updates, fused_updates
 from treespec.models.model_config import ModelConfig
@@ -188,18 +188,17 @@ class Decoder:
 
     def _take(self, weights: Weights) -> None:
         assert self.linear != "compiled" and self.linear != "triton"
+        make_linear = LinearMaker(self.linear, self.dtype, self._library)
         kinds = [RecurrentLayer if kind.recurrent else Layer for kind in self.config.layers]
         self.layers: list[Layer] = [
-            kind(weights, i, self.config, self.linear, self.dtype, self._library, self.min_rows)
-            for i, kind in enumerate(kinds)
+            kind(weights, i, self.config, make_linear, self.min_rows) for i, kind in enumerate(kinds)
         ]
         if self.config.shape.per_layer_size:
-            self.per_layer = PerLayerInputs(weights, self.config, self.linear, self.dtype, self._library)
+            self.per_layer = PerLayerInputs(weights, self.config, make_linear)
         self._caches = self._cache_places(range(len(self.layers)))
         self._stream = STREAMS[self.config.rules.norm]
         self.final_norm = self._stream.take(weights.pop("final_norm"), weights.pop("final_norm_bias", None))
-        head = take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else self.embed
-        self.head = make_linear(head, None, self.dtype, self.linear, self._library)
+        self.head = make_linear(take_projection(weights, "", ("lm_head",)) if "lm_head" in weights else self.embed)
 
     @cached_property
     def plan_key(self) -> tuple[object, ...]:
@@ -238,8 +237,8 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        parts: list[Any] = [self.embed, self.positions, self.per_layer, *self.layers, self.final_norm, self.head]
-        return sum(part.nbytes for part in parts if part is not None)
+        stored: list[Any] = [self.embed, self.positions, self.per_layer, *self.layers, self.final_norm, self.head]
+        return sum(weights.nbytes for weights in stored if weights is not None)
 
     def layer_subset(self, max_window: int) -> tuple["Decoder", int]:
         """Return a decoder whose first layers include every kind, for the self-test, and their planes of the cache.
@@ -479,13 +478,13 @@ class Decoder:
         if not self.config.rules.norm_after_rope:
             self._norm_heads(layer, qkv)
         if self.rotations:
-            parts = [(qk, layer.rope)]
+            heads_by_rope = [(qk, layer.rope)]
             if layer.query_rope != layer.rope:
-                parts = [(qk[:, :heads], layer.query_rope), (qk[:, heads:], layer.rope)]
-            for part, rope in parts:
+                heads_by_rope = [(qk[:, :heads], layer.query_rope), (qk[:, heads:], layer.rope)]
+            for rotated, rope in heads_by_rope:
                 cos, sin = (table[..., :head_dim] for table in rotation[rope : rope + 2])
-                turned = part.roll(head_dim // 2, -1).mul_(sin)
-                part.mul_(cos).add_(turned)  # not addcmul: SIMD body and tail both round products and sum separately
+                turned = rotated.roll(head_dim // 2, -1).mul_(sin)
+                rotated.mul_(cos).add_(turned)  # not addcmul: SIMD body and tail both round products and sum separately
         if self.config.rules.norm_after_rope:
             self._norm_heads(layer, qkv)
         if self.config.value_scale != 1:
@@ -501,14 +500,14 @@ class Decoder:
         if layer.head_norm is None:
             return
         qk = qkv[:, : len(layer.head_norm)]
-        parts = [(qk, layer.head_norm)]
+        heads_and_weights = [(qk, layer.head_norm)]
         if self.config.shape.wide_qk_norm:  # the heads of a projection are one
             sizes = (self.heads, layer.kv_heads)
-            parts = [
+            heads_and_weights = [
                 (heads.view(len(qk), 1, -1), weight.view(1, -1))
                 for heads, weight in zip(qk.split(sizes, 1), layer.head_norm.split(sizes), strict=True)
             ]
-        for heads, weight in parts:
+        for heads, weight in heads_and_weights:
             norm_heads(heads, weight, self.config.norm_eps)
 
     def logits(self, hidden: Tensor, rows: Sequence[int] | Tensor | None = None) -> Tensor:

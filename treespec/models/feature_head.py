@@ -107,8 +107,7 @@ class PairHead(FeatureHead):
         self.pairs, self._norm_output = pairs, norm_output
         scorer = self.vocabulary_head.entries
         if decoder.entries is not None and scorer is not None and isinstance(pairs, PairInputs):
-            entries = pairs.add_to(decoder.entries, norm_output)
-            self.entries = entries._replace(probs=scorer.probs, head=scorer.head)
+            self.entries = pairs.add_to(decoder.entries, norm_output)._replace(probs=scorer.probs, head=scorer.head)
 
     @property
     def nbytes(self) -> int:
@@ -200,8 +199,8 @@ class TorchPairs:
 
     def __call__(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream before the first layer, and this layer's projections, as `PairInputs`."""
-        parts = F.embedding(tokens, self.embed).to(features.dtype), features
-        normed = [self._norm(part, weight) for part, weight in zip(parts, self._norms, strict=True)]
+        pair = F.embedding(tokens, self.embed).to(features.dtype), features
+        normed = [self._norm(tensor, weight) for tensor, weight in zip(pair, self._norms, strict=True)]
         product = self._product(torch.cat(normed, 1))
         if self._stream == "product":
             return product, None

@@ -97,19 +97,20 @@ def _permuted(value: Any, order: Tensor) -> Any:
     return torch.index_select(heads, 1, order.to(heads.device)).flatten(0, 1)
 
 
-def make_linear(
-    weight: Tensor | QuantizedWeight,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    impl: LinearImpl | Literal["triton"],
-    library: CDLL | None,
-) -> Any:
-    """Return the linear layer of a weight. `library` computes a quantised one, as in `Decoder`; "triton" needs none."""
-    if impl == "triton":
-        return RowLinear(weight, bias)
-    if isinstance(weight, QuantizedWeight):
-        return quantized_linear(weight, bias, dtype, impl, library)
-    return Linear(weight, bias, impl)
+class LinearMaker(NamedTuple):
+    """Implementation of a decoder's linear layers, in `dtype`."""
+
+    impl: LinearImpl | Literal["triton"]
+    dtype: torch.dtype
+    library: CDLL | None = None  # computes quantised layers, as in `Decoder`; "triton" needs none
+
+    def __call__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Any:
+        """Return the linear layer of a weight."""
+        if self.impl == "triton":
+            return RowLinear(weight, bias)
+        if isinstance(weight, QuantizedWeight):
+            return quantized_linear(weight, bias, self.dtype, self.impl, self.library)
+        return Linear(weight, bias, self.impl)
 
 
 def take_projection(weights: Weights, prefix: str, names: tuple[str, ...], joins: bool = True) -> Any:
@@ -118,14 +119,14 @@ def take_projection(weights: Weights, prefix: str, names: tuple[str, ...], joins
     It is a Tensor or a QuantizedWeight of all outputs, or a list of weights if any of the matrices is in blocks. A list
     also takes the place of several Tensors without `joins`, which saves a copy.
     """
-    parts = [_take_matrix(weights, prefix + name) for name in names]
-    if len(parts) == 1:
-        return parts[0]
-    if any(isinstance(part, BlockWeight) for part in parts):
-        return parts
-    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    matrices = [_take_matrix(weights, prefix + name) for name in names]
+    if len(matrices) == 1:
+        return matrices[0]
+    if any(isinstance(matrix, BlockWeight) for matrix in matrices):
+        return matrices
+    quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedWeight)]
     if not quantized:
-        return torch.cat(parts) if joins else parts
+        return torch.cat(matrices) if joins else matrices
     if len(quantized) < len(names) or len({(part.bits, part.group) for part in quantized}) > 1:
         raise ModelError(
             f"{', '.join(prefix + name for name in names)} are fused into one product, but not all quantised alike; "
@@ -153,15 +154,15 @@ def take_products(
 
     `joins` is that of `take_projection`.
     """
-    parts: dict[str, Any] = {}
+    taken: dict[str, Any] = {}
     for name in names:
         if name in products:
             fused = present(products[name], prefix, weights)
-            parts[name] = take_projection(weights, prefix, fused, joins) if fused else None
+            taken[name] = take_projection(weights, prefix, fused, joins) if fused else None
             biases = [weights.pop(f"{prefix}{matrix}_bias", None) for matrix in products[name]]
             present_biases = [bias for bias in biases if bias is not None]
-            parts[f"{name}_bias"] = torch.cat(present_biases) if present_biases else None
-    return parts
+            taken[f"{name}_bias"] = torch.cat(present_biases) if present_biases else None
+    return taken
 
 
 def take_mlp(weights: Weights, prefix: str, products: Products, joins: bool = True) -> dict[str, Any]:
@@ -185,10 +186,10 @@ def take_layer(weights: Weights, i: int, products: Products, joins: bool = True)
 
 def take_inputs(weights: Weights, i: int) -> dict[str, Any]:
     """Pop the matrices and the norm of layer i's own inputs, and its factor on the stream; None for missing ones."""
-    prefix, parts = f"layers.{i}.", dict[str, Any]()
+    prefix, inputs = f"layers.{i}.", dict[str, Any]()
     for name in ("input_gate", "input_out"):
-        parts[name] = take_projection(weights, prefix, (name,)) if prefix + name in weights else None
-    return parts | {name: weights.pop(prefix + name, None) for name in ("input_norm", "scalar")}
+        inputs[name] = take_projection(weights, prefix, (name,)) if prefix + name in weights else None
+    return inputs | {name: weights.pop(prefix + name, None) for name in ("input_norm", "scalar")}
 
 
 class ExpertWeights(NamedTuple):
@@ -234,28 +235,17 @@ class Layer:
 
     mixer: Any = None  # what a recurrent layer has in place of attention, or beside it
 
-    def __init__(
-        self,
-        weights: Weights,
-        i: int,
-        config: ModelConfig,
-        impl: LinearImpl,
-        dtype: torch.dtype,
-        library: CDLL | None,
-        min_rows: int,
-    ):
+    def __init__(self, weights: Weights, i: int, config: ModelConfig, make_linear: LinearMaker, min_rows: int):
         layer, experts = take_layer(weights, i, EAGER) | take_inputs(weights, i), config.shape.experts
 
-        def linear(name: str, parts: dict[str, Any] = layer) -> Any:  # None without a weight
-            if parts[name] is None:
-                return None
-            return make_linear(parts[name], parts[f"{name}_bias"], dtype, impl, library)
+        def linear(name: str, tensors: dict[str, Any] = layer) -> Any:  # None without a weight
+            return None if tensors[name] is None else make_linear(tensors[name], tensors[f"{name}_bias"])
 
-        def expert(parts: dict[str, Any]) -> Expert:
-            return Expert(linear("gate", parts), linear("up", parts), linear("down", parts), config.activation)
+        def expert(tensors: dict[str, Any]) -> Expert:
+            return Expert(linear("gate", tensors), linear("up", tensors), linear("down", tensors), config.activation)
 
-        def norm(name: str, parts: dict[str, Any] = layer) -> Norm | None:
-            weight = parts[name]
+        def norm(name: str, tensors: dict[str, Any] = layer) -> Norm | None:
+            weight = tensors[name]
             return None if weight is None else STREAMS[config.rules.norm].take(weight, layer.get(f"{name}_bias"))
 
         self.attn_norm, self.mlp_norm = norm("attn_norm"), norm("mlp_norm")
@@ -267,10 +257,10 @@ class Layer:
             taken = take_experts(weights, i, experts.count, EAGER)
             self.sparse = SparseMlp(
                 experts,
-                Linear(taken.router.float() if experts.scoring == "sigmoid" else taken.router, taken.router_bias, impl),
+                make_linear(taken.router.float() if experts.scoring == "sigmoid" else taken.router, taken.router_bias),
                 taken.correction,
-                [expert(parts) for parts in taken.experts],
-                None if taken.shared_scale is None else Linear(taken.shared_scale, None, impl),
+                [expert(tensors) for tensors in taken.experts],
+                None if taken.shared_scale is None else make_linear(taken.shared_scale),
                 None
                 if taken.latent is None
                 else (linear("latent_in", taken.latent), linear("latent_out", taken.latent)),
@@ -280,9 +270,7 @@ class Layer:
             )
         self.input_gate: Linear | CompiledLinear | None = None
         if layer["input_gate"] is not None:
-            self.input_gate, self.input_out = (
-                make_linear(layer[name], None, dtype, impl, library) for name in ("input_gate", "input_out")
-            )
+            self.input_gate, self.input_out = (make_linear(layer[name]) for name in ("input_gate", "input_out"))
         self.input_norm = norm("input_norm")
         self.scalar = None if layer["scalar"] is None else float(layer["scalar"])
         sinks = weights.pop(f"layers.{i}.sinks", None)

@@ -62,11 +62,11 @@ def _tile_heads(shape: RecurrentShape, downs: dict[str, Tensor], ups: dict[str, 
 def fused_updates(config: ModelConfig, matrices: Mapping[str, LowRank], products: Products) -> list[dict[str, LowRank]]:
     """Return `updates_by_matrix` with those of a product in one: A is stacked, and B is block-diagonal."""
     layers = updates_by_matrix(config, matrices, products)
-    return [{name: _joined(parts) for name, parts in layer.items()} for layer in layers]
+    return [{name: _joined(pairs) for name, pairs in layer.items()} for layer in layers]
 
 
-def _joined(parts: Sequence[LowRank]) -> LowRank:
-    down, up = torch.cat([down for down, _ in parts]), torch.block_diag(*(up for _, up in parts))
+def _joined(pairs: Sequence[LowRank]) -> LowRank:
+    down, up = torch.cat([down for down, _ in pairs]), torch.block_diag(*(up for _, up in pairs))
     padding = -len(down) % RANK_STEP
     return F.pad(down, (0, 0, 0, padding)), F.pad(up, (0, padding))
 

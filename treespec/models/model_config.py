@@ -10,6 +10,7 @@ import torch
 from treespec.errors import ModelError, VariantError
 from treespec.models.layer_kinds import LayerKind, Rope, positive, read_layers
 from treespec_weights.documents import read_config, read_generation_config
+from treespec_weights.dtypes import DTYPES
 from treespec_weights.errors import CheckpointConfigError, Problem
 from treespec_weights.factors import Factors
 from treespec_weights.families import family_of
@@ -133,18 +134,17 @@ class ModelConfig:
         if isinstance(eps, str):
             eps = positive(folder, eps, raw.get(eps, 1e-5 if rules.norm == "layer" else 1e-6), float)
         ropes, layers = read_layers(folder, raw, rules, shape, min(max_model_len or max_positions, max_positions))
+        sizes: list[tuple[int, ...]] = [(*layer[:3], layer.kv_of == i) for i, layer in enumerate(shape.sizes)]
         layers = tuple(
             kind._replace(
-                recurrent=shape.is_recurrent(i), without_mlp=i in shape.without_mlp, mlp_only=i in shape.mlp_only
+                recurrent=shape.is_recurrent(i),
+                sparse=shape.experts is not None and i in shape.experts.layers,
+                without_mlp=i in shape.without_mlp,
+                mlp_only=i in shape.mlp_only,
+                sizes=sizes[i] if sizes else (),
             )
             for i, kind in enumerate(layers)
         )
-        if shape.sizes:
-            sizes = [(*layer[:3], layer.kv_of == i) for i, layer in enumerate(shape.sizes)]
-            layers = tuple(kind._replace(sizes=layer_sizes) for kind, layer_sizes in zip(layers, sizes, strict=True))
-        if shape.experts is not None:
-            sparse = {*shape.experts.layers}
-            layers = tuple(kind._replace(sparse=i in sparse) for i, kind in enumerate(layers))
         parallel = rules.parallel is not None and raw.get(rules.parallel, True)
         if not isinstance(parallel, bool):
             raise ModelError(f"{folder}: {rules.parallel}={parallel!r}; expected true or false")
@@ -158,9 +158,9 @@ class ModelConfig:
             raise CheckpointConfigError(folder, problems)
         stream_scale = scale(rules.residual_scale) * factors.stream
         stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-        dtype = _DTYPES.get(stored) if isinstance(stored, str) else None
+        dtype = DTYPES.get(stored) if isinstance(stored, str) else None
         if dtype is None:
-            raise ModelError(f"{folder}: dtype={stored!r}; supported: {', '.join(_DTYPES)}")
+            raise ModelError(f"{folder}: dtype={stored!r}; supported: {', '.join(DTYPES)}")
         ends = read_generation_config(folder).get("eos_token_id", raw.get("eos_token_id"))
         return cls(
             folder=folder,
@@ -185,9 +185,6 @@ class ModelConfig:
             step_scale=factors.steps,
             factors=tuple(factors.parameters.items()),
         )
-
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _soft_cap(folder: Path, raw: dict[str, Any], key: str | None) -> float | None:

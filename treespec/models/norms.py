@@ -49,8 +49,7 @@ class RmsStream:
 
     def norm_of(self, x: Tensor, norm: Norm) -> Tensor:
         """Return another tensor normalised, [num_rows, hidden_size]."""
-        mirrored = torch.cat((x, -x), 1)
-        return F.layer_norm(mirrored, (2 * self.size,), norm.weight, None, self.eps)[:, : self.size]
+        return F.layer_norm(torch.cat((x, -x), 1), (2 * self.size,), norm.weight, None, self.eps)[:, : self.size]
 
 
 class LayerStream:
@@ -86,7 +85,7 @@ def take_head_norm(weights: Weights, i: int, shape: ModelShape) -> Tensor | None
     q_norm, k_norm = weights.pop(f"layers.{i}.q_norm", None), weights.pop(f"layers.{i}.k_norm", None)
     if q_norm is None:
         return None
-    sizes, parts = shape.layer(i), [(q_norm, shape.num_heads)]
+    sizes, head_norms = shape.layer(i), [(q_norm, shape.num_heads)]
     if k_norm is not None:
-        parts += [(norm, sizes.num_kv_heads) for norm in (k_norm, torch.ones_like(k_norm))[: 1 + shape.value_norm]]
-    return torch.cat([norm.float().view(-1, sizes.head_dim).expand(heads, -1) for norm, heads in parts])
+        head_norms += [(norm, sizes.num_kv_heads) for norm in (k_norm, torch.ones_like(k_norm))[: 1 + shape.value_norm]]
+    return torch.cat([norm.float().view(-1, sizes.head_dim).expand(heads, -1) for norm, heads in head_norms])

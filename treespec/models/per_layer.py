@@ -1,15 +1,11 @@
 """Inputs of each layer made of a token and its embedding (Gemma 4)."""
 
-from ctypes import CDLL
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treespec.models.layer import make_linear, take_projection
+from treespec.models.layer import LinearMaker, take_projection
 from treespec.models.model_config import ModelConfig
-from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.linear.rms_norm import Norm, norm_heads, rms_norm_triton
 from treespec_weights.blocks import Blocks, Weights
 
@@ -17,17 +13,10 @@ from treespec_weights.blocks import Blocks, Weights
 class PerLayerInputs:
     """Inputs of all layers: (norm(W x) + e) / sqrt(2), of a token's embedding x and its row e of a table of its own."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        config: ModelConfig,
-        impl: LinearImpl | Literal["triton"],
-        dtype: torch.dtype,
-        library: CDLL | None,
-    ):
-        self._dtype = dtype
-        self.embed, self.gain, self._scale, self._eps = take_input_table(weights, config, dtype)
-        self._project = make_linear(take_projection(weights, "", ("input_project",)), None, dtype, impl, library)
+    def __init__(self, weights: Weights, config: ModelConfig, make_linear: LinearMaker):
+        self._dtype = make_linear.dtype
+        self.embed, self.gain, self._scale, self._eps = take_input_table(weights, config, self._dtype)
+        self._project = make_linear(take_projection(weights, "", ("input_project",)))
 
     def __call__(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         """Return the inputs of each layer, [num_rows, size], of tokens, int64 [num_rows], and their embeddings."""

@@ -1,16 +1,14 @@
 """Recurrent layers of the eager decoder: Gated DeltaNets, Mamba 2's layers, and LFM2's gated convolutions."""
 
 from collections.abc import Callable, Sequence
-from ctypes import CDLL
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from treespec.models.layer import COMPILED, EAGER, Layer, make_linear, present, take_projection
+from treespec.models.layer import COMPILED, EAGER, Layer, LinearMaker, present, take_projection
 from treespec.models.model_config import ModelConfig
 from treespec.models.state_pass import StatePass
-from treespec_kernels.linear.linear import LinearImpl
 from treespec_kernels.recurrent.mixer_rows import MixerSizes
 from treespec_kernels.recurrent.request_state import StateShape
 from treespec_weights.blocks import Weights
@@ -52,8 +50,8 @@ def take_mixer(weights: Weights, prefix: str, config: ModelConfig) -> dict[str, 
 
 def _take_bias(weights: Weights, prefix: str, names: Sequence[str]) -> Tensor | None:
     """Pop the bias of a product of several matrices, if they have biases."""
-    parts = [weights.pop(f"{prefix}{name}_bias") for name in names if f"{prefix}{name}_bias" in weights]
-    return torch.cat(parts) if parts else None
+    biases = [weights.pop(f"{prefix}{name}_bias") for name in names if f"{prefix}{name}_bias" in weights]
+    return torch.cat(biases) if biases else None
 
 
 def _take_conv(weights: Weights, prefix: str) -> dict[str, Tensor]:
@@ -80,33 +78,16 @@ def state_shape(config: ModelConfig, num_nodes: int, dtype: torch.dtype) -> Stat
     return StateShape(len(shape.layers), sizes, shape.kernel - 1, width, num_nodes, dtype)
 
 
-def _take_product(
-    weights: Weights,
-    i: int,
-    name: str,
-    impl: LinearImpl | Literal["triton"],
-    dtype: torch.dtype,
-    library: CDLL | None,
-) -> Any:
-    """Pop a product of layer i's mixer."""
-    prefix = f"layers.{i}."
+def _take_product(weights: Weights, prefix: str, name: str, make_linear: LinearMaker) -> Any:
+    """Pop a product of a mixer."""
     names = present(EAGER[name], prefix, weights)
-    weight, bias = take_projection(weights, prefix, names), _take_bias(weights, prefix, names)
-    return make_linear(weight, bias, dtype, impl, library)
+    return make_linear(take_projection(weights, prefix, names), _take_bias(weights, prefix, names))
 
 
 class StateMixer:
     """A layer with a short convolution and a state per head, up to its output projection. `index` is the layer's."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        i: int,
-        config: ModelConfig,
-        impl: LinearImpl | Literal["triton"],
-        dtype: torch.dtype,
-        library: CDLL | None,
-    ):
+    def __init__(self, weights: Weights, i: int, config: ModelConfig, make_linear: LinearMaker):
         shape = config.shape.recurrent
         assert shape is not None
         heads = shape.key_heads, shape.key_dim, shape.heads, shape.value_dim
@@ -114,7 +95,7 @@ class StateMixer:
         self._sizes, self._tiled = MixerSizes(shape.kind == "delta", *heads, *options), shape.tiled
         self._channels, self._eps = shape.channels(config.shape.hidden_size), _epsilon(config)
         self.index, prefix = i, f"layers.{i}."
-        self.mix, self.rates = (_take_product(weights, i, name, impl, dtype, library) for name in ("mix", "rates"))
+        self.mix, self.rates = (_take_product(weights, prefix, name, make_linear) for name in ("mix", "rates"))
         self.vectors = _take_conv(weights, prefix) | _take_steps(weights, prefix)
 
     def __call__(self, product: Callable[[str], Tensor], rows: StatePass, layer: int) -> Tensor:
@@ -139,18 +120,10 @@ class StateMixer:
 class ConvMixer:
     """LFM2's gated convolution, up to its output projection. `index` is the layer's."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        i: int,
-        config: ModelConfig,
-        impl: LinearImpl | Literal["triton"],
-        dtype: torch.dtype,
-        library: CDLL | None,
-    ):
-        self.index, self._dtype = i, dtype
-        self.mix = _take_product(weights, i, "mix", impl, dtype, library)
-        self.conv = _take_conv(weights, f"layers.{i}.")["conv"]
+    def __init__(self, weights: Weights, i: int, config: ModelConfig, make_linear: LinearMaker):
+        self.index, self._dtype, prefix = i, make_linear.dtype, f"layers.{i}."
+        self.mix = _take_product(weights, prefix, "mix", make_linear)
+        self.conv = _take_conv(weights, prefix)["conv"]
 
     def __call__(self, product: Callable[[str], Tensor], rows: StatePass, layer: int) -> Tensor:
         """Return the mixed rows before the output projection, [num_rows, hidden_size]; `product` as of `StateMixer`."""
@@ -164,32 +137,16 @@ class ConvMixer:
         return self.mix.nbytes + self.conv.nbytes
 
 
-def make_mixer(
-    weights: Weights,
-    i: int,
-    config: ModelConfig,
-    impl: LinearImpl | Literal["triton"],
-    dtype: torch.dtype,
-    library: CDLL | None = None,
-) -> StateMixer | ConvMixer:
+def make_mixer(weights: Weights, i: int, config: ModelConfig, make_linear: LinearMaker) -> StateMixer | ConvMixer:
     """Pop the parameters of the mixer of layer i, and return it."""
     assert config.shape.recurrent is not None
     kind = ConvMixer if config.shape.recurrent.kind == "conv" else StateMixer
-    return kind(weights, i, config, impl, dtype, library)
+    return kind(weights, i, config, make_linear)
 
 
 class RecurrentLayer(Layer):
     """A layer with a mixer in place of attention, or beside it."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        i: int,
-        config: ModelConfig,
-        impl: LinearImpl,
-        dtype: torch.dtype,
-        library: CDLL | None,
-        min_rows: int,
-    ):
-        super().__init__(weights, i, config, impl, dtype, library, min_rows)
-        self.mixer = make_mixer(weights, i, config, impl, dtype, library)
+    def __init__(self, weights: Weights, i: int, config: ModelConfig, make_linear: LinearMaker, min_rows: int):
+        super().__init__(weights, i, config, make_linear, min_rows)
+        self.mixer = make_mixer(weights, i, config, make_linear)

@@ -97,5 +97,5 @@ class SparseMlp(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        parts = [self.router, *self.experts, *(self.latent or ())]
-        return sum(part.nbytes for part in parts) + (0 if self.shared_scale is None else self.shared_scale.nbytes)
+        linears = [self.router, *self.experts, *(self.latent or ())]
+        return sum(linear.nbytes for linear in linears) + (0 if self.shared_scale is None else self.shared_scale.nbytes)

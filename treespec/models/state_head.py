@@ -103,8 +103,7 @@ class MlpSpeculator(StateHead):
         self._steps = steps  # by depth
         self._scale_input = scale_input  # whether to normalise the target's state first
         state_weight = 0.5 ** (0.5 / len(steps))
-        inner = len(steps[0].gain)
-        self._embed_scale = ((1 - state_weight**2) * inner / 2) ** 0.5 / state_weight
+        self._embed_scale = ((1 - state_weight**2) * len(steps[0].gain) / 2) ** 0.5 / state_weight
 
     @property
     def nbytes(self) -> int:

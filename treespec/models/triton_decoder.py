@@ -20,7 +20,7 @@ from torch import Tensor
 from treespec.models.adapter_slots import NO_ADAPTER, AdapterSlots, FusedUpdates, SlotLimits
 from treespec.models.attention import TritonAttention
 from treespec.models.decoder import Decoder, Pass, StreamInput
-from treespec.models.layer import TRITON
+from treespec.models.layer import TRITON, LinearMaker
 from treespec.models.low_rank import LowRank, fused_updates
 from treespec.models.model_config import ModelConfig
 from treespec.models.per_layer import TritonPerLayerInputs
@@ -333,8 +333,7 @@ class PassKernels:
         qkv_rope_triton(qkv, of_keys, *places, q, **options, pdl=self.pdl)
         scores = config.query_scale, config.score_cap, layer.sinks
         k_cache, v_cache = cache.unbind(-5)
-        out = self.attention(q, k_cache, v_cache, layout.attention[plan], *scores, pdl=self.pdl)
-        return out.view(rows, -1)
+        return self.attention(q, k_cache, v_cache, layout.attention[plan], *scores, pdl=self.pdl).view(rows, -1)
 
     def _activated(self, name: str, h: Tensor, i: int, layout: TritonPass) -> Tensor:
         """Compute a product and its activation, such as the MLP's, the input of the down projection."""
@@ -461,12 +460,12 @@ class TritonDecoder(Decoder):
             self.kernels.adapters = AdapterSlots(config, adapters, self.dtype, self.device)
 
     def _take(self, weights: dict[str, Tensor]) -> None:
-        kinds = enumerate(self.config.layers)
-        mixers = [make_mixer(weights, i, self.config, "triton", self.dtype) if k.recurrent else None for i, k in kinds]
-        inputs = None
-        if self.config.shape.per_layer_size:
-            inputs = TritonPerLayerInputs(weights, self.config, "triton", self.dtype, None)
-        self.set_weights(ModelWeights.take(self.embed, weights, self.config.shape, self.positions))
+        config, make_linear, inputs = self.config, LinearMaker("triton", self.dtype), None
+        kinds = enumerate(config.layers)
+        mixers = [make_mixer(weights, i, config, make_linear) if kind.recurrent else None for i, kind in kinds]
+        if config.shape.per_layer_size:
+            inputs = TritonPerLayerInputs(weights, config, make_linear)
+        self.set_weights(ModelWeights.take(self.embed, weights, config.shape, self.positions))
         self.kernels.mixers, self.kernels.inputs = mixers, inputs
 
     def set_weights(self, weights: ModelWeights) -> None:
@@ -478,8 +477,8 @@ class TritonDecoder(Decoder):
     @property
     def nbytes(self) -> int:
         kernels = self.kernels
-        parts: list[Any] = [self.weights, *self.tables, *kernels.mixers, kernels.inputs, kernels.adapters]
-        return sum(part.nbytes for part in parts if part is not None)
+        stored: list[Any] = [self.weights, *self.tables, *kernels.mixers, kernels.inputs, kernels.adapters]
+        return sum(weights.nbytes for weights in stored if weights is not None)
 
     def updates(self, matrices: Mapping[str, LowRank]) -> FusedUpdates:
         return FusedUpdates(fused_updates(self.config, matrices, TRITON))

@@ -41,8 +41,7 @@ class StackedExperts(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        parts = (*self[:3], *self.products, *self[4:])
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in (*self[:3], *self.products, *self[4:]) if part is not None)
 
     @classmethod
     def take(cls, weights: dict[str, Tensor], i: int, experts: Experts) -> Self:
@@ -61,12 +60,12 @@ class StackedExperts(NamedTuple):
 
 def _stacked_parts(experts: list[dict[str, Any]], name: str, layer: int) -> Any:
     """Pop a part of every expert, and return them stacked."""
-    parts = [expert.pop(name) for expert in experts]
-    if len({(part.bits, part.group) if isinstance(part, QuantizedWeight) else None for part in parts}) > 1:
+    matrices = [expert.pop(name) for expert in experts]
+    if len({(matrix.bits, matrix.group) if isinstance(matrix, QuantizedWeight) else None for matrix in matrices}) > 1:
         raise ModelError(f"the experts of layer {layer} are not all quantised alike; use device='cpu'")
-    if not isinstance(parts[0], QuantizedWeight):
-        return None if parts[0] is None else torch.stack(parts)
-    return stacked([map_tensors(lambda tensor: tensor[None], part) for part in parts], dim=0)
+    if not isinstance(matrices[0], QuantizedWeight):
+        return None if matrices[0] is None else torch.stack(matrices)
+    return stacked([map_tensors(lambda tensor: tensor[None], matrix) for matrix in matrices], dim=0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,8 +88,7 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         assert self._tokenizer is not None
-        bounds = LLParserLimits(verbose_errors=False, **limits)
-        return LLMatcher(self._tokenizer, source, log_level=0, limits=bounds)
+        return LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False, **limits))
 
 
 def _read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) -> "LLTokenizer":
@@ -282,5 +281,4 @@ class Grammar:
         bits = np.frombuffer(parser.compute_bitmask(), dtype=np.uint8)
         if parser.is_error():
             raise RequestError(f"structured_outputs: {_reason(parser)}")
-        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
-        return torch.from_numpy(allowed == 0).to(self._device)
+        return torch.from_numpy(np.unpackbits(bits, count=self._vocab_size, bitorder="little") == 0).to(self._device)

@@ -93,8 +93,7 @@ def packed_logprobs(
     logits = torch.cat(list(logits_parts))
     token_ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
     chunks = zip(logits.split(_ROWS), token_ids.split(_ROWS), strict=True)
-    packed = [LogprobRows.of(rows, chosen_ids, count).packed() for rows, chosen_ids in chunks]
-    return torch.cat(packed).cpu().numpy()
+    return torch.cat([LogprobRows.of(rows, chosen_ids, count).packed() for rows, chosen_ids in chunks]).cpu().numpy()
 
 
 def _best(raw: Tensor, count: int) -> Tensor:
@@ -109,8 +108,7 @@ def _best(raw: Tensor, count: int) -> Tensor:
     maxima = raw.view(rows, width // _BLOCK, _BLOCK).amax(2)
     blocks = _ordered(maxima, columns[: width // _BLOCK]).topk(count, dim=1, sorted=False).indices
     narrowed = (blocks[:, :, None] * _BLOCK + columns[:_BLOCK]).flatten(1)
-    keys = _ordered(raw.gather(1, narrowed), narrowed)
-    return narrowed.gather(1, keys.topk(count, dim=1).indices)
+    return narrowed.gather(1, _ordered(raw.gather(1, narrowed), narrowed).topk(count, dim=1).indices)
 
 
 def _ordered(raw: Tensor, columns: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class Server:
     async def _generate(
         self, body: GenerationBody, answer: Answer, prompts: Sequence[Any], request: Request
     ) -> Response:
-        params, tokenization = body.sampling_params(self._defaults), body.tokenization()
+        params = body.sampling_params(self._defaults)
         lora = self.adapters.get(body.model)
         if answer.needs_special_tokens and body.skip_special_tokens is None:
             params.skip_special_tokens = False
@@ -103,8 +103,7 @@ class Server:
         def ended(prompt_index: int, output: RequestOutput) -> None:
             self._metrics.observe(output)
             if self._audit is not None:
-                arguments = params, body.speculation, tokenization, lora
-                self._audit.add(streams[prompt_index], output, prompts[prompt_index], *arguments)
+                self._audit.add(streams[prompt_index], output, params, body.speculation, lora)
 
         with ExitStack() as ends:
             feed, streams = None, list[RequestStream]()
@@ -119,7 +118,7 @@ class Server:
                     prompt,
                     params,
                     spec=body.speculation,
-                    tokenization_kwargs=tokenization,
+                    tokenization_kwargs=body.tokenization(),
                     priority=body.priority or 0,
                     lora_request=lora,
                 )

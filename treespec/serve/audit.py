@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -25,9 +25,8 @@ class _Finished(NamedTuple):
     """A finished request: the arguments of `AsyncLLM.add_request`, and its tokens by completion."""
 
     request_id: str
-    prompt: Any
+    prompt_token_ids: list[int]
     params: SamplingParams
-    tokenization: Mapping[str, Any]
     lora: LoRARequest | None
     token_ids: list[list[int]]
 
@@ -53,14 +52,7 @@ class Audit:
         self._task: asyncio.Task[None] | None = None
 
     def add(
-        self,
-        stream: RequestStream,
-        output: RequestOutput,
-        prompt: Any,
-        params: SamplingParams,
-        spec: Any,
-        tokenization: Mapping[str, Any],
-        lora: LoRARequest | None,
+        self, stream: RequestStream, output: RequestOutput, params: SamplingParams, spec: Any, lora: LoRARequest | None
     ) -> None:
         """Sample a finished request for the audit: its last output, and the arguments of `add_request`."""
         rule = SpecConfig.resolve(spec, self._engine.llm.spec).verification
@@ -73,7 +65,8 @@ class Audit:
         params = params.clone()
         params.seed, params.output_kind = output.metrics.seed, RequestOutputKind.DELTA
         params.logprobs = params.prompt_logprobs = None
-        self._waiting.append(_Finished(output.request_id, prompt, params, tokenization, lora, stream.token_ids))
+        finished = _Finished(output.request_id, output.prompt_token_ids, params, lora, stream.token_ids)
+        self._waiting.append(finished)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
 
@@ -94,10 +87,9 @@ class Audit:
         """Compare a request with plain decoding; requeue it if another request arrives."""
         stream = await self._engine.add_request(
             f"{AUDIT_PREFIX}{finished.request_id}",
-            finished.prompt,
+            finished.prompt_token_ids,
             finished.params,
             spec="off",
-            tokenization_kwargs=finished.tokenization,
             lora_request=finished.lora,
         )
         try:

@@ -68,13 +68,11 @@ class ServerMetrics(Collector):
         """Read the engine's counters at every scrape, while it runs: each one is a number that rounds replace."""
         stats, scheduler, cache = self._engine.stats, self._engine.scheduler, self._engine.cache
         running = sum(not request.output_id.startswith(AUDIT_PREFIX) for request in list(scheduler.running))
+        used = 1 - cache.num_free / cache.num_pages
         gauges = {
             "num_requests_running": ("Requests that decode or prefill, without audits.", running),
             "num_requests_waiting": ("Requests in the queue.", len(scheduler.waiting)),
-            "kv_cache_usage_perc": (
-                "Share of the cache's pages that are in use.",
-                1 - cache.num_free / cache.num_pages,
-            ),
+            "kv_cache_usage_perc": ("Share of the cache's pages that are in use.", used),
         }
         passes = sum(list(stats.accepted_lengths.values()))
         drafts = dict(stats.drafts)
@@ -93,23 +91,17 @@ class ServerMetrics(Collector):
                 metric = kind(f"treespec:{name}", text, labels=["model_name"])
                 metric.add_metric([self._model], value)
                 yield metric
-        labels = ["model_name", "source"]
-        by_source = f"By source; {WHOLE_TREE!r} is the merged tree; its nodes may have several sources."
-        trees = CounterMetricFamily("treespec:spec_decode_num_drafts", f"Trees with drafts. {by_source}", labels=labels)
-        nodes = CounterMetricFamily("treespec:spec_decode_num_draft_tokens", f"Nodes. {by_source}", labels=labels)
-        accepted = CounterMetricFamily(
-            "treespec:spec_decode_num_accepted_tokens", f"Accepted nodes. {by_source}", labels=labels
-        )
-        accepted_by_depth = CounterMetricFamily(
-            "treespec:spec_decode_num_accepted_tokens_per_pos",
-            f"Accepted nodes by depth, from 0. {by_source}",
-            labels=[*labels, "position"],
-        )
-        for source, draft in drafts.items():
-            depths = list(draft.accepted)
-            trees.add_metric([self._model, source], draft.num_drafts)
-            nodes.add_metric([self._model, source], draft.num_tokens)
-            accepted.add_metric([self._model, source], sum(depths))
-            for position, count in enumerate(depths):
-                accepted_by_depth.add_metric([self._model, source, str(position)], count)
-        yield from (trees, nodes, accepted, accepted_by_depth)
+        accepted = [(source, list(draft.accepted)) for source, draft in drafts.items()]
+        by_depth = [([source, str(i)], count) for source, counts in accepted for i, count in enumerate(counts)]
+        for name, text, samples in (
+            ("drafts", "Trees with drafts.", [([source], draft.num_drafts) for source, draft in drafts.items()]),
+            ("draft_tokens", "Nodes.", [([source], draft.num_tokens) for source, draft in drafts.items()]),
+            ("accepted_tokens", "Accepted nodes.", [([source], sum(counts)) for source, counts in accepted]),
+            ("accepted_tokens_per_pos", "Accepted nodes by depth, from 0.", by_depth),
+        ):
+            text += f" By source; {WHOLE_TREE!r} is the merged tree; its nodes may have several sources."
+            labels = ["model_name", "source", "position"][: 3 if samples is by_depth else 2]
+            metric = CounterMetricFamily(f"treespec:spec_decode_num_{name}", text, labels=labels)
+            for label_values, count in samples:
+                metric.add_metric([self._model, *label_values], count)
+            yield metric

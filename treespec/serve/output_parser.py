@@ -129,8 +129,7 @@ def json_type(value: Any) -> str:
     """Return the JSON name of a value's type."""
     if isinstance(value, bool) or value is None:
         return "null" if value is None else "boolean"
-    kinds = {int: "integer", float: "number", str: "string", list: "array"}
-    return kinds.get(type(value), "object")
+    return {int: "integer", float: "number", str: "string", list: "array"}.get(type(value), "object")
 
 
 def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:

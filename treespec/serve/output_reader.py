@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from treespec.serve.output_parser import JSON_TYPES, CallFormat, OutputParser, json_type
+from treespec.text.detokenizer import num_begun
 
 # The usual beginning of a call, in the key order that allows streaming the arguments.
 _HEAD = re.compile(
@@ -321,8 +322,7 @@ class OutputReader:
 
     def _certain(self, *tags: str) -> int:
         """Return the length of the text's prefix that cannot be the start of any of the tags."""
-        lengths = (len(_without_beginning(self._text, tag)) for tag in tags)
-        return len(self._text) if self._ended else min(lengths, default=len(self._text))
+        return len(self._text) - (0 if self._ended else num_begun(self._text, tags))
 
     def _take(self, count: int | None = None) -> str:
         """Consume the next characters, or all, of the unclassified text."""
@@ -425,11 +425,3 @@ def _is_open(text: str, *tags: str) -> bool:
         _may_become(text, tag) or (tag[-1] == "=" and text.startswith(tag) and ">" not in text and len(text) < 80)
         for tag in tags
     )
-
-
-def _without_beginning(text: str, tag: str) -> str:
-    """Return `text` without an ending that may be the beginning of the tag."""
-    for count in range(min(len(tag) - 1, len(text)), 0, -1):
-        if tag.startswith(text[-count:]):
-            return text[:-count]
-    return text

@@ -25,6 +25,7 @@ from treespec.planning.planner import Planner
 from treespec.planning.round_costs import CostCurve, split_drafting
 from treespec.request import Request
 from treespec.sampling_params import SamplingParams
+from treespec.utils.files import write_json
 from treespec.utils.torch_state import one_thread
 from treespec.version import __version__
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
@@ -404,9 +405,7 @@ def save(curve: CostCurve, key: dict[str, Any], folder: Path | str = "", names: 
     entry = {"key": key, "names": list(names), **asdict(curve)}
     with shared_work(path.with_suffix(".lock"), "store its cost curve", _WRITE_LOCK_TIMEOUT):
         entries = [stored for stored in load_all(folder) if stored["key"] != key]
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps([*entries, entry][-_MAX_STORED:], indent=1))
-        os.replace(temporary, path)
+        write_json(path, [*entries, entry][-_MAX_STORED:])
     return path
 
 
@@ -458,18 +457,13 @@ def by_threads(key: dict[str, Any]) -> dict[int, float]:
 
 
 def load_planner(
-    runner: Runner,
-    ssms: SsmDrafter | None,
-    threads: int,
-    interpreted: bool,
-    seconds: float = START_SECONDS,
-    clock: MachineClock = CLOCK,
+    runner: Runner, ssms: SsmDrafter | None, threads: int, interpreted: bool, clock: MachineClock = CLOCK
 ) -> Planner:
     """Return a planner with the costs of these models; it stores the corrections that rounds make to them.
 
     Costs measured by `treespec autotune` are not overwritten.
     """
-    planner = Planner(load_costs(runner, ssms, threads, interpreted, seconds, clock))
+    planner = Planner(load_costs(runner, ssms, threads, interpreted, clock=clock))
     key = cost_key(runner, ssms, threads)
     if not interpreted and load(key) is None:
         save_curve = partial(_try_to_save, key=start_key(runner, key))

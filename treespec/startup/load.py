@@ -48,6 +48,7 @@ from treespec_weights import load_weights, read_config
 from treespec_weights.assistants import AssistantForm, load_assistant
 from treespec_weights.block_drafts import BlockForm, load_block
 from treespec_weights.blocks import Blocks, Weights
+from treespec_weights.draft_tensors import DraftOptions
 from treespec_weights.draft_vocabulary import read_draft_vocabulary
 from treespec_weights.gguf.tensors import describe_storage
 from treespec_weights.heads import DraftForm, is_reduced, load_head
@@ -239,8 +240,8 @@ class Loader:
             assert isinstance(config.decoder, ModelConfig)
             is_fast = self.device.type == "cpu" and onednn_available(self.dtype)
             impl: LinearImpl = "onednn" if is_fast else "torch"
-            shape, hidden = config.decoder.shape, config.target_hidden
-            loaded = load_assistant(config.form, shape, hidden, self.dtype, self.device, config.kept)
+            shape = config.decoder.shape
+            loaded = load_assistant(config.form, shape, self._options(config))
             assert isinstance(target.config, ModelConfig)
             arguments = target.config, config.decoder, loaded.decoder
             assistant: AssistantDecoder | TritonAssistantDecoder
@@ -263,8 +264,7 @@ class Loader:
         if isinstance(config.form, StateSsmForm):
             return self._load_state_ssm(config, config.form, target, columns, positions)
         shape = config.decoder.shape
-        sizes = len(config.layers), config.target_hidden
-        weights, tokens = load_head(config.form, shape, *sizes, self.dtype, self.device, config.kept)
+        weights, tokens = load_head(config.form, shape, len(config.layers), self._options(config))
         decoder, scorer = self._make_head_decoder(config, weights.decoder, tokens, positions, target)
         fc = self._linear(decoder, *weights.fc)
         if config.form.kind == "eagle":
@@ -279,6 +279,9 @@ class Loader:
         if weights.mask_states is None:
             return head
         return ParallelEagle(head, config.form.block, config.form.mask_token, weights.mask_states)
+
+    def _options(self, config: HeadConfig) -> DraftOptions:
+        return DraftOptions(config.target_hidden, self.dtype, self.device, config.kept)
 
     def _make_head_decoder(
         self, head: HeadConfig, weights: Weights, tokens: np.ndarray | None, positions: int | None, target: Decoder
@@ -356,8 +359,7 @@ class Loader:
         return TorchPairs(self._linear(decoder, product, bias), table, norms, eps, stream)
 
     def _load_block(self, config: HeadConfig, form: BlockForm, target: Decoder, columns: list[int]) -> BlockDraft:
-        shape, hidden = config.decoder.shape, config.target_hidden
-        weights, tokens = load_block(form, shape, hidden, self.dtype, self.device, config.kept)
+        weights, tokens = load_block(form, config.decoder.shape, self._options(config))
         decoder, scorer = self._make_head_decoder(config, weights.decoder, tokens, None, target)
         embed = weights.embed
         if weights.mask is not None:
@@ -380,7 +382,7 @@ class Loader:
 
     def _load_state_head(self, config: HeadConfig, form: StateForm, target: Decoder, columns: list[int]) -> StateHead:
         size = target.vocab_size
-        weights, tokens = load_state_head(form, config.target_hidden, size, self.dtype, self.device, config.kept)
+        weights, tokens = load_state_head(form, size, self._options(config))
         vocabulary = None if tokens is None else HeadVocabulary(tokens, size, self.device)
         linears: dict[int, AnyLinear] = {}
 
@@ -459,8 +461,7 @@ class Loader:
                 raise CompileError(f"there is no kernel for {self.dtype} on {self.device}")
             return build(find_compiler(), _ANY_HEAD, self.dtype, libraries_folder())
         except (CompileError, OSError) as error:
-            message = "quantised weights are held as %s, which saves no memory and no time: %s"
-            logger.warning(message, self.dtype, error)
+            logger.warning("quantised weights are held as %s, which saves no memory and no time: %s", self.dtype, error)
             return None
 
     def adapt(

@@ -32,6 +32,7 @@ from treespec_kernels.linear.linear import LinearImpl, onednn_available
 from treespec_kernels.tuning.tuned import KernelConfigs
 from treespec_weights import HubError, default_folder, default_names, fetch, is_hub_id
 from treespec_weights.assistants import AssistantForm
+from treespec_weights.dtypes import DTYPES
 from treespec_weights.errors import Problem, UnsupportedModelError
 from treespec_weights.heads import DraftForm, read_head
 from treespec_weights.load import quantized_group
@@ -40,7 +41,6 @@ from treespec_weights.quant_schemes import METHODS
 
 logger = logging.getLogger("treespec")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_NAMES = DTYPES | {"half": torch.float16, "float": torch.float32}  # names in vLLM and torch
 EMBEDDED = "embedded"
 # SSM group (see `default_names`) of each target known by name.

@@ -30,6 +30,7 @@ from treespec.planning.planner import Planner
 from treespec.request import Request
 from treespec.startup.cost_measurement import STARTS, cache_folder
 from treespec.text.training_prompts import read_training_prompts
+from treespec.utils.files import replacing
 from treespec.utils.scalars import as_int
 from treespec.version import __version__
 from treespec_weights.blocks import Blocks, Weights
@@ -106,13 +107,8 @@ def _ranked(folder: Path, ends: Sequence[int], texts: Sequence[str]) -> np.ndarr
         if stored[0] == key:
             return stored[1:]
     ranked = rank_tokens(folder, ends, texts)
-    with suppress(OSError):
-        folder = cache_folder() / STARTS
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f"{name}.{os.getpid()}.tmp"
-        with temporary.open("wb") as file:
-            np.save(file, np.concatenate([[key], ranked]))
-        os.replace(temporary, folder / name)
+    with suppress(OSError), replacing(cache_folder() / STARTS / name) as temporary, temporary.open("wb") as file:
+        np.save(file, np.concatenate([[key], ranked]))
     return ranked
 
 

@@ -24,7 +24,6 @@ class Detokenizer:
         self, decode: Callable[[list[int]], str], prompt: Sequence[int], stop: Sequence[str], include_stop: bool
     ):
         self._decode, self._stop, self._include_stop = decode, tuple(stop), include_stop
-        self._longest = max(map(len, self._stop), default=1) - 1
         end = self._end_of(prompt)
         self._window = end[:-_CHARACTER]  # tokens since a character boundary, and a few before it
         self._decoded = decode(self._window)  # its complete characters are in `text` or the prompt
@@ -80,7 +79,7 @@ class Detokenizer:
 
     def shown(self, ended: bool) -> str:
         """Return the text that can no longer change: unless `ended`, without a possible beginning of a stop string."""
-        return self.text if ended else self.text[: len(self.text) - self._held_back()]
+        return self.text if ended else self.text[: len(self.text) - num_begun(self.text, self._stop)]
 
     def release(self, ended: bool) -> str:
         """Return the text that can no longer change and was not released before."""
@@ -92,20 +91,15 @@ class Detokenizer:
         """Append a piece, and cut the text at the first stop string (the longest one if several start there)."""
         searched = len(self.text)
         self.text += piece
-        matches = []
-        for stop in self._stop if self._may_stop else ():
-            start = self.text.find(stop, max(searched - len(stop) + 1, 0))
-            if start >= 0:
-                matches.append((start, -len(stop), stop))
-        if matches:
+        stops = self._stop if self._may_stop else ()
+        starts = [(self.text.find(stop, max(searched - len(stop) + 1, 0)), -len(stop), stop) for stop in stops]
+        if matches := [match for match in starts if match[0] >= 0]:
             start, _, stop = min(matches)
             self.text = self.text[: start + len(stop) if self._include_stop else start]
             self.stopped_by = stop
 
-    def _held_back(self) -> int:
-        """Return the number of trailing characters that may begin a stop string."""
-        for count in range(min(self._longest, len(self.text)), 0, -1):
-            beginning = self.text[-count:]
-            if any(stop.startswith(beginning) for stop in self._stop):
-                return count
-        return 0
+
+def num_begun(text: str, strings: Sequence[str]) -> int:
+    """Return the number of trailing characters of a text that may begin one of the strings."""
+    most = min(max(map(len, strings), default=1) - 1, len(text))
+    return next((n for n in range(most, 0, -1) if any(string.startswith(text[-n:]) for string in strings)), 0)

@@ -61,8 +61,7 @@ def encode_prompt(tokenizer: Any, content: str | list[int] | list[Message]) -> l
         return list(tokenizer.encode(content))
     if isinstance(content[0], int):
         return content
-    rendered = Conversation(content).render(tokenizer)
-    return list(tokenizer.encode(rendered, add_special_tokens=False))
+    return list(tokenizer.encode(Conversation(content).render(tokenizer), add_special_tokens=False))
 
 
 def has_chat_template(tokenizer: Any) -> bool:

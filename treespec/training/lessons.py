@@ -17,7 +17,7 @@ from treespec.sampling_params import SamplingParams
 from treespec.text.chat import Message
 from treespec.text.prompt_files import encode_prompt
 from treespec.text.training_prompts import SYNTHETIC, TrainingPrompt, user_turn
-from treespec.training.files import replacing
+from treespec.utils.files import replacing
 
 TOP = 16  # most likely tokens stored per position
 PER_SHARD = 16  # prompts in each of the first shards

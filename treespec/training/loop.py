@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from treespec.startup.options import is_slow
-from treespec.training.files import replacing
 from treespec.training.muon import Float32Muon
+from treespec.utils.files import replacing
 
 WARMUP = 0.02
 FINAL_RATE = 0.05
@@ -111,10 +111,10 @@ def optimizers_for(model: nn.Module) -> list[torch.optim.Optimizer]:
 
     def groups_of(parameters: Iterable[Tensor], **options: float) -> list[dict[str, Any]]:
         """Return a group of the slow parameters, and one of the others, without empty groups."""
-        parts = {SLOW_RATE: list[Tensor](), 1.0: list[Tensor]()}
+        by_rate = {SLOW_RATE: list[Tensor](), 1.0: list[Tensor]()}
         for parameter in parameters:
-            parts[SLOW_RATE if id(parameter) in slow else 1.0].append(parameter)
-        return [{"params": part, "rate": rate, **options} for rate, part in parts.items() if part]
+            by_rate[SLOW_RATE if id(parameter) in slow else 1.0].append(parameter)
+        return [{"params": of_rate, "rate": rate, **options} for rate, of_rate in by_rate.items() if of_rate]
 
     muon = Float32Muon if is_slow(torch.bfloat16, next(model.parameters()).device) else torch.optim.Muon
     ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]

@@ -104,8 +104,7 @@ def measure_drafts(
             outputs, _, tokens = decode(SpecConfig(nodes=NODES, sources=sources))
             reference = reference or tokens
             num_differing += sum(a != b for a, b in zip(tokens, reference, strict=True))
-            passes = sum(output.metrics.target_passes for output in outputs)
-            tau.append(sum(map(len, tokens)) / passes)
+            tau.append(sum(map(len, tokens)) / sum(output.metrics.target_passes for output in outputs))
         decode(SpecConfig())  # lets the planner learn
         speeds, ratios, accepted, lookup_alone = [], [], 0, 0
         for _ in range(repeats):

@@ -27,7 +27,6 @@ from treespec.text.training_prompts import read_training_prompts
 from treespec.training import dflash, state_ssm
 from treespec.training.distillation import STEP_TOKENS, Curriculum, LessonBatch, Prediction, evaluate, lesson_loss
 from treespec.training.draft_vocabulary import choose_vocabulary
-from treespec.training.files import remove_temporary, replacing, write_json
 from treespec.training.lessons import MAX_PROMPT_TOKENS, PER_SHARD, Lessons, LessonWriter, shard_path
 from treespec.training.loop import Budget, Paused, PauseRequest, ProgressLog, StepLoss, TrainingProgress, train
 from treespec.training.report import REPEATS, TrainingReport, measure_drafts
@@ -38,6 +37,7 @@ from treespec.training.student import make_student, open_model, open_student, re
 from treespec.training.table import count_lessons, table_agreement
 from treespec.training.target_states import TargetStates
 from treespec.training.texts import Texts, tokenize_texts
+from treespec.utils.files import remove_temporary, replacing, write_json
 from treespec.utils.options import takes_options
 from treespec_weights import read_config
 from treespec_weights.files import resolve_folder

@@ -72,9 +72,7 @@ def _available(system: Path = Path("/proc/meminfo")) -> int:
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Free the memory of deleted engines. Provided for vLLM scripts; there are no worker processes to shut down."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    release_cached(torch.device("cuda"))
 
 
 def _left_in_group(group: Path = Path("/sys/fs/cgroup")) -> int:

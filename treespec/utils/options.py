@@ -36,8 +36,7 @@ def option(
         choices: the valid values.
         valid: description of the range for errors, if the other arguments do not suffice.
     """
-    limits = {"least": least, "most": most, "choices": choices, "valid": valid}
-    return field(default=default, metadata={LIMITS: limits})
+    return field(default=default, metadata={LIMITS: {"least": least, "most": most, "choices": choices, "valid": valid}})
 
 
 def checked_value(info: Field[Any], value: Any) -> Any:

@@ -2,19 +2,21 @@
 
 import ast
 import hashlib
+import itertools
 import json
 import re
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from treespec.training.files import atomic_write_text, replacing
+from treespec.utils.files import atomic_write_text, replacing
 
 END_OF_TEXT = "<|endoftext|>"
 KINDS = ("code", "prose", "data")
@@ -161,26 +163,25 @@ def select(
     def is_held_out(document: Document) -> bool:
         return any(document.package == name or document.package.startswith(name + ".") for name in held_out)
 
-    seen: set[str] = set()
-    num_used: dict[tuple[str, str], int] = {}
+    seen, num_used = set[str](), Counter[tuple[str, str]]()
     halves: tuple[list[Document], list[Document]] = ([], [])
     for document in sorted(documents, key=lambda d: (not is_held_out(d), d.order(seed))):
         digest = hashlib.sha1(document.text.encode()).hexdigest()
         key = (document.package.split(".")[0] if is_held_out(document) else document.package, document.kind)
-        if digest in seen or num_used.get(key, 0) + len(document.text) > package_cap:
+        if digest in seen or num_used[key] + len(document.text) > package_cap:
             continue
         seen.add(digest)
-        num_used[key] = num_used.get(key, 0) + len(document.text)
+        num_used[key] += len(document.text)
         halves[is_held_out(document)].append(document)
     return halves
 
 
-def write_documents(documents: Sequence[Document], path: Path) -> None:
-    atomic_write_text(path, "".join(json.dumps(asdict(document)) + "\n" for document in documents))
+def write_lines(path: Path, entries: Iterable[dict[str, str]]) -> None:
+    atomic_write_text(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def read_documents(path: Path) -> Iterator[Document]:
-    """Read documents written by `write_documents`."""
+    """Read documents written as lines of JSON."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield Document(**json.loads(line))
@@ -190,8 +191,7 @@ def summary(documents: Iterable[Document]) -> dict[str, dict[str, object]]:
     """Return the licence and the characters per kind of each package. Standard library modules are counted together."""
     table: dict[str, dict] = {}
     for document in documents:
-        package = document.package.split(".")[0]
-        entry = table.setdefault(package, {"license": document.license, "characters": {}})
+        entry = table.setdefault(document.package.split(".")[0], {"license": document.license, "characters": {}})
         entry["characters"][document.kind] = entry["characters"].get(document.kind, 0) + len(document.text)
     return table
 
@@ -201,23 +201,12 @@ def tokenize(documents: Iterable[Document], tokenizer: Tokenizer, path: Path) ->
 
     Returns the number of tokens.
     """
-    count = 0
+    count, texts = 0, (document.text for document in documents)
     with replacing(path) as temporary, temporary.open("wb") as file:
-        batch: list[str] = []
-        for document in documents:
-            batch.append(document.text)
-            if len(batch) == 256:
-                count += _write_tokens(batch, tokenizer, file)
-                batch = []
-        count += _write_tokens(batch, tokenizer, file)
+        while batch := list(itertools.islice(texts, 256)):
+            for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                count += file.write(np.array([0, *encoding.ids], np.uint16)) // 2
     return count
-
-
-def _write_tokens(batch: list[str], tokenizer: Tokenizer, file) -> int:
-    encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-    ids = np.concatenate([np.zeros(0, np.uint16), *(np.array([0, *e.ids], np.uint16) for e in encodings)])
-    file.write(ids.tobytes())
-    return len(ids)
 
 
 class Stream:

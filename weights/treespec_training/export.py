@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from treespec.training.files import atomic_write_text, write_json
+from treespec.utils.files import atomic_write_text, write_json
 from treespec_training.shapes import MAX_LENGTH
 from treespec_training.train_tokenizer import as_pretrained
 

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_weights.draft_tensors import DraftTensors, config_error
+from treespec_weights.draft_tensors import DraftOptions, DraftTensors, OutputForm, config_error
 from treespec_weights.errors import CheckpointError
 from treespec_weights.families import family_of
 from treespec_weights.layouts import with_defaults
@@ -17,7 +16,7 @@ from treespec_weights.rules import FamilyRules, ModelShape
 
 
 @dataclass(frozen=True)
-class AssistantForm:
+class AssistantForm(OutputForm):
     """Description of an assistant, read from its published folder."""
 
     folder: Path
@@ -32,12 +31,7 @@ class AssistantForm:
         return "Gemma 4 assistant"
 
     def describe(self, layers: Sequence[int]) -> str:
-        """Describe what it reads, given the result of `read_layers`."""
-        return "reads the target's output states and the K/V of its last layers"
-
-    def read_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the target's output after its final norm, numbered as by `HeadForm.read_layers`."""
-        return (num_layers + 1,)
+        return f"{super().describe(layers)} and the K/V of its last layers"
 
 
 class AssistantWeights(NamedTuple):
@@ -70,16 +64,13 @@ def assistant_form(folder: Path, raw: Mapping[str, Any]) -> AssistantForm:
 def load_assistant(
     form: AssistantForm,
     shape: ModelShape,  # shape of its layers, which have no K/V of their own
-    target_hidden: int,
-    dtype: torch.dtype | None,
-    device: torch.device | str,
-    kept: np.ndarray | None = None,
+    options: DraftOptions,
 ) -> AssistantWeights:
-    """Load an assistant of a target with this hidden size, and the vocabulary size of `shape`.
+    """Load an assistant of a target with the vocabulary size of `shape`.
 
-    `kept` is as in `load_head`, and None for a head that scores groups of tokens. Raises CheckpointError if it belongs
-    to another target or its tensors do not match its config.
+    Raises CheckpointError if it belongs to another target or its tensors do not match its config.
     """
+    target_hidden, dtype, device, kept = options
     if form.target_hidden != target_hidden:
         message = f"{form.target_hidden}, the target has {target_hidden}; use the assistant of this target"
         raise CheckpointError.of(form.folder, "config", "backbone_hidden_size", message)

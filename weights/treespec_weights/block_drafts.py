@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_weights.draft_tensors import DraftTensors, config_error, layers_of
+from treespec_weights.draft_tensors import DraftOptions, DraftTensors, config_error, layers_of
 from treespec_weights.families import family_of
 from treespec_weights.load import load_weights
 from treespec_weights.rules import FamilyRules, ModelShape
@@ -141,17 +141,11 @@ def pard_form(folder: Path, raw: Mapping[str, Any]) -> BlockForm:
     return BlockForm(folder, "pard", (), dict(raw), family_of(dict(raw), folder), PARALLEL_BLOCK, token, True)
 
 
-def load_block(
-    form: BlockForm,
-    shape: ModelShape,
-    target_hidden: int,
-    dtype: torch.dtype | None,
-    device: torch.device | str,
-    kept: np.ndarray | None = None,
-) -> tuple[BlockWeights, np.ndarray | None]:
+def load_block(form: BlockForm, shape: ModelShape, options: DraftOptions) -> tuple[BlockWeights, np.ndarray | None]:
     """Load a block draft; arguments, result and errors as in `load_head`."""
+    target_hidden, dtype, device, kept = options
     if form.kind == "pard":
-        return _load_pard(form, shape, dtype, device, kept), kept
+        return _load_pard(form, shape, options), kept
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
     count, head = len(form.layers), tensors.raw("lm_head.weight")
     tensors.check_states(count, target_hidden)
@@ -194,19 +188,17 @@ def _markov(form: BlockForm, tensors: DraftTensors, shape: ModelShape, rows: int
     )
 
 
-def _load_pard(
-    form: BlockForm, shape: ModelShape, dtype: torch.dtype | None, device: torch.device | str, kept: np.ndarray | None
-) -> BlockWeights:
+def _load_pard(form: BlockForm, shape: ModelShape, options: DraftOptions) -> BlockWeights:
     """Load a PARD draft, whose vocabulary starts with the target's. `shape.vocab_size` is the target's."""
     draft_shape = ModelShape.from_hf(form.config, form.rules, form.folder)
     if draft_shape.vocab_size < shape.vocab_size:
         reason = f"{draft_shape.vocab_size}, and the target has {shape.vocab_size} tokens; use a draft for this target"
         raise config_error(form.folder, "vocab_size", reason)
-    decoder = load_weights(form.folder, draft_shape, form.rules, dtype, device)
+    decoder = load_weights(form.folder, draft_shape, form.rules, options.dtype, options.device)
     embed = decoder["embed"]
     for name in decoder.keys() & {"embed", "lm_head"}:
         decoder[name] = decoder[name][: shape.vocab_size]
-    if kept is not None:
+    if options.kept is not None:
         decoder.setdefault("lm_head", embed)
-        decoder["lm_head"] = decoder["lm_head"][torch.from_numpy(kept)]
+        decoder["lm_head"] = decoder["lm_head"][torch.from_numpy(options.kept)]
     return BlockWeights(decoder, None, None, None, embed[form.mask_token].clone())

@@ -214,8 +214,7 @@ def _read_q6_k(blocks: Tensor) -> _Read:
     """Layout: the low 4 and the high 2 bits of 256 integers, offset by 32; 16 int8 scales, d."""
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).flatten(-2)
     high = _columns(blocks[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-3)
-    scales = blocks[..., 192:208].view(torch.int8)
-    return (low | high << 4) - 32, _products(blocks[..., 208:210], scales), None
+    return (low | high << 4) - 32, _products(blocks[..., 208:210], blocks[..., 192:208].view(torch.int8)), None
 
 
 def _read_iq4_nl(blocks: Tensor) -> _Read:

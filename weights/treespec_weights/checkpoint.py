@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Collection, Iterator, KeysView
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -114,9 +114,6 @@ class Checkpoint:
         tensors = {name: tensors[of_file] for name, of_file in stored.items() if of_file in tensors}
         absent = {name: absent[of_file] for name, of_file in stored.items() if of_file in absent}
         return cls(root, tensors, files, handles, absent, stored_names=stored)
-
-    def names(self) -> KeysView[str]:
-        return self.tensors.keys()
 
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's dtype from the header. Raises CheckpointError for an unknown name or dtype."""

@@ -12,17 +12,16 @@ import typer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from treespec_weights import hub
-from treespec_weights.convert import DTYPES, SHARD_BYTES, convert_checkpoint
+from treespec_weights.convert import SHARD_BYTES, convert_checkpoint
 from treespec_weights.describe import describe, describe_conversion, describe_timing, describe_verification
-from treespec_weights.documents import read_config
+from treespec_weights.documents import read_model
+from treespec_weights.dtypes import DTYPES
 from treespec_weights.errors import OptionError
-from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.grow import grow_checkpoint, grown_shape
 from treespec_weights.heads import compare_head, read_head
 from treespec_weights.inspection import compare_draft, inspect_checkpoint
 from treespec_weights.mtp import MTP, MtpForm
-from treespec_weights.rules import ModelShape
 from treespec_weights.sizes import parse_bytes, parse_size
 from treespec_weights.timing import time_loading
 from treespec_weights.transform import FORMATS
@@ -131,9 +130,8 @@ def grow(
     """Write a larger model that computes the same function, to measure the cost of its size with real acceptance."""
     with _bar("B") as advance:
         root = resolve_folder(source)
-        config = read_config(root)
         inspect_checkpoint(root)  # fail early on errors of the final report, such as an unusable tokenizer
-        shape = grown_shape(ModelShape.from_hf(config, family_of(config, root), root), parse_size(size), vocab)
+        shape = grown_shape(read_model(root)[0], parse_size(size), vocab)
         grow_checkpoint(root, destination, shape, seed, on_bytes=advance)
         report = inspect_checkpoint(destination)
     _show(report, as_json, describe)

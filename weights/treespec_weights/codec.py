@@ -122,8 +122,7 @@ def _converted(folder: Path) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        return dict(json.loads(tokenizer.backend_tokenizer.to_str()))
+        return dict(json.loads(AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer.to_str()))
     except Exception as error:  # each file format raises its own library's errors
         message = f"there is none, and transformers does not convert this folder's files: {error}"
         raise CheckpointError.of(folder, "tokenizer", TOKENIZER, message) from error
@@ -153,8 +152,7 @@ def _without_prefix(raw: dict[str, Any]) -> dict[str, Any]:
             component["prepend_scheme"] = "never"
         return component
 
-    components = {name: changed(raw.get(name)) for name in ("normalizer", "pre_tokenizer")}
-    return raw | components | {"post_processor": None}
+    return raw | {name: changed(raw.get(name)) for name in ("normalizer", "pre_tokenizer")} | {"post_processor": None}
 
 
 def byte_characters() -> dict[str, int]:

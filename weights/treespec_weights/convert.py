@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from treespec_weights import staging, writer
 from treespec_weights.checkpoint import INDEX, Checkpoint
 from treespec_weights.documents import CONFIG, read_config, write_documents
+from treespec_weights.dtypes import DTYPES
 from treespec_weights.errors import CheckpointError, OptionError, Problem, UnsupportedModelError, WriteError
 from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import is_gguf, read_json, resolve_folder
@@ -39,38 +41,18 @@ from treespec_weights.mtp import open_predictor, predictor_of
 from treespec_weights.quant_config import KEY, scheme_of
 from treespec_weights.quant_schemes import QuantScheme
 from treespec_weights.rules import TILED, FamilyRules, ModelShape
-from treespec_weights.staging import (
-    carried_files,
-    check_room,
-    copy_files,
-    create_partial,
-    partial_of,
-    publish,
-    resolve_destination,
-)
 from treespec_weights.transform import Transform, quantise_transform
-from treespec_weights.writer import (
-    Output,
-    Shard,
-    is_written,
-    plan_shards,
-    progress,
-    write_index,
-    write_json,
-    write_shard,
-)
 
 SHARD_BYTES = 2 * 10**9
 STATE = "conversion.json"  # identifies an unfinished conversion
 PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # keys of a config
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ConversionStep(NamedTuple):
     target: Placement  # result tensor
     sources: tuple[Placement, ...]  # checkpoint tensors that hold the target's parameters
     schemes: tuple[QuantScheme | None, ...]  # one per source; None if it is not quantised
-    outputs: tuple[Output, ...]  # tensors to write
+    outputs: tuple[writer.Output, ...]  # tensors to write
     transform: Transform
 
     def tensors(self, checkpoint: Checkpoint) -> Sequence[Tensor]:
@@ -131,8 +113,8 @@ def convert_checkpoint(
     Raises OptionError, CheckpointError, UnsupportedModelError (for the layout), WriteError and OSError.
     """
     root = resolve_folder(source)
-    target = resolve_destination(destination, root)
-    carried = carried_files(root, CONFIG, INDEX, STATE)
+    target = staging.resolve_destination(destination, root)
+    carried = staging.carried_files(root, CONFIG, INDEX, STATE)
     config = read_config(root)
     rules = family_of(config, root)
     if root.is_file():  # blocks are dequantised, and a GGUF file's tensors have no common dtype
@@ -156,7 +138,7 @@ def convert_checkpoint(
         transform = quantise_transform(quantization, dtype, shape, written_as)
     with Checkpoint.open(root) as checkpoint:
         steps = plan_steps(checkpoint, shape, rules, written_as, transform)
-        ignored, module = ignored_names(checkpoint.names(), shape, rules.for_names(checkpoint.names())), None
+        ignored, module = ignored_names(checkpoint.tensors, shape, rules.for_names(checkpoint.tensors)), None
         if written_as is rules and layers is None and rules.predictor is not None:
             if predictor_steps := _predictor_steps(checkpoint, shape, rules, dtype):
                 steps, module = steps + predictor_steps, rules.predictor.after(shape.num_layers).module
@@ -166,27 +148,27 @@ def convert_checkpoint(
             steps = [step for step in steps if all(param in kept_params for param in step.target.params)]
             lists = {key: config[key][:layers] for key in PER_LAYER_LISTS if isinstance(config.get(key), list)}
             config = {**config, **lists, rules.config_keys["num_layers"]: layers}
-        shards = plan_shards([step.outputs for step in steps], shard_bytes)
+        shards = writer.plan_shards([step.outputs for step in steps], shard_bytes)
         state = _state(root, written_as, shards, transform)
-        partial = partial_of(target)
+        partial = staging.partial_of(target)
         if resume:
             _check_state(partial, state)
         else:
             _start(partial, state)
         try:
             resumed = _write_shards(checkpoint, partial, shards, steps, on_bytes)
-            write_index(partial, shards)
-            write_json(partial, CONFIG, transform.config(config, module))
-            copy_files(root, carried, partial)
+            writer.write_index(partial, shards)
+            writer.write_json(partial, CONFIG, transform.config(config, module))
+            staging.copy_files(root, carried, partial)
             if root.is_file():
                 write_documents(root, partial)
             with Checkpoint.open(partial) as result:
                 files = result.files
-            publish(partial, target)
+            staging.publish(partial, target)
             (target / STATE).unlink()
         except BaseException as error:
             source_is_unusable = isinstance(error, CheckpointError) and not isinstance(error, WriteError)
-            if source_is_unusable or not any(is_written(partial, shard) for shard in shards):
+            if source_is_unusable or not any(writer.is_written(partial, shard) for shard in shards):
                 shutil.rmtree(partial, ignore_errors=True)
             elif isinstance(error, WriteError):
                 note = Problem("file", repr(partial.name), "holds finished files: continue with --resume, or delete it")
@@ -233,7 +215,7 @@ def plan_steps(
             raise OptionError("all experts of a layer are in one tensor, for which no conversion has another layout")
         if transform.params:
             raise OptionError("--quantize: all experts of a layer are in one tensor; use LLM(quantization=...)")
-    named = rules.for_names(checkpoint.names())
+    named = rules.for_names(checkpoint.tensors)
     order = {param: index for index, param in enumerate(shape.parameters())}
     holder = {param: placement for placement in placements for param in placement.params}
     keeps_tensors = written_as is rules and not (checkpoint.folder.is_file() and rules.alternatives)
@@ -272,26 +254,26 @@ def _predictor_steps(
 def _write_shards(
     checkpoint: Checkpoint,
     partial: Path,
-    shards: Sequence[Shard],
+    shards: Sequence[writer.Shard],
     steps: Sequence[ConversionStep],
     on_bytes: Callable[[int, int], None] | None,
 ) -> list[str]:
     """Write the shards that do not exist yet. Returns the names of those that did."""
     by_output = {step.outputs[0]: step for step in steps}
-    resumed = [shard.file for shard in shards if is_written(partial, shard)]
+    resumed = [shard.file for shard in shards if writer.is_written(partial, shard)]
     total = sum(shard.tensor_bytes for shard in shards)
     done = sum(shard.tensor_bytes for shard in shards if shard.file in resumed)
-    check_room(partial, total - done)
-    advance = progress(on_bytes, total, done)
+    staging.check_room(partial, total - done)
+    advance = writer.progress(on_bytes, total, done)
     for shard in shards:
         if shard.file not in resumed:
             shard_steps = [by_output[output] for output in shard.outputs if output in by_output]
             tensors = chain.from_iterable(step.tensors(checkpoint) for step in shard_steps)
-            write_shard(partial, shard, tensors, advance)
+            writer.write_shard(partial, shard, tensors, advance)
     return resumed
 
 
-def _state(root: Path, written_as: FamilyRules, shards: Sequence[Shard], transform: Transform) -> dict[str, Any]:
+def _state(root: Path, written_as: FamilyRules, shards: Sequence[writer.Shard], transform: Transform) -> dict[str, Any]:
     """Return the identity of a conversion: sizes and times of the source's files, and a hash of the plan."""
     plan = hashlib.sha256(repr((written_as.model_type, shards, transform)).encode())
     entries = [root.parent / name for name in read_gguf(root).files] if root.is_file() else sorted(root.iterdir())
@@ -304,10 +286,9 @@ def _state(root: Path, written_as: FamilyRules, shards: Sequence[Shard], transfo
 
 
 def _start(partial: Path, state: dict[str, Any]) -> None:
-    remedy = ", from an interrupted or running conversion; continue with --resume, or delete it"
-    create_partial(partial, remedy)
+    staging.create_partial(partial, ", from an interrupted or running conversion; continue with --resume, or delete it")
     try:
-        write_json(partial, STATE, state)
+        writer.write_json(partial, STATE, state)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from treespec_weights.errors import CheckpointConfigError, CheckpointError
-from treespec_weights.families import family_config
+from treespec_weights.families import family_config, family_of
 from treespec_weights.files import read_json
 from treespec_weights.gguf.config import generation_config, hf_config
 from treespec_weights.gguf.reader import GgufFile, read_gguf
@@ -19,6 +19,7 @@ from treespec_weights.gguf.tokenizer import (
     tokenizer_text,
 )
 from treespec_weights.quant_config import KEY
+from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.text_part import text_config
 from treespec_weights.writer import write_json, write_text
 
@@ -80,6 +81,13 @@ def _with_numbers(value: Any) -> Any:
     return {key: _with_numbers(entry) for key, entry in value.items()}
 
 
+def read_model(folder: Path) -> tuple[ModelShape, FamilyRules]:
+    """Return a checkpoint's shape and the rules of its family. Raises the errors of `read_config` and `family_of`."""
+    config = read_config(folder)
+    rules = family_of(config, folder)
+    return ModelShape.from_hf(config, rules, folder), rules
+
+
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """Return the parsed generation_config.json of a checkpoint without null values, or {} if it has none."""
     if not has_document(folder, GENERATION_CONFIG):
@@ -90,8 +98,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 def _read_object(folder: Path, name: str) -> dict[str, Any]:
     document = read_document(folder, name)
     if not isinstance(document, dict):
-        message = f"a JSON {type(document).__name__}, not an object"
-        raise CheckpointConfigError.of(folder, "config", name, message)
+        raise CheckpointConfigError.of(folder, "config", name, f"a JSON {type(document).__name__}, not an object")
     return document
 
 

@@ -1,9 +1,9 @@
 """Tensors and layers of published draft folders, under a model's names without the prefix `model.`."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,29 @@ _RENAMED = {  # prefixes of other layouts
     "encoder.fc.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
 }
+
+
+class DraftOptions(NamedTuple):
+    """How to load a draft for a target."""
+
+    target_hidden: int  # the target's hidden size
+    dtype: torch.dtype | None = None  # None keeps the stored ones, whose tensors stay memory-mapped
+    device: torch.device | str = "cpu"
+    # int64, ascending, tokens whose rows of a full vocabulary head remain; None for all, and for a head that scores
+    # groups of tokens
+    kept: np.ndarray | None = None
+
+
+class OutputForm:
+    """Interface of the forms of drafts that read the target's output states."""
+
+    def describe(self, layers: Sequence[int]) -> str:
+        """Describe what the draft reads, given the result of `read_layers`."""
+        return "reads the target's output states"
+
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the target's output after its final norm, numbered as by `HeadForm.read_layers`."""
+        return (num_layers + 1,)
 
 
 def tensor_names(folder: Path) -> Collection[str]:

@@ -21,6 +21,8 @@ TORCH_DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Dtypes that models compute in, by torch's names."""
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 """torch dtype -> safetensors' name."""
 LOADABLE = ("F64", "F32", "F16", "BF16")

@@ -44,7 +44,7 @@ class Experts:
         result |= {"router_bias": (self.count,)} if self.bias else {}
         result |= {"router_correction": (self.count,)} if self.correction else {}
         if self.shared_size:
-            shared = _mlp(self.shared_size, hidden, False, self.gated)
+            shared = mlp_parameters(self.shared_size, hidden, False, self.gated)
             result |= {f"shared.{name}": size for name, size in shared.items()}
         result |= {"shared.scale": (1, hidden)} if self.shared_gate else {}
         if self.latent_size:
@@ -52,11 +52,12 @@ class Experts:
         if self.beside:
             norms = ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm")
             result |= {"expert_scales": (self.count,)} | dict.fromkeys(norms, (hidden,))
-        expert = _mlp(self.size, self.latent_size or hidden, self.bias, self.gated)
+        expert = mlp_parameters(self.size, self.latent_size or hidden, self.bias, self.gated)
         return result | {f"experts.{e}.{name}": size for e in range(self.count) for name, size in expert.items()}
 
 
-def _mlp(inner: int, hidden: int, bias: bool, gated: bool) -> dict[str, tuple[int, ...]]:
+def mlp_parameters(inner: int, hidden: int, bias: bool, gated: bool) -> dict[str, tuple[int, ...]]:
+    """Return the parameters of an MLP with `inner` hidden units, and their shapes."""
     sizes: dict[str, tuple[int, ...]] = {"gate": (inner, hidden)} if gated else {}
     sizes |= {"up": (inner, hidden), "down": (hidden, inner)}
     return sizes | ({f"{name}_bias": size[:1] for name, size in sizes.items()} if bias else {})
@@ -165,5 +166,4 @@ class ExpertRules:
         if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):
             problems.append(Problem("config", "'mlp_only_layers'", f"{dense!r} are not layers below {num_layers}"))
             dense = []
-        layers = range(first, num_layers)
-        return tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
+        return tuple(layer for layer in range(first, num_layers) if layer not in dense and (layer + 1) % step == 0)

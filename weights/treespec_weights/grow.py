@@ -184,8 +184,7 @@ def _grown(
         tensor = torch.empty(size, dtype=dtype, device=generator.device)
         tensor = tensor.normal_(float(kind in _NORMS), spread, generator=generator).cpu()
     if small is not None:
-        scale = _ratio(old, new) ** -0.5 if kind in _NORMS else 1.0
-        tensor[tuple(slice(n) for n in small.shape)] = small * scale
+        tensor[tuple(slice(n) for n in small.shape)] = small * (_ratio(old, new) ** -0.5 if kind in _NORMS else 1.0)
     if new.vocab_size > old.vocab_size:  # the added tokens' logits are large and negative, by the last dimension
         if kind == "embed":
             tensor[:, -1] = _TINY

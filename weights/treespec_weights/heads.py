@@ -17,11 +17,17 @@ from torch import Tensor
 
 from treespec_weights.assistants import AssistantForm, AssistantWeights, assistant_form, load_assistant
 from treespec_weights.block_drafts import PARALLEL_BLOCK, BlockForm, BlockWeights, dflash_form, load_block, pard_form
-from treespec_weights.documents import CONFIG, read_config
-from treespec_weights.draft_tensors import FIRST_LAYER, DraftTensors, config_error, layers_of, tensor_names
+from treespec_weights.documents import CONFIG, read_config, read_model
+from treespec_weights.draft_tensors import (
+    FIRST_LAYER,
+    DraftOptions,
+    DraftTensors,
+    config_error,
+    layers_of,
+    tensor_names,
+)
 from treespec_weights.draft_vocabulary import read_draft_vocabulary
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
-from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.mtp import MtpForm, check_predictor
 from treespec_weights.rules import FamilyRules, ModelShape
@@ -131,8 +137,7 @@ def read_head(folder: Path | str) -> DraftForm | None:
     if (form := state_ssm_form(root)) is not None:
         return form
     raw = read_config(root)
-    architectures = raw.get("architectures") or []
-    names = [*architectures, *(raw.get(key) for key in ("speculators_model_type", "model_type"))]
+    names = [*(raw.get("architectures") or []), *(raw.get(key) for key in ("speculators_model_type", "model_type"))]
     names += [key for key in ("dflash_config", "medusa_num_heads") if key in raw]
     lowered = [name.lower() for name in names if isinstance(name, str)]
     other_kind = next((kind for marker, kind in _OTHER_KINDS.items() if any(marker in name for name in lowered)), None)
@@ -210,22 +215,15 @@ def _proposed_tokens(raw: Mapping[str, Any]) -> int:
 
 
 def load_head(
-    form: HeadForm,
-    shape: ModelShape,
-    num_states: int,
-    target_hidden: int,
-    dtype: torch.dtype | None,
-    device: torch.device | str,
-    kept: np.ndarray | None = None,
+    form: HeadForm, shape: ModelShape, num_states: int, options: DraftOptions
 ) -> tuple[HeadWeights, np.ndarray | None]:
     """Load a head.
 
     `shape` is the shape of its layers, with the target's vocabulary size; `num_states` the number of target layers that
-    it reads. A dtype of None keeps the stored ones, which stay memory-mapped. `kept`, int64 ascending, are the tokens
-    whose rows of a full vocabulary head remain. Returns the weights, and the target's tokens of the head's rows, int64
-    ascending; None for the full vocabulary. Raises CheckpointError with all missing and misshaped tensors,
-    and for a head of another target.
+    it reads. Returns the weights, and the target's tokens of the head's rows, int64 ascending; None for the full
+    vocabulary. Raises CheckpointError with all missing and misshaped tensors, and for a head of another target.
     """
+    target_hidden, dtype, device, kept = options
     hidden, tensors = shape.hidden_size, DraftTensors(form.folder, dtype, device)
     if form.kind == "eagle":
         return _load_eagle(form, shape, target_hidden, tensors), kept
@@ -345,24 +343,24 @@ def _check_stored(
     if isinstance(form, StateSsmForm):
         return _check_state_ssm(form, vocab_size, hidden)
     weights: HeadWeights | BlockWeights | StateWeights | AssistantWeights
+    options = DraftOptions(hidden)
     if isinstance(form, StateForm):
-        weights, tokens = load_state_head(form, hidden, vocab_size, None, "cpu")
+        weights, tokens = load_state_head(form, vocab_size, options)
         return weights.num_parameters, tokens, True
     shape = replace(ModelShape.from_hf(form.config, form.rules, form.folder), vocab_size=vocab_size)
     tokens = None
     if isinstance(form, AssistantForm):
         shape = replace(shape, sizes=tuple(layer._replace(kv_of=-1) for layer in shape.sizes))
-        weights = load_assistant(form, shape, hidden, None, "cpu")
+        weights = load_assistant(form, shape, options)
     elif isinstance(form, BlockForm):
-        weights, tokens = load_block(form, shape, hidden, None, "cpu")
+        weights, tokens = load_block(form, shape, options)
     else:
-        weights, tokens = load_head(form, shape, num_states, hidden, None, "cpu")
+        weights, tokens = load_head(form, shape, num_states, options)
     return weights.num_parameters, tokens, shape.hidden_size == hidden
 
 
 def _check_state_ssm(form: StateSsmForm, vocab_size: int, hidden: int) -> tuple[int, np.ndarray | None, bool]:
-    config = read_config(form.folder)
-    shape = ModelShape.from_hf(config, family_of(config, form.folder), form.folder)
+    shape, _ = read_model(form.folder)
     projection = load_state_projection(form, shape.hidden_size, hidden, None, "cpu")
     ids = read_draft_vocabulary(form.folder, shape.vocab_size, vocab_size)
     parameters = shape.num_parameters() + sum(tensor.numel() for tensor in projection)

@@ -11,7 +11,7 @@ from typing import Any
 from treespec_weights.blocks import FORMS
 from treespec_weights.checkpoint import Checkpoint, TensorInfo
 from treespec_weights.documents import read_config
-from treespec_weights.dtypes import TORCH_DTYPES
+from treespec_weights.dtypes import DTYPES, TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import resolve_folder
@@ -20,8 +20,6 @@ from treespec_weights.quant_config import scheme_of
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.tokenizer import read_vocabulary
 from treespec_weights.vocabularies import Connection, connect
-
-MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
@@ -110,7 +108,7 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
         kv_values = 2 * shape.kv_layers * shape.num_kv_heads * shape.head_dim
         scheme = scheme_of(config, checkpoint.folder)
         problems = len(match(checkpoint, shape, rules)[1])
-        ignored = sorted(ignored_names(checkpoint.names(), shape, rules.for_names(checkpoint.names())))
+        ignored = sorted(ignored_names(checkpoint.tensors, shape, rules.for_names(checkpoint.tensors)))
     return {
         "supported": shape is not None,
         "unsupported_because": reason,
@@ -123,8 +121,11 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
         "matrices": _matrices(checkpoint, {*ignored}),
         "pass_bytes": _pass_bytes(checkpoint, shape, rules) if shape and rules else None,
         "memory": {
-            dtype: {"weights_bytes": parameters * size, "kv_bytes_per_token": kv_values and kv_values * size}
-            for dtype, size in MEMORY_DTYPES.items()
+            name: {
+                "weights_bytes": parameters * dtype.itemsize,
+                "kv_bytes_per_token": kv_values and kv_values * dtype.itemsize,
+            }
+            for name, dtype in DTYPES.items()
         },
     }
 
@@ -185,7 +186,7 @@ def _held_bytes(info: TensorInfo) -> int:
 
 def _pass_bytes(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> int:
     """Return the weight bytes that a pass over one row reads: layers, `top_k` experts each, and the head."""
-    rules = rules.for_names(checkpoint.names())
+    rules = rules.for_names(checkpoint.tensors)
     [embed] = [rule.name for rule in rules.tensors if rule.params == ("embed",)]
     unread = ignored_names(checkpoint.tensors, shape, rules)
     unread.add(rules.tied_copy if shape.tied and embed in checkpoint.tensors else embed)

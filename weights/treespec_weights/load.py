@@ -322,7 +322,7 @@ def value_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules
 
 def _rules_of(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> FamilyRules:
     """Adapt the rules to a checkpoint's names: a missing prefix, and a tied embedding stored as head."""
-    rules = rules.for_names(checkpoint.names())
+    rules = rules.for_names(checkpoint.tensors)
     embed = _embedding(rules)
     if not shape.tied or embed.name in checkpoint.tensors or rules.tied_copy not in checkpoint.tensors:
         return rules

@@ -122,8 +122,7 @@ def _read_config(root: Path) -> dict[str, Any]:
             try:
                 re.compile(name)
             except re.error as error:
-                message = f"{name!r} is no regular expression: {error}"
-                problems.append(Problem("config", repr(_PATTERNS[key]), message))
+                problems.append(Problem("config", repr(_PATTERNS[key]), f"{name!r} is no regular expression: {error}"))
     if problems:
         raise CheckpointConfigError(root, problems)
     return config
@@ -131,8 +130,7 @@ def _read_config(root: Path) -> dict[str, Any]:
 
 def _value(config: Mapping[str, Any], key: str, module: str) -> Any:
     pattern = config.get(_PATTERNS[key]) or {}
-    values = (value for end, value in pattern.items() if re.fullmatch(rf"(.*\.)?({end})", module))
-    return next(values, config[key])
+    return next((value for end, value in pattern.items() if re.fullmatch(rf"(.*\.)?({end})", module)), config[key])
 
 
 def _match(

@@ -4,7 +4,6 @@ Each row combines a token's embedding with the state of the token before it: the
 verified token, and the layer's own output after a drafted one. The target's vocabulary head reads its outputs.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,9 +11,10 @@ import torch
 
 from treespec_weights.blocks import Weights
 from treespec_weights.checkpoint import Checkpoint
-from treespec_weights.documents import read_config
+from treespec_weights.documents import read_model
+from treespec_weights.draft_tensors import OutputForm
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
-from treespec_weights.families import FAMILIES, family_of
+from treespec_weights.families import FAMILIES
 from treespec_weights.load import checked_placements, load_weights
 from treespec_weights.rules import LAYER, FamilyRules, ModelShape, PredictorRules, TensorRule
 
@@ -22,18 +22,11 @@ MTP = "mtp"  # name in `drafts` of the target's own layer
 
 
 @dataclass(frozen=True)
-class MtpForm:
+class MtpForm(OutputForm):
     """The MTP layer of a target, with the interface of a draft head's form."""
 
     folder: Path  # folder of the target
     name = "MTP layer"
-
-    def describe(self, layers: Sequence[int]) -> str:
-        return "reads the target's output states"
-
-    def read_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the target's output after its final norm, numbered as by `HeadForm.read_layers`."""
-        return (num_layers + 1,)
 
 
 def mtp_form(folder: Path, shape: ModelShape, rules: FamilyRules) -> MtpForm:
@@ -80,9 +73,7 @@ def load_predictor(
 
 def check_predictor(form: MtpForm) -> int:
     """Return the number of parameters of a checkpoint's layer. Raises CheckpointError if it does not fit its config."""
-    config = read_config(form.folder)
-    rules = family_of(config, form.folder)
-    shape, rules = predictor_of(form.folder, ModelShape.from_hf(config, rules, form.folder), rules)
+    shape, rules = predictor_of(form.folder, *read_model(form.folder))
     assert rules.predictor is not None
     with open_predictor(form.folder, rules.predictor) as checkpoint:
         checked_placements(checkpoint, shape, rules)
@@ -93,7 +84,7 @@ def open_predictor(folder: Path, predictor: PredictorRules) -> Checkpoint:
     """Open a target's checkpoint with only the tensors of its MTP layer. Raises CheckpointError for none or several."""
     checkpoint = Checkpoint.open(folder)
     second = predictor.layer_at(1)
-    if any(name.startswith(second) for name in checkpoint.names()):
+    if any(name.startswith(second) for name in checkpoint.tensors):
         raise UnsupportedModelError.of(folder, "config", second, "a second MTP layer; supported: one")
     tensors = {name: info for name, info in checkpoint.tensors.items() if name.startswith(predictor.module)}
     absent = {name: file for name, file in checkpoint.absent.items() if name.startswith(predictor.module)}

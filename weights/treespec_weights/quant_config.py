@@ -71,8 +71,7 @@ def _compressed_tensors(quant: "_Reader") -> QuantScheme:
     weights = _Reader(entries[0]["weights"], quant.folder)
     floating = weights.one("type", ("int", "float")) == "float"
     bits = weights.one("num_bits", (8,) if floating or layout == "int-quantized" else (4, 8))
-    strategies = ("tensor", "channel", "block") if floating else ("tensor", "channel", "group")
-    strategy = weights.one("strategy", strategies)
+    strategy = weights.one("strategy", ("tensor", "channel", "block") if floating else ("tensor", "channel", "group"))
     weights.one("actorder", (None, False, "static", "weight"))
     group = weights.value("group_size") if strategy == "group" else None
     if strategy == "group" and not _is_positive_int(group):

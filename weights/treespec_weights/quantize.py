@@ -69,8 +69,7 @@ def _quantize(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     grouped = weight.to(torch.float32, copy=True).unflatten(1, (-1, group))
     scale = _scale(grouped, _STEPS[bits], weight.dtype)
     low, high = (-127, 127) if bits == 8 else (-8, 7)
-    q = grouped.div_(scale.float().unsqueeze(2)).round_().clamp_(low, high)
-    return q.flatten(1).to(torch.int8), scale
+    return grouped.div_(scale.float().unsqueeze(2)).round_().clamp_(low, high).flatten(1).to(torch.int8), scale
 
 
 def _check_matrix(weight: Tensor) -> None:

@@ -5,14 +5,14 @@ Each family in `families/` is one declaration. No code depends on a family's nam
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from treespec_weights.errors import CheckpointConfigError, Problem
-from treespec_weights.experts import ExpertRules, Experts
+from treespec_weights.experts import ExpertRules, Experts, mlp_parameters
 from treespec_weights.factors import Factors
 
 MAX_DIMENSION = 2**31 - 1
@@ -177,8 +177,7 @@ class ModelShape:
         def norm(name: str, present: bool = True) -> dict[str, TensorShape]:
             if not present:
                 return {}
-            names = [name, f"{name}_bias"] if self.norm_bias else [name]
-            return dict.fromkeys(names, (hidden,))
+            return dict.fromkeys([name, f"{name}_bias"] if self.norm_bias else [name], (hidden,))
 
         recurrent = {} if self.recurrent is None else self.recurrent.parameters(hidden)
         per_layer: dict[str, TensorShape] = {"scalar": (1,)} if self.layer_scalar else {}
@@ -203,8 +202,8 @@ class ModelShape:
                 layer |= self._attention(i) if self.attends(i) else {}
                 layer |= norm("attn_post_norm", post)
             if i not in self.without_mlp:
-                mlp = sparse.get(i) or self._mlp(self.layer(i).intermediate_size)
-                layer |= norm("mlp_norm", pre and not self.shared_norm) | mlp
+                dense = self.layer(i).intermediate_size, hidden, self.mlp_bias, self.gated
+                layer |= norm("mlp_norm", pre and not self.shared_norm) | (sparse.get(i) or mlp_parameters(*dense))
                 layer |= norm("mlp_post_norm", post)
             layer |= per_layer
             result |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -234,14 +233,6 @@ class ModelShape:
             result |= {"sinks": (self.num_heads,)}
         result |= {"o": (hidden, q)}
         return result | ({"o_bias": (hidden,)} if self.o_bias else {})
-
-    def _mlp(self, inter: int) -> dict[str, TensorShape]:
-        hidden = self.hidden_size
-        mlp: dict[str, TensorShape] = {"gate": (inter, hidden)} if self.gated else {}
-        mlp |= {"up": (inter, hidden), "down": (hidden, inter)}
-        if self.mlp_bias:
-            mlp |= ({"gate_bias": (inter,)} if self.gated else {}) | {"up_bias": (inter,), "down_bias": (hidden,)}
-        return mlp
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:
@@ -519,6 +510,11 @@ class FamilyRules:
 
         tensors = tuple(replace(rule, name=bare(rule.name)) for rule in self.tensors)
         return replace(self, tensors=tensors, ignored=tuple(map(bare, self.ignored)), prefix="")
+
+
+def named(name: str, param: str, fillings: Iterable[str]) -> dict[str, str]:
+    """Return tensor names and parameters, with each of `fillings` in place of "{}" in both."""
+    return {name.replace("{}", filling): param.replace("{}", filling) for filling in fillings}
 
 
 def one_to_one(pairs: Mapping[str, str]) -> tuple[TensorRule, ...]:

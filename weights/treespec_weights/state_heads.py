@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec_weights.draft_tensors import DraftTensors, config_error
+from treespec_weights.draft_tensors import DraftOptions, DraftTensors, OutputForm, config_error
 from treespec_weights.errors import Problem
 
 
 @dataclass(frozen=True)
-class StateForm:
+class StateForm(OutputForm):
     """Description of a draft head without attention, read from its published folder."""
 
     folder: Path  # folder of the head
@@ -34,12 +34,7 @@ class StateForm:
         return "Medusa head" if self.kind == "medusa" else "MLPSpeculator head"
 
     def describe(self, layers: Sequence[int]) -> str:
-        """Describe what the head does, given the result of `read_layers`."""
-        return f"reads the target's output states and predicts {self.depths} tokens"
-
-    def read_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the target's output after its final norm, numbered as by `HeadForm.read_layers`."""
-        return (num_layers + 1,)
+        return f"{super().describe(layers)} and predicts {self.depths} tokens"
 
 
 class DepthWeights(NamedTuple):
@@ -94,15 +89,9 @@ def _number(folder: Path, raw: Mapping[str, Any], key: str, least: int) -> int:
     return value
 
 
-def load_state_head(
-    form: StateForm,
-    target_hidden: int,
-    vocab_size: int,
-    dtype: torch.dtype | None,
-    device: torch.device | str,
-    kept: np.ndarray | None = None,
-) -> tuple[StateWeights, np.ndarray | None]:
-    """Load a head for a target of these sizes; other arguments, result and errors as in `load_head`."""
+def load_state_head(form: StateForm, vocab_size: int, options: DraftOptions) -> tuple[StateWeights, np.ndarray | None]:
+    """Load a head for a target with this vocabulary; result and errors as in `load_head`."""
+    target_hidden, dtype, device, kept = options
     tensors = _Renamed(form, dtype, device)
     if form.kind == "mlp_speculator":
         tokens = tensors.narrowed(kept, vocab_size)

@@ -12,12 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from treespec_weights.checkpoint import Checkpoint
-from treespec_weights.documents import read_config
+from treespec_weights.documents import read_model
 from treespec_weights.errors import OptionError
-from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
 from treespec_weights.load import load_weights
-from treespec_weights.rules import ModelShape
 
 PAGE = 4096
 
@@ -42,17 +40,14 @@ def time_loading(
     root = resolve_folder(folder)
     if root.is_file():
         raise OptionError(f"{root} is a GGUF file, and loading is compared with a plain read of safetensors")
-    config = read_config(root)
-    rules = family_of(config, root)
-    shape = ModelShape.from_hf(config, rules, root)
+    shape, rules = read_model(root)
     with Checkpoint.open(root) as checkpoint:
         files = [root / file for file in checkpoint.files]
         size = sum(info.size * checkpoint.dtype(name).itemsize for name, info in checkpoint.tensors.items())
 
     def plain() -> None:
         # Keep the whole result, as a loader does: reusing freed memory would be faster.
-        tensors = [tensor.to(dtype) for file in files for tensor in load_file(file, device=str(device)).values()]
-        touch(tensors)
+        touch([tensor.to(dtype) for file in files for tensor in load_file(file, device=str(device)).values()])
 
     def ours() -> None:
         touch(load_weights(root, shape, rules, dtype, device).values())

@@ -108,7 +108,7 @@ def _check_tensors(checkpoint: Checkpoint, rules: FamilyRules | None, shape: Mod
 def _check_values(checkpoint: Checkpoint, on_values: Callable[[int, int], None] | None, chunk: int) -> Check:
     problems: list[Problem] = []
     scanned, total = 0, sum(info.size for info in checkpoint.tensors.values())
-    for name in checkpoint.names():
+    for name in checkpoint.tensors:
         try:
             if checkpoint.dtype(name).is_floating_point:
                 problems += _non_finite(name, checkpoint.tensor(name), chunk)

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from treespec_weights.experts import ExpertRules
-from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS, QK_NORMS, QWEN2, QWEN3
-from treespec_weights.rules import PredictorRules, TensorRule, one_to_one, with_biases
+from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS, MLP, QK_NORMS, QWEN2, QWEN3
+from treespec_weights.rules import PredictorRules, TensorRule, named, one_to_one, with_biases
 
 _EXPERT = "layers.{i}.experts.{e}."
-_GATE, _UP, _DOWN = (_EXPERT + name for name in ("gate", "up", "down"))
+_GATE, _UP, _DOWN = (_EXPERT + name for name in MLP)
 _GATE_UP = (_GATE, _UP)
 
 
@@ -28,7 +28,7 @@ def expert_tensors(
 
 STACKED_EXPERTS = (
     # tensors of all experts: in GGUF files, and in transformers' modules
-    *one_to_one({f"model.layers.{{i}}.mlp.experts.{name}_proj": _EXPERT + name for name in ("gate", "up", "down")}),
+    *one_to_one(named("model.layers.{i}.mlp.experts.{}_proj", _EXPERT + "{}", MLP)),
     TensorRule("model.layers.{i}.mlp.experts.gate_up_proj", _GATE_UP),
 )
 
@@ -47,13 +47,8 @@ MIXTRAL = replace(
 _COUNT = ("num_experts", "num_local_experts")
 SHARED_EXPERT = ExpertRules(count=_COUNT, shared_size="shared_expert_intermediate_size", shared_gate=True)
 QWEN_EXPERTS = expert_tensors("mlp", "gate") + one_to_one(
-    {
-        **{
-            f"model.layers.{{i}}.mlp.shared_expert.{name}_proj.weight": f"layers.{{i}}.shared.{name}"
-            for name in ("gate", "up", "down")
-        },
-        "model.layers.{i}.mlp.shared_expert_gate.weight": "layers.{i}.shared.scale",
-    }
+    named("model.layers.{i}.mlp.shared_expert.{}_proj.weight", "layers.{i}.shared.{}", MLP)
+    | {"model.layers.{i}.mlp.shared_expert_gate.weight": "layers.{i}.shared.scale"}
 )
 
 QWEN2_MOE = replace(
@@ -99,12 +94,7 @@ GLM4_MOE = replace(
     + expert_tensors("mlp", "gate")
     + (
         TensorRule("model.layers.{i}.mlp.gate.e_score_correction_bias", ("layers.{i}.router_correction",), single=True),
-        *one_to_one(
-            {
-                f"model.layers.{{i}}.mlp.shared_experts.{name}_proj.weight": f"layers.{{i}}.shared.{name}"
-                for name in ("gate", "up", "down")
-            }
-        ),
+        *one_to_one(named("model.layers.{i}.mlp.shared_experts.{}_proj.weight", "layers.{i}.shared.{}", MLP)),
     ),
     alternatives=STACKED_EXPERTS,
     further_layers=True,
@@ -155,13 +145,7 @@ GPT_OSS = replace(
     alternatives=(
         TensorRule(_GPT_OSS + "gate_up_proj_blocks", _GATE_UP, "interleaved"),
         TensorRule(_GPT_OSS + "down_proj_blocks", (_DOWN,)),
-        *one_to_one(
-            {
-                f"{_GPT_OSS}{name}.{end}": _EXPERT + name + suffix
-                for name in ("gate", "up", "down")
-                for end, suffix in (("weight", ""), ("bias", "_bias"))
-            }
-        ),
+        *with_biases(named(_GPT_OSS + "{}", _EXPERT + "{}", MLP)),
     ),
     config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias"},
     defaults={"attention_bias": True, "o_bias": True, "head_dim": 64},

@@ -7,8 +7,8 @@ from typing import Any
 
 from treespec_weights.errors import Problem
 from treespec_weights.experts import ExpertRules
-from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS, QK_NORMS
-from treespec_weights.rules import FULL_ATTENTION, MAX_DIMENSION, LayerSizes, TensorRule, one_to_one
+from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS, MLP, QK_NORMS
+from treespec_weights.rules import FULL_ATTENTION, MAX_DIMENSION, LayerSizes, TensorRule, named, one_to_one
 
 _NORMS = one_to_one(
     {
@@ -74,8 +74,8 @@ GEMMA3 = replace(
 )
 
 _SLIDING = "sliding_attention"
-_GATE, _UP, _DOWN = (f"layers.{{i}}.experts.{{e}}.{name}" for name in ("gate", "up", "down"))
-_SHARED = {f"layers.{{i}}.{name}": f"layers.{{i}}.shared.{name}" for name in ("gate", "up", "down")}
+_GATE, _UP, _DOWN = (f"layers.{{i}}.experts.{{e}}.{name}" for name in MLP)
+_SHARED = named("layers.{i}.{}", "layers.{i}.shared.{}", MLP)
 
 
 def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
@@ -132,8 +132,8 @@ def _gemma4_sizes(config: Mapping[str, Any], values: Mapping[str, Any], problems
         problems.append(Problem("config", "'num_attention_heads'", message))
         return {}
     size, vocab = natural("hidden_size_per_layer_input", 0, MAX_DIMENSION, 0), values["vocab_size"]
-    dim = math.gcd(*(num_own.head_dim for num_own in sizes))
-    num_kv_heads = math.gcd(*(num_own.num_kv_heads * num_own.head_dim // dim for num_own in sizes))
+    dim = math.gcd(*(layer_sizes.head_dim for layer_sizes in sizes))
+    num_kv_heads = math.gcd(*(layer_sizes.num_kv_heads * layer_sizes.head_dim // dim for layer_sizes in sizes))
     return {
         "sizes": tuple(sizes),
         "head_dim": dim,
@@ -170,7 +170,7 @@ GEMMA4 = replace(
         TensorRule("model.layers.{i}.experts.gate_up_proj", (_GATE, _UP)),
     ),
     alternatives=one_to_one(  # tensors of GGUF files
-        {f"model.layers.{{i}}.experts.{name}_proj": f"layers.{{i}}.experts.{{e}}.{name}" for name in ("gate", "up")}
+        named("model.layers.{i}.experts.{}_proj", "layers.{i}.experts.{e}.{}", ("gate", "up"))
     ),
     config_keys=LLAMA_SIZES,
     defaults={"tied": True, "head_dim": 256},

@@ -1,6 +1,6 @@
 """GPT-2, GPT-NeoX, Pythia and OPT."""
 
-from treespec_weights.rules import FamilyRules, TensorRule, one_to_one, with_biases
+from treespec_weights.rules import FamilyRules, TensorRule, named, one_to_one, with_biases
 
 
 def _conv1d(name: str, *params: str) -> tuple[TensorRule, TensorRule]:
@@ -59,6 +59,8 @@ GPT2 = FamilyRules(
     },
 )
 
+_QKV = "gpt_neox.layers.{i}.attention.query_key_value."
+
 GPT_NEOX = FamilyRules(
     model_type="gpt_neox",
     tensors=(
@@ -73,16 +75,8 @@ GPT_NEOX = FamilyRules(
             }
         ),
         *one_to_one({"gpt_neox.embed_in.weight": "embed", "embed_out.weight": "lm_head"}),
-        TensorRule(
-            "gpt_neox.layers.{i}.attention.query_key_value.weight",
-            ("layers.{i}.q", "layers.{i}.k", "layers.{i}.v"),
-            "per_head",
-        ),
-        TensorRule(
-            "gpt_neox.layers.{i}.attention.query_key_value.bias",
-            ("layers.{i}.q_bias", "layers.{i}.k_bias", "layers.{i}.v_bias"),
-            "per_head",
-        ),
+        TensorRule(_QKV + "weight", ("layers.{i}.q", "layers.{i}.k", "layers.{i}.v"), "per_head"),
+        TensorRule(_QKV + "bias", ("layers.{i}.q_bias", "layers.{i}.k_bias", "layers.{i}.v_bias"), "per_head"),
     ),
     tied_copy="embed_out.weight",
     ignored=(
@@ -113,9 +107,7 @@ OPT = FamilyRules(
     tensors=with_biases(
         {
             "model.decoder.layers.{i}.self_attn_layer_norm": "layers.{i}.attn_norm",
-            "model.decoder.layers.{i}.self_attn.q_proj": "layers.{i}.q",
-            "model.decoder.layers.{i}.self_attn.k_proj": "layers.{i}.k",
-            "model.decoder.layers.{i}.self_attn.v_proj": "layers.{i}.v",
+            **named("model.decoder.layers.{i}.self_attn.{}_proj", "layers.{i}.{}", "qkv"),
             "model.decoder.layers.{i}.self_attn.out_proj": "layers.{i}.o",
             "model.decoder.layers.{i}.final_layer_norm": "layers.{i}.mlp_norm",
             "model.decoder.layers.{i}.fc1": "layers.{i}.up",

@@ -7,7 +7,7 @@ from typing import Any
 from treespec_weights.experts import ExpertRules
 from treespec_weights.families.experts import STACKED_EXPERTS, expert_tensors
 from treespec_weights.families.llama import LLAMA_SIZES
-from treespec_weights.rules import FULL_ATTENTION, FamilyRules, RecurrentRules, TensorRule, one_to_one
+from treespec_weights.rules import FULL_ATTENTION, FamilyRules, RecurrentRules, TensorRule, named, one_to_one
 
 _CONV = "conv"
 
@@ -41,11 +41,8 @@ LFM2 = FamilyRules(
         {
             "model.embed_tokens.weight": "embed",
             "model.layers.{i}.operator_norm.weight": "layers.{i}.attn_norm",
-            "model.layers.{i}.self_attn.q_proj.weight": "layers.{i}.q",
-            "model.layers.{i}.self_attn.k_proj.weight": "layers.{i}.k",
-            "model.layers.{i}.self_attn.v_proj.weight": "layers.{i}.v",
-            "model.layers.{i}.self_attn.q_layernorm.weight": "layers.{i}.q_norm",
-            "model.layers.{i}.self_attn.k_layernorm.weight": "layers.{i}.k_norm",
+            **named("model.layers.{i}.self_attn.{}_proj.weight", "layers.{i}.{}", "qkv"),
+            **named("model.layers.{i}.self_attn.{}_layernorm.weight", "layers.{i}.{}_norm", "qk"),
             "model.layers.{i}.self_attn.out_proj.weight": "layers.{i}.o",
             "model.layers.{i}.conv.in_proj.weight": "layers.{i}.mix",
             "model.layers.{i}.conv.conv.weight": "layers.{i}.conv",

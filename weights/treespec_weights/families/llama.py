@@ -2,18 +2,12 @@
 
 from dataclasses import replace
 
-from treespec_weights.rules import FamilyRules, TensorRule, one_to_one, with_biases
+from treespec_weights.rules import FamilyRules, TensorRule, named, one_to_one, with_biases
 
+MLP = ("gate", "up", "down")
 LLAMA_TENSORS = with_biases(
-    {
-        "model.layers.{i}.self_attn.q_proj": "layers.{i}.q",
-        "model.layers.{i}.self_attn.k_proj": "layers.{i}.k",
-        "model.layers.{i}.self_attn.v_proj": "layers.{i}.v",
-        "model.layers.{i}.self_attn.o_proj": "layers.{i}.o",
-        "model.layers.{i}.mlp.gate_proj": "layers.{i}.gate",
-        "model.layers.{i}.mlp.up_proj": "layers.{i}.up",
-        "model.layers.{i}.mlp.down_proj": "layers.{i}.down",
-    }
+    named("model.layers.{i}.self_attn.{}_proj", "layers.{i}.{}", "qkvo")
+    | named("model.layers.{i}.mlp.{}_proj", "layers.{i}.{}", MLP)
 ) + one_to_one(
     {
         "model.embed_tokens.weight": "embed",
@@ -24,12 +18,7 @@ LLAMA_TENSORS = with_biases(
     }
 )
 
-QK_NORMS = one_to_one(
-    {
-        "model.layers.{i}.self_attn.q_norm.weight": "layers.{i}.q_norm",
-        "model.layers.{i}.self_attn.k_norm.weight": "layers.{i}.k_norm",
-    }
-)
+QK_NORMS = one_to_one(named("model.layers.{i}.self_attn.{}_norm.weight", "layers.{i}.{}_norm", "qk"))
 
 LLAMA_SIZES = {
     "num_layers": "num_hidden_layers",

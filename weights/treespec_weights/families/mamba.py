@@ -8,9 +8,17 @@ from typing import Any
 from treespec_weights.errors import Problem
 from treespec_weights.experts import ExpertRules
 from treespec_weights.factors import Factors
-from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS
+from treespec_weights.families.llama import LLAMA, LLAMA_SIZES, LLAMA_TENSORS, MLP
 from treespec_weights.families.llama_like import GRANITE
-from treespec_weights.rules import FULL_ATTENTION, FamilyRules, RecurrentRules, TensorRule, one_to_one, with_biases
+from treespec_weights.rules import (
+    FULL_ATTENTION,
+    FamilyRules,
+    RecurrentRules,
+    TensorRule,
+    named,
+    one_to_one,
+    with_biases,
+)
 
 _RECURRENT = "linear_attention"
 _OLDER_TYPES = {"mamba": _RECURRENT, "attention": FULL_ATTENTION}  # transformers' translation
@@ -88,18 +96,10 @@ GRANITE_HYBRID = replace(
         ),
         TensorRule(_SHARED + "output_linear.weight", ("layers.{i}.down",)),
     ),
-    alternatives=(  # GGUF files
-        *one_to_one(
-            {
-                f"{stem}{name}_proj": param + name
-                for stem, param in (
-                    (_SHARED, "layers.{i}.shared."),
-                    ("model.layers.{i}.mlp.", "layers.{i}."),
-                    (_EXPERTS, _EXPERT),
-                )
-                for name in ("gate", "up", "down")
-            }
-        ),
+    alternatives=one_to_one(  # GGUF files
+        named(_SHARED + "{}_proj", "layers.{i}.shared.{}", MLP)
+        | named("model.layers.{i}.mlp.{}_proj", "layers.{i}.{}", MLP)
+        | named(_EXPERTS + "{}_proj", _EXPERT + "{}", MLP)
     ),
     normalize=_normalize_granite,
     config_keys=LLAMA_SIZES | {"attention_bias": "attention_bias", "o_bias": "attention_bias"},
@@ -225,6 +225,22 @@ def _normalize_nemotron(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _BLOCK = "backbone.layers.{i}."
+_BLOCKS = RecurrentRules(
+    kind="mamba2",
+    layer_type=_RECURRENT,
+    key="layers_block_type",
+    single=True,
+    config_keys={
+        "kernel": "conv_kernel",
+        "key_heads": "n_groups",
+        "heads": "mamba_num_heads",
+        "key_dim": "ssm_state_size",
+        "value_dim": "mamba_head_dim",
+        "conv_bias": "use_conv_bias",
+        "bias": "use_bias",
+    },
+    defaults=_MAMBA_DEFAULTS | {"key_heads": 8, "key_dim": 128, "value_dim": 64},
+)
 
 NEMOTRON_H = FamilyRules(
     model_type="nemotron_h",
@@ -241,19 +257,16 @@ NEMOTRON_H = FamilyRules(
                 "lm_head.weight": "lm_head",
             }
         ),
-        *with_biases({f"{_BLOCK}mixer.{name}_proj": f"layers.{{i}}.{name}" for name in ("up", "down")}),
+        *with_biases(named(_BLOCK + "mixer.{}_proj", "layers.{i}.{}", MLP[1:])),
         *one_to_one(
-            {
-                f"{_BLOCK}mixer.{module}.{name}_proj.weight": f"layers.{{i}}.{param}.{name}"
-                for module, param in (("experts.{e}", "experts.{e}"), ("shared_experts", "shared"))
-                for name in ("up", "down")
-            }
+            named(_BLOCK + "mixer.experts.{e}.{}_proj.weight", _EXPERT + "{}", MLP[1:])
+            | named(_BLOCK + "mixer.shared_experts.{}_proj.weight", "layers.{i}.shared.{}", MLP[1:])
         ),
         TensorRule(_BLOCK + "norm.weight", ("layers.{i}.mlp_norm",)),
         TensorRule(_BLOCK + "mixer.gate.e_score_correction_bias", ("layers.{i}.router_correction",), single=True),
         *_mixer(_BLOCK + "mixer"),
     ),
-    alternatives=one_to_one({f"{_BLOCK}mixer.experts.{name}_proj": _EXPERT + name for name in ("up", "down")}),
+    alternatives=one_to_one(named(_BLOCK + "mixer.experts.{}_proj", _EXPERT + "{}", MLP[1:])),
     tied_copy="lm_head.weight",
     ignored=("mtp.",),
     normalize=_normalize_nemotron,
@@ -264,23 +277,7 @@ NEMOTRON_H = FamilyRules(
     norm_eps="layer_norm_epsilon",
     activation="mlp_hidden_act",
     rotary=False,
-    recurrent=RecurrentRules(
-        kind="mamba2",
-        layer_type=_RECURRENT,
-        key="layers_block_type",
-        single=True,
-        config_keys={
-            "kernel": "conv_kernel",
-            "key_heads": "n_groups",
-            "heads": "mamba_num_heads",
-            "key_dim": "ssm_state_size",
-            "value_dim": "mamba_head_dim",
-            "conv_bias": "use_conv_bias",
-            "bias": "use_bias",
-        },
-        defaults={"kernel": 4, "key_heads": 8, "heads": 128, "key_dim": 128, "value_dim": 64}
-        | {"conv_bias": True, "bias": False},
-    ),
+    recurrent=_BLOCKS,
     experts=ExpertRules(
         count=("n_routed_experts",),
         types="layers_block_type",
@@ -320,21 +317,10 @@ MAMBA2 = FamilyRules(
     assumed={"hidden_act": "silu", "layer_norm_epsilon": 1e-5, "max_position_embeddings": 2**20},
     norm_eps="layer_norm_epsilon",
     rotary=False,
-    recurrent=RecurrentRules(
-        kind="mamba2",
-        layer_type=_RECURRENT,
-        single=True,
-        config_keys={
-            "kernel": "conv_kernel",
-            "key_heads": "n_groups",
-            "heads": "num_heads",
-            "key_dim": "state_size",
-            "value_dim": "head_dim",
-            "conv_bias": "use_conv_bias",
-            "bias": "use_bias",
-        },
-        defaults={"kernel": 4, "key_heads": 8, "heads": 128, "key_dim": 128, "value_dim": 64}
-        | {"conv_bias": True, "bias": False},
+    recurrent=replace(
+        _BLOCKS,
+        key="layer_types",
+        config_keys={**_BLOCKS.config_keys, "heads": "num_heads", "key_dim": "state_size", "value_dim": "head_dim"},
     ),
     requires={"hidden_act": ("silu",), "time_step_limit": _NO_LIMIT},
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from treespec_weights.families.llama_like import OLMO2
 from treespec_weights.families.qwen3_5 import DELTA_SIZES
-from treespec_weights.rules import RecurrentRules, TensorRule, one_to_one
+from treespec_weights.rules import RecurrentRules, TensorRule, named, one_to_one
 
 _LAYER = "model.layers.{i}."
 _MIXER = _LAYER + "linear_attn."
@@ -42,8 +42,8 @@ OLMO_HYBRID = replace(
             _LAYER + "post_attention_layernorm.weight": "layers.{i}.attn_post_norm",
             _LAYER + "attention_layer_norm.weight": "layers.{i}.attn_norm",
             _LAYER + "feedforward_layer_norm.weight": "layers.{i}.mlp_norm",
-            **{f"{_MIXER}{part}_proj.weight": f"layers.{{i}}.mix_{part}" for part in "qkv"},
-            **{f"{_MIXER}{part}_conv1d.weight": f"layers.{{i}}.conv_{part}" for part in "qkv"},
+            **named(_MIXER + "{}_proj.weight", "layers.{i}.mix_{}", "qkv"),
+            **named(_MIXER + "{}_conv1d.weight", "layers.{i}.conv_{}", "qkv"),
             _MIXER + "g_proj.weight": "layers.{i}.mix_gate",
             _MIXER + "b_proj.weight": "layers.{i}.beta",
             _MIXER + "a_proj.weight": "layers.{i}.decay",

@@ -11,32 +11,7 @@ import numpy as np
 
 from treespec_weights.errors import CheckpointConfigError, Problem, UnsupportedModelError
 from treespec_weights.experts import ExpertRules
-from treespec_weights.families import (
-    FALCON_H1,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GEMMA4,
-    GLM4_MOE,
-    GPT_OSS,
-    GRANITE_HYBRID,
-    LFM2,
-    LFM2_MOE,
-    LLAMA,
-    MAMBA2,
-    MIXTRAL,
-    NEMOTRON_H,
-    OLMOE,
-    PHI3,
-    QWEN2,
-    QWEN2_MOE,
-    QWEN3,
-    QWEN3_5,
-    QWEN3_5_MOE,
-    QWEN3_MOE,
-    QWEN3_NEXT,
-    llama_like,
-)
+from treespec_weights.families import FAMILIES
 from treespec_weights.gguf.reader import GgufFile
 from treespec_weights.gguf.tokenizer import turn_ends
 from treespec_weights.rules import FULL_ATTENTION, TILED, FamilyRules
@@ -45,49 +20,29 @@ logger = logging.getLogger("treespec")
 
 # llama.cpp's architectures. Mistral's dense models are "llama" too: their sliding windows are not stored, and
 # llama.cpp computes full attention as well. Files of models for texts and images hold only the text part.
-ARCHITECTURES: Mapping[str, FamilyRules] = {
-    "llama": LLAMA,
-    "qwen2": QWEN2,
-    "qwen2vl": QWEN2,
-    "qwen3": QWEN3,
-    "qwen3vl": QWEN3,
-    "qwen35": QWEN3_5,
-    "qwen35moe": QWEN3_5_MOE,
-    "qwen3next": QWEN3_NEXT,
-    "lfm2": LFM2,
-    "lfm2moe": LFM2_MOE,
-    "gemma": GEMMA,
-    "gemma2": GEMMA2,
-    "gemma3": GEMMA3,
-    "gemma4": GEMMA4,
-    "phi3": PHI3,
-    "arcee": llama_like.ARCEE,
-    "chatglm": llama_like.GLM,
-    "cohere2": llama_like.COHERE2,
-    "command-r": llama_like.COHERE,
-    "ernie4_5": llama_like.ERNIE4_5,
-    "exaone4": llama_like.EXAONE4,
-    "glm4": llama_like.GLM4,
-    "granite": llama_like.GRANITE,
-    "hunyuan-dense": llama_like.HUNYUAN,
-    "jais2": llama_like.JAIS2,
-    "mistral3": llama_like.MINISTRAL3,
-    "olmo2": llama_like.OLMO2,
-    "seed_oss": llama_like.SEED_OSS,
-    "smollm3": llama_like.SMOLLM3,
-    "stablelm": llama_like.STABLELM,
-    "starcoder2": llama_like.STARCODER2,
-    "qwen2moe": QWEN2_MOE,
-    "qwen3moe": QWEN3_MOE,
-    "qwen3vlmoe": QWEN3_MOE,
-    "olmoe": OLMOE,
-    "glm4moe": GLM4_MOE,
-    "gpt-oss": GPT_OSS,
-    "granitehybrid": GRANITE_HYBRID,
-    "falcon-h1": FALCON_H1,  # the converter multiplies the weights by the model's factors
-    "nemotron_h": NEMOTRON_H,
-    "nemotron_h_moe": NEMOTRON_H,
-    "mamba2": MAMBA2,
+_SAME_NAMES = """llama qwen2 qwen3 lfm2 gemma gemma2 phi3 arcee cohere2 ernie4_5 exaone4 glm4 granite jais2 olmo2
+    seed_oss smollm3 stablelm starcoder2 olmoe nemotron_h mamba2""".split()
+_MODEL_TYPES = dict(zip(_SAME_NAMES, _SAME_NAMES, strict=True)) | {
+    "qwen2vl": "qwen2",
+    "qwen3vl": "qwen3",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
+    "qwen3next": "qwen3_next",
+    "lfm2moe": "lfm2_moe",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "chatglm": "glm",
+    "command-r": "cohere",
+    "hunyuan-dense": "hunyuan_v1_dense",
+    "mistral3": "ministral3",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "qwen3vlmoe": "qwen3_moe",
+    "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
+    "granitehybrid": "granitemoehybrid",
+    "falcon-h1": "falcon_h1",  # the converter multiplies the weights by the model's factors
+    "nemotron_h_moe": "nemotron_h",
 }
 PERMUTED = ("arcee", "granite", "granitehybrid", "llama", "mistral3", "smollm3")
 """Architectures for which llama.cpp's converter permutes the rows of q and k for interleaved rotation."""
@@ -138,13 +93,13 @@ _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the 27 B models
 
 def rules_of(file: GgufFile) -> FamilyRules:
     """Return the family of a GGUF file. Raises UnsupportedModelError if no family has its architecture."""
-    if file.architecture not in ARCHITECTURES:
-        message = f"{file.architecture!r} is not supported; supported GGUF architectures: {', '.join(ARCHITECTURES)}"
+    if file.architecture not in _MODEL_TYPES:
+        message = f"{file.architecture!r} is not supported; supported GGUF architectures: {', '.join(_MODEL_TYPES)}"
         raise UnsupportedModelError.of(file.path, "config", "general.architecture", message)
     if file.architecture == "llama" and file.value("expert_count"):
-        return MIXTRAL
-    slides = file.value("attention.sliding_window")
-    return llama_like.OLMO3 if file.architecture == "olmo2" and slides else ARCHITECTURES[file.architecture]
+        return FAMILIES["mixtral"]
+    slides = file.architecture == "olmo2" and file.value("attention.sliding_window")
+    return FAMILIES["olmo3" if slides else _MODEL_TYPES[file.architecture]]
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
@@ -157,7 +112,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
             config_keys = [config_key for name in names if (config_key := getattr(rules, name)) is not None]
             scales |= {config_key: value for config_key in config_keys if isinstance(config_key, str)}
             if not config_keys:
-                variants.append(Problem("config", repr(f"{arch}.{key}"), f"{value!r} is not supported"))
+                variants.append(_problem(file, key, f"{value!r} is not supported"))
     if variants:
         raise UnsupportedModelError(file.path, variants)
     problems: list[Problem] = []
@@ -173,7 +128,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         value = default if value is None else value
         if type(value) is not int or value < 1:
             problem = "missing" if value is None else f"{value!r} is not a whole number from 1, equal in all layers"
-            problems.append(Problem("config", repr(f"{arch}.{key}"), problem))
+            problems.append(_problem(file, key, problem))
             return 1
         return value
 
@@ -187,7 +142,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         config["head_dim"] = natural("attention.key_length", config["hidden_size"] // heads or None)
         if (length := natural("attention.value_length", config["head_dim"])) != config["head_dim"]:
             message = f"{length}, which is not the head size of keys, {config['head_dim']}: not supported"
-            problems.append(Problem("config", repr(f"{arch}.attention.value_length"), message))
+            problems.append(_problem(file, "attention.value_length", message))
     embed = file.tensors.get("token_embd.weight")
     if embed is None or len(embed.shape) != 2:
         problems.append(Problem("missing", "'token_embd.weight'", "no such matrix: the file is incomplete"))
@@ -225,6 +180,10 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
     return {key: value for key, value in (_special_tokens(file) | sampling).items() if value is not None}
 
 
+def _problem(file: GgufFile, key: str, message: str) -> Problem:
+    return Problem("config", repr(f"{file.architecture}.{key}"), message)
+
+
 def _has(file: GgufFile, name: str) -> bool:
     return any(tensor.endswith(f".{name}") for tensor in file.tensors)
 
@@ -247,8 +206,7 @@ def _positive(file: GgufFile, key: str, default: float | None, problems: list[Pr
     value = file.value(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        problem = "missing" if value is None else f"{value!r} is not a positive number"
-        problems.append(Problem("config", repr(f"{file.architecture}.{key}"), problem))
+        problems.append(_problem(file, key, "missing" if value is None else f"{value!r} is not a positive number"))
         return 1.0
     return float(value)
 
@@ -271,11 +229,10 @@ def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dic
         keys["expert_weights_scale"] = rules.scale
     elif file.value("expert_weights_scale") not in (None, 0, 1):
         message = f"{file.value('expert_weights_scale')!r} is not supported"
-        problems.append(Problem("config", repr(f"{file.architecture}.expert_weights_scale"), message))
+        problems.append(_problem(file, "expert_weights_scale", message))
     gating = file.value("expert_gating_func")
     if gating and _GATING.get(gating) != rules.scoring:
-        message = f"{gating!r} is not supported for {file.architecture}"
-        problems.append(Problem("config", repr(f"{file.architecture}.expert_gating_func"), message))
+        problems.append(_problem(file, "expert_gating_func", f"{gating!r} is not supported for {file.architecture}"))
     # Not stored for these: llama.cpp divides the weights of the architecture by their sum.
     config: dict[str, Any] = {"norm_topk_prob": file.architecture in ("qwen3moe", "qwen3vlmoe", "qwen3next", "lfm2moe")}
     if file.architecture in _MAY_BE_DENSE:
@@ -288,7 +245,7 @@ def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dic
 def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
     """Return the config keys of sliding windows, soft caps and attention scales."""
     arch, window = file.architecture, file.value("attention.sliding_window")
-    if rules_of(file) in (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE):
+    if rules_of(file).model_type in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
         return {"use_sliding_window": False}
     if arch in ("phi3", "mistral3", "starcoder2"):  # llama.cpp ignores starcoder2's window
         return {"sliding_window": window or None if arch == "phi3" else None}
@@ -297,14 +254,14 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     if arch == "exaone4" and not window:
         return {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
     if window is None:
-        problems.append(Problem("config", repr(f"{arch}.attention.sliding_window"), "missing"))
+        problems.append(_problem(file, "attention.sliding_window", "missing"))
     # either a flag per layer, or the distance between layers with full attention
     pattern = file.value("attention.sliding_window_pattern") or _PATTERNS[arch]
     if type(pattern) is int and pattern > 0:
         pattern = [(i + 1) % pattern != 0 for i in range(config["num_hidden_layers"])]
     if not isinstance(pattern, list) or len(pattern) != config["num_hidden_layers"]:
         message = f"{pattern!r} is neither a distance of layers nor a flag for each"
-        problems.append(Problem("config", repr(f"{arch}.attention.sliding_window_pattern"), message))
+        problems.append(_problem(file, "attention.sliding_window_pattern", message))
         pattern = []
     kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     result = {"sliding_window": window, "layer_types": kinds}
@@ -345,8 +302,7 @@ def _unequal(file: GgufFile, config: Mapping[str, Any], natural: Callable[..., i
 def num_predictors(file: GgufFile) -> int:
     """Return the number of layers after the model's own that predict further tokens (MTP)."""
     count = file.value("nextn_predict_layers")
-    supported = (*_DELTA_NETS, "glm4moe", "nemotron_h_moe")
-    return count if type(count) is int and file.architecture in supported else 0
+    return count if type(count) is int and file.architecture in (*_DELTA_NETS, "glm4moe", "nemotron_h_moe") else 0
 
 
 def _recurrent(file: GgufFile, rules: FamilyRules, natural: Callable[..., int]) -> dict[str, Any]:
@@ -408,10 +364,10 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
         keys["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
         message = f"{rotated!r} of {head_dim} dimensions of a head are rotated, which is not supported for {arch}"
-        problems.append(Problem("config", repr(f"{arch}.rope.dimension_count"), message))
+        problems.append(_problem(file, "rope.dimension_count", message))
     if arch.startswith("glm4") and any(file.value("rope.dimension_sections") or ()):
         message = "a model for texts and images, whose q and k have another order: not supported"
-        problems.append(Problem("config", repr(f"{arch}.rope.dimension_sections"), message))
+        problems.append(_problem(file, "rope.dimension_sections", message))
     magnitude = _positive(file, "rope.scaling.attn_factor", 1.0, problems)
     rope |= _rope_scaling(file, config["max_position_embeddings"], rotated, magnitude, problems)
     if arch == "phi3" and rope["rope_type"] == "longrope":
@@ -420,14 +376,14 @@ def _positions(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
     if beta and arch == "mistral3":
         rope |= {"llama_4_scaling_beta": beta}
         if file.value("rope.scaling.original_context_length") is None:
-            problems.append(Problem("config", repr(f"{arch}.rope.scaling.original_context_length"), "missing"))
+            problems.append(_problem(file, "rope.scaling.original_context_length", "missing"))
     elif beta:
-        problems.append(Problem("config", repr(f"{arch}.attention.temperature_scale"), f"{beta!r} is not supported"))
+        problems.append(_problem(file, "attention.temperature_scale", f"{beta!r} is not supported"))
     by_kind = arch == "gemma3" or (arch == "olmo2" and file.value("attention.sliding_window"))
     if by_kind:
         if magnitude != 1 and arch == "gemma3":
             message = f"{magnitude!r} is not supported for {arch}"
-            problems.append(Problem("config", repr(f"{arch}.rope.scaling.attn_factor"), message))
+            problems.append(_problem(file, "rope.scaling.attn_factor", message))
         theta = _positive(file, "rope.freq_base_swa", 10000.0 if arch == "gemma3" else rope["rope_theta"], problems)
         keys |= _by_kind(rope, theta)
     # Sections of positions in images are equal in texts.
@@ -449,7 +405,7 @@ def _rope_scaling(
     kind = file.value("rope.scaling.type") or ("linear" if file.value(key) else "none")
     if kind not in ("none", "linear", "yarn", "longrope"):
         message = f"{kind!r} is not supported; supported: none, linear, yarn, longrope"
-        problems.append(Problem("config", repr(f"{arch}.rope.scaling.type"), message))
+        problems.append(_problem(file, "rope.scaling.type", message))
     # As in llama.cpp, the factor also applies to longrope, and the magnitude to every type, on top of yarn's own.
     factor = 1.0 if kind == "none" else _positive(file, key, None if kind in ("linear", "yarn") else 1.0, problems)
     frequencies, short, long = factors = [_factors(file, name) for name in FACTORS]
@@ -460,7 +416,7 @@ def _rope_scaling(
         problems.append(Problem("missing", "'rope_factors'", message))
     elif kind == "yarn" and (frequencies or short):
         message = f"'yarn' together with {FACTORS[0] if frequencies else FACTORS[1]!r} is not supported"
-        problems.append(Problem("config", repr(f"{arch}.rope.scaling.type"), message))
+        problems.append(_problem(file, "rope.scaling.type", message))
     elif kind == "yarn":
         rope |= {"rope_type": kind, "factor": factor}
         rope |= {} if original is None else {"original_max_position_embeddings": original}

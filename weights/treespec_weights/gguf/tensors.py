@@ -93,7 +93,7 @@ _PRODUCTS = {
     "mix_gate": "mix_q",
     "decay": "beta",
 }  # parameters whose product is fused with another one's
-_NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<stem>[\w.]+?)(\.(?P<kind>weight|bias))?")
+_NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<stem>.*?)(\.(?P<kind>weight|bias))?", re.DOTALL)  # matches any name
 
 
 def hf_names(file: GgufFile) -> dict[str, str]:
@@ -130,16 +130,20 @@ def _first_predictor(file: GgufFile) -> int | None:
     return count - predictors if predictors and type(count) is int else None
 
 
+def _parsed(name: str) -> re.Match[str]:
+    match = _NAME.fullmatch(name)
+    assert match is not None, "the pattern matches any name"
+    return match
+
+
 def _layer(name: str) -> str:
     """Return the layer of a GGUF tensor, or "" if it belongs to none."""
-    match = _NAME.fullmatch(name)
-    return "" if match is None or match["layer"] is None else match["layer"]
+    return _parsed(name)["layer"] or ""
 
 
 def _stem(name: str) -> str:
     """Return a GGUF tensor's name without its layer, such as "attn_q"."""
-    match = _NAME.fullmatch(name)
-    return "" if match is None else match["stem"]
+    return _parsed(name)["stem"]
 
 
 def _with_all_dimensions(name: str, entry: GgufTensor) -> GgufTensor:
@@ -157,9 +161,7 @@ def _with_all_dimensions(name: str, entry: GgufTensor) -> GgufTensor:
 
 def _parameters(name: str) -> list[tuple[str, ...]]:
     """Return the decoder parameters that a GGUF tensor may hold, with "{i}" for the layer."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return []
+    match = _parsed(name)
     prefix = "" if match["layer"] is None else "layers.{i}."
     suffix = "_bias" if match["kind"] == "bias" and match["stem"] != "exp_probs_b" else ""
     return [tuple(f"{prefix}{param}{suffix}" for param in params) for params in _PARAMETERS.get(match["stem"], ())]
@@ -237,8 +239,7 @@ class GgufTensors:
             data = data.view(TORCH_DTYPES[entry.type]).reshape(entry.shape)
         else:
             data = data.reshape(*entry.shape[:-1], -1)
-        match = _NAME.fullmatch(self._names_in_file[name])
-        heads = self._permuted.get(match["stem"]) if match else None
+        heads = self._permuted.get(_stem(self._names_in_file[name]))
         if type(heads) is int and heads > 0 and len(data) % (2 * heads) == 0:  # otherwise `match` reports the shape
             # The converter moved rows [2, head_dim / 2] of a head to [head_dim / 2, 2]. A row's blocks stay together.
             permuted = data.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -117,8 +117,7 @@ def stored_tokenizer(file: GgufFile) -> Any:
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama", "gemma4"):
         names = "'gpt2' (byte-level BPE), 'llama' (SentencePiece), 'gemma4'"
-        message = f"{kind!r} is not supported; supported: {names}; {_REMEDY}"
-        raise _refuse(file, "tokenizer.ggml.model", message)
+        raise _refuse(file, "tokenizer.ggml.model", f"{kind!r} is not supported; supported: {names}; {_REMEDY}")
     tokens, types = _strings(file, "tokens"), file.metadata.get("tokenizer.ggml.token_type")
     if not isinstance(types, list) or len(types) != len(tokens):
         types = [_ORDINARY] * len(tokens)

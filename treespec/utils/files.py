@@ -26,8 +26,7 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except Exception as error:  # torch and safetensors raise other errors for a full disk
         if shutil.disk_usage(path.parent).free < FULL_BYTES:
-            message = f"no space left for {path}; free some space, then resume"
-            raise OSError(errno.ENOSPC, message) from error
+            raise OSError(errno.ENOSPC, f"no space left for {path}; free some space, then resume") from error
         raise
     finally:
         if temporary.is_dir():

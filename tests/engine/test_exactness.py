@@ -213,7 +213,7 @@ def test_the_self_test_refuses_what_is_not_exact() -> None:
     faults: list[tuple[Any, Any, Any]] = [
         (Linear, "__call__", bits_by_rows(Linear.__call__)),
         (Linear, "activated", bits_by_rows(Linear.activated)),
-        (attention, "tree_attention_cpu", wrong_tiles),
+        (attention.CpuAttention, "__call__", staticmethod(wrong_tiles)),
         (Decoder, "logits", lambda self, hidden, rows=None, f=Decoder.logits: f(self, hidden, rows) * len(hidden)),
     ]
     for fault in faults:

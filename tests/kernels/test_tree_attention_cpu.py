@@ -181,27 +181,6 @@ def test_chunks_of_a_prompt_have_equal_bits(window: int | None) -> None:
                 assert torch.equal(part, whole[start : start + rows.num_rows]), (chunk, start)
 
 
-def test_other_requests_change_nothing() -> None:
-    """Trees, a chain and a prompt chunk in one pass, against each alone; spare rows of q are passed over."""
-    cases = [Case(c, kind, (4, 2), 48) for c, kind in ((63, "random-33"), (5, "star-1"), (130, "random-100"))]
-    shift, pools, moved = 0, [], []
-    for case in cases:
-        pools.append(case.cache())
-        moved.append(replace(case.whole, pages=case.pages + shift))
-        shift += case.num_pages
-    cache = torch.cat([k for k, _ in pools]), torch.cat([v for _, v in pools])
-    q = torch.cat([case.q for case in cases] + [torch.full((3, 4, 48), float("nan"))])
-    plan = plan_tree_attention_cpu(moved, 4)
-    together = tree_attention_cpu(q, *cache, plan, 48**-0.5)
-    first = 0
-    for case, pool in zip(cases, pools, strict=True):
-        alone = attend(case.whole, "packed", case.q, pool)
-        assert torch.equal(together[first : first + len(alone)], alone)
-        first += len(alone)
-    assert first == plan.num_rows
-    assert bool((together[first:] == 0).all())
-
-
 @pytest.mark.parametrize(
     ("heads", "first", "window", "rows", "count"),
     [((16, 2), 0, None, (0, 700, 1490), 10), ((4, 2), 1150, 1100, (1150, 1200, 1300, 1400, 1499), 1)],

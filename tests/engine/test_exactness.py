@@ -22,7 +22,6 @@ from tests.helpers.models import (
     replace_drafters,
     tiny,
     tiny_llm,
-    tokens_of,
     wide,
 )
 from treespec import LLM, SpecConfig
@@ -70,16 +69,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "chunks of 64": {"max_num_batched_tokens": 64, "max_num_seqs": 3},
     "gathered attention": {"attention": "cpu-gathered"},
 }
-
-
-@pytest.mark.slow
-def test_two_hundred_prompts() -> None:
-    """Of 32 tokens each, by tokens alone."""
-    llm = tiny_llm(torch.bfloat16, max_num_seqs=25)
-    prompts = random_prompts([1 + i * 7 % 120 for i in range(200)], seed=3)
-    plain, trees = (llm.generate(prompts, greedy(32), spec) for spec in ("off", SpecConfig(branching=(3, 2, 1))))
-    assert tokens_of(trees) == tokens_of(plain)
-    assert sum(output.metrics.target_passes for output in trees) < 0.9 * 200 * 32
 
 
 @exact_in

@@ -128,4 +128,4 @@ def test_a_round_that_found_nan_is_told_once() -> None:
     with llm.add_round_observer(records.append):
         outputs = llm.generate(prompts, greedy(7), spec=SpecConfig(nodes=8, sources=("ssm",)))
     assert rounds.seen and [output.outputs[0].token_ids for output in outputs] == [tokens[:7] for tokens in plain]
-    assert_tell(records, outputs)
+    assert_tell(records, outputs, decided_anew=True)

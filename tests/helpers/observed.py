@@ -9,13 +9,17 @@ from treespec import RoundRecord
 from treespec.outputs import RequestOutput
 
 
-def assert_tell(records: Sequence[RoundRecord], outputs: Sequence[RequestOutput]) -> None:
-    """The records of each sample are its output, round by round, and its metrics, which do not come from them."""
+def assert_tell(records: Sequence[RoundRecord], outputs: Sequence[RequestOutput], decided_anew: bool = False) -> None:
+    """The records of each sample are its output, round by round, and its metrics, which do not come from them.
+
+    A captured round that is decided anew counts twice in the metrics.
+    """
     for output in outputs:
+        of_request = [record for record in records if record.request_id == output.request_id]
+        accepted, alone = Counter[str](), Counter[str]()
         for completion in output.outputs:
-            own = [r for r in records if (r.request_id, r.index) == (output.request_id, completion.index)]
-            written, accepted = list[int](), Counter[str]()
-            for number, each in enumerate(own, start=1):
+            written: list[int] = []
+            for number, each in enumerate((r for r in of_request if r.index == completion.index), start=1):
                 tree, path = each.tree, each.path
                 tree.check_integrity()
                 assert each.number == number
@@ -26,8 +30,11 @@ def assert_tell(records: Sequence[RoundRecord], outputs: Sequence[RequestOutput]
                 assert ((tree.probs >= 0) & (tree.probs <= 1)).all()
                 by_path = [np.prod(tree.probs[tree.path_to(node)]) for node in range(len(tree))]
                 assert np.allclose(tree.values, by_path, rtol=1e-5)
-                accepted.update(name for node in path[1:].tolist() for name in tree.sources_of(node))
+                for node in path[1:].tolist():
+                    accepted.update(names := tree.sources_of(node))
+                    alone.update(names if len(names) == 1 else ())
                 written += each.emitted
             assert written == completion.token_ids
-            if len(output.outputs) == 1:
-                assert output.metrics.accepted_by_source == dict(accepted)
+        metrics, nodes = output.metrics, sum(len(each.tree) for each in of_request)
+        assert (metrics.accepted_by_source, metrics.accepted_only_by_source) == (dict(accepted), dict(alone))
+        assert decided_anew or (metrics.target_passes, metrics.nodes_verified) == (len(of_request), nodes)

@@ -116,8 +116,6 @@ def test_captured_rounds_are_told(llm: LLM) -> None:
     assert profile.rounds == llm.engine.stats.rounds - rounds > 2
     assert_tell(records, [*outputs, *plain])
     sizes = [len(each.tree) for each in records]
-    for metrics, own in [(o.metrics, [r for r in records if r.request_id == o.request_id]) for o in [*outputs, *plain]]:
-        assert (metrics.target_passes, metrics.nodes_verified) == (len(own), sum(len(each.tree) for each in own))
     assert max(sizes) == 8 and max(int(each.tree.depths.max()) for each in records) == 2
     assert {name for each in records for name in each.tree.source_names} == {"near", "other", "lookup"}
     told = {each.tree.sources_of(node) for each in records for node in range(1, len(each.tree))}

@@ -145,14 +145,6 @@ def test_a_node_has_the_bits_of_plain_decoding(context: int) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_where_pages_lie_changes_nothing(mode: AttentionMode) -> None:
-    for context, kind in ((65, "random-16"), (190, "random-64"), (640, "deep-33")):
-        cases = [Case(context, kind, (4, 2), 32, scattered) for scattered in (True, False)]
-        assert not np.array_equal(cases[0].pages, cases[1].pages)
-        assert torch.equal(*(attend(case.whole, mode, case.q, case.cache()) for case in cases))
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("context", "window"), [(0, None), (1, 17), (62, None), (64, 64), (127, 130), (190, None)])
 def test_a_frontier_has_the_bits_of_the_whole_tree(context: int, window: int | None, mode: AttentionMode) -> None:
     """Rows that are some of the nodes, the others' K/V being in the cache already: how drafts grow a tree."""

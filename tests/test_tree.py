@@ -192,32 +192,3 @@ def test_trees_of_the_engine(name: str) -> None:
             assert all(children[node] == (4, 2, 1, 0)[tree.depths[node]] for node in range(len(tree)))
     if name in ("dynamic", "fixed"):
         assert max(sizes) == spec.max_nodes
-
-
-def test_attribution_is_a_recount_of_the_rounds() -> None:
-    llm = tiny_llm()
-    before = llm.stats()
-    with watch(llm.engine) as rounds:
-        outputs = llm.generate(random_prompts((5, 40, 61)), greedy(24), spec=SpecConfig(nodes=16))
-    total: Counter[str] = Counter()
-    for output in outputs:
-        by_source: Counter[str] = Counter()
-        only: Counter[str] = Counter()
-        accepted, nodes = 0, 0
-        for each in (each for each in rounds if each.request_id == output.request_id):
-            nodes += len(each.tree)
-            for node in each.path[1:]:
-                drawn = each.tree.draw_sources[each.tree.draw_nodes == node].tolist()
-                names = {each.tree.source_names[source] for source in drawn}
-                by_source.update(names)
-                only.update(names if len(names) == 1 else ())
-                accepted += 1
-        metrics = output.metrics
-        assert metrics.accepted_by_source == dict(by_source)
-        assert metrics.accepted_only_by_source == dict(only)
-        assert metrics.nodes_verified == nodes
-        assert metrics.generated_tokens == metrics.target_passes + accepted
-        total += by_source
-    grown = Counter(llm.stats()["accepted_by_source"])
-    grown.subtract(before["accepted_by_source"])
-    assert +grown == total

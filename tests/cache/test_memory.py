@@ -22,7 +22,6 @@ from treespec.graphs.capture import planned_bytes, round_limits
 from treespec.models.model_config import ModelConfig
 from treespec.startup.memory import weight_bytes
 from treespec.utils import memory
-from treespec.utils.memory import _available, _left_in_group
 from treespec_kernels.cpu import huge_pages
 
 CPU = torch.device("cpu")
@@ -118,25 +117,28 @@ def test_an_engine_takes_what_its_requests_need() -> None:
     assert resident_bytes() - before < 256 << 20
 
 
-def test_cached_files_count_as_free(tmp_path: Path) -> None:
-    system = tmp_path / "meminfo"
-    system.write_text(
-        "MemTotal:       1000 kB\nMemFree:          10 kB\nMemAvailable:    700 kB\nHugePages_Total:   0\n"
-    )
-    assert _available(system) == 700 << 10
-    for name, text in (("memory.max", "1000\n"), ("memory.current", "900\n")):
-        (tmp_path / name).write_text(text)
-    assert _left_in_group(tmp_path) == 100
-    (tmp_path / "memory.stat").write_text("anon 200\ninactive_file 650\nactive_file 40\n")
-    assert _left_in_group(tmp_path) == 750
-    (tmp_path / "memory.max").write_text("max\n")
-    assert _left_in_group(tmp_path) > 1 << 60
+def test_cached_files_count_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/meminfo": "MemTotal:  2000 kB\nMemFree:  10 kB\nMemAvailable:  700 kB\nHugePages_Total:  0\n"}
+
+    def read(path: Path, *_: object) -> str:
+        if (text := files.get(str(path))) is None:
+            raise FileNotFoundError(path)
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert memory.free_memory(CPU) == 700 << 10
+    files |= {"/sys/fs/cgroup/memory.max": "1000\n", "/sys/fs/cgroup/memory.current": "900\n"}
+    assert memory.free_memory(CPU) == 100
+    files["/sys/fs/cgroup/memory.stat"] = "anon 200\ninactive_file 650\nactive_file 40\n"
+    assert memory.free_memory(CPU) == 750
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert memory.free_memory(CPU) == 700 << 10
 
 
-def test_where_nothing_says_what_is_free(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    nowhere = tmp_path / "meminfo"
-    with failing(os, "sysconf", ValueError("unrecognized configuration name")):
-        assert _available(nowhere) == memory.UNKNOWN
+def test_where_nothing_says_what_is_free(caplog: pytest.LogCaptureFixture) -> None:
+    unnamed = failing(os, "sysconf", ValueError("unrecognized configuration name"))
+    with unnamed, failing(Path, "read_text", FileNotFoundError):
+        assert memory.free_memory(CPU) == memory.UNKNOWN
     assert "assuming 8 GiB" in caplog.text
 
 

@@ -32,7 +32,6 @@ from tests.helpers.mtp_made import make_predictor
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import RoundRecord, SamplingParams, SpecConfig
 from treespec.drafters.ssm.compiled_growth import CompiledGrowth
-from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.drawing.recording import watch
 
 pytestmark = needs_compiler
@@ -103,7 +102,7 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
     with calls_of(CompiledGrowth, "grow") as whole_trees:
         ours, compiled = run()
     assert bool(whole_trees) != (name == "traversal")
-    with mock.patch.object(SsmDrafter, "_models_for_call", lambda *_: None):
+    with mock.patch.object(CompiledGrowth, "has_room", lambda *_: False):
         theirs, general = run()
     assert ours == theirs
     assert len(compiled) > 8

@@ -58,15 +58,6 @@ def test_tokens_are_those_of_plain_decoding(name: str, temperature: float) -> No
 
 
 @pytest.mark.slow
-def test_plain_requests_are_remembered() -> None:
-    llm = remembering()
-    llm.generate(PROMPTS, greedy(30), "off")
-    assert llm.stats()["suffix_tokens"] == sum(map(len, PROMPTS)) + 4 * 30
-    outputs = llm.generate(PROMPTS, greedy(30), PAST)
-    assert accepted(outputs) == 4 * 30 - sum(output.metrics.target_passes for output in outputs) > 80
-
-
-@pytest.mark.slow
 def test_a_call_may_ask_for_what_the_engine_leaves_out() -> None:
     """The engine's own sources are those of calls that name none; what it has is there for all."""
     llm = open_llm(tiny()[0], spec=SpecConfig(sources=("lookup",)), suffix_tokens=5000)

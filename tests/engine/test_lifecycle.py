@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -116,6 +117,8 @@ def test_stats_add_up() -> None:
     assert stats["requests"] == 7 and stats["failed_requests"] == 0
     for key in ("target_passes", "generated_tokens", "accepted_tokens", "nodes_verified"):
         assert stats[key] == sum(getattr(output.metrics, key) for output in outputs), key
+    by_source = [Counter(output.metrics.accepted_by_source) for output in outputs]
+    assert stats["accepted_by_source"] == sum(by_source, Counter())
     assert stats["prefill_tokens"] == sum(len(output.prompt_token_ids) - 1 for output in outputs)
     assert stats["acceptance_length"] == stats["generated_tokens"] / stats["target_passes"]
     assert stats["avg_tokens_per_round"] == stats["acceptance_length"]

@@ -2,36 +2,18 @@
 
 import json
 import logging
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from tests.graphs.test_graph_engine import scripted
 from tests.helpers.models import greedy, random_prompts, tiny_llm
+from tests.helpers.observed import assert_tell
 from treespec import RoundRecord, SamplingParams, SpecConfig, TokenTree
 from treespec.errors import ConfigError, RequestError
-from treespec.outputs import RequestOutput
 
 PROMPTS = random_prompts((20, 33))
 TREE = SpecConfig(nodes=12, max_depth=4)
-
-
-def assert_tell(records: Sequence[RoundRecord], outputs: Sequence[RequestOutput]) -> None:
-    """Side by side the records of each sample are its output, round by round."""
-    for output in outputs:
-        for completion in output.outputs:
-            own = [r for r in records if (r.request_id, r.index) == (output.request_id, completion.index)]
-            assert [each.number for each in own] == list(range(1, len(own) + 1))
-            written: list[int] = []
-            for each in own:
-                each.tree.check_integrity()
-                assert [*each.context, int(each.tree.tokens[0])] == [*output.prompt_token_ids, *written]
-                assert each.path[0] == 0 and (each.tree.parents[each.path[1:]] == each.path[:-1]).all()
-                assert each.accepted == len(each.path) - 1 and each.seconds > 0
-                assert bool(each.plain_reasons) == (len(each.tree) == 1)
-                written += each.emitted
-            assert written == completion.token_ids
 
 
 def test_every_round_of_every_request_is_told() -> None:
@@ -146,4 +128,4 @@ def test_a_round_that_found_nan_is_told_once() -> None:
     with llm.add_round_observer(records.append):
         outputs = llm.generate(prompts, greedy(7), spec=SpecConfig(nodes=8, sources=("ssm",)))
     assert rounds.seen and [output.outputs[0].token_ids for output in outputs] == [tokens[:7] for tokens in plain]
-    assert_tell(records, outputs)
+    assert_tell(records, outputs, decided_anew=True)

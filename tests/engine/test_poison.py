@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from treespec.request import Request
 from treespec.tree import TokenTree
 
 TREE = SpecConfig(nodes=16, max_depth=5)
+PASSES: dict[str, Any] = {name: {"attention": name} for name in ("cpu-packed", "cpu-gathered")}
+PASSES["compiled"] = {}  # where there is a compiler
 POISON = 511  # the token whose embedding `poisoned` spoils; no output below has it
 
 
@@ -50,11 +53,11 @@ def test_nan_in_the_head_is_named_before_anything_falls_back(caplog: pytest.LogC
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-@pytest.mark.parametrize("attention", quick(("cpu-packed", "cpu-gathered"), ("cpu-packed",)))
+@pytest.mark.parametrize("passes", quick(PASSES, ("cpu-packed", "compiled")))
 @pytest.mark.parametrize("spec", [TREE, "off"], ids=["tree", "off"])
 @pytest.mark.parametrize("where", ["prompt", "root"])
-def test_one_request_ends_and_the_others_finish(where: str, spec: SpecConfig | str, attention: str) -> None:
-    llm = poisoned(open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=3, attention=attention))
+def test_one_request_ends_and_the_others_finish(where: str, spec: SpecConfig | str, passes: str) -> None:
+    llm = poisoned(open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=3, **PASSES[passes]))
     good = safe_prompts(5, 70, 30, 64)
     alone = [tokens_of(llm.generate(prompt, greedy(12), "off"))[0] for prompt in good]
     bad = [*good[1][:40], POISON, *([5] * 30 if where == "prompt" else [])]

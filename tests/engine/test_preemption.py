@@ -103,7 +103,7 @@ def test_a_preempted_sample_does_not_change_what_its_group_has_decided() -> None
     """The SSMs did not read the prompt, as they would not have paid; samples that fork from it later need no state."""
     llm, params = crowded(6, max_num_seqs=3), SamplingParams(max_tokens=100, n=6, temperature=1.0, seed=1)
     params.ignore_eos = True
-    with mock.patch.object(llm.engine, "_expects_ssms", lambda request: request.num_generated > 0):
+    with mock.patch.object(llm.engine.host, "expects_ssms", lambda batch: any(each.num_generated for each in batch)):
         (output,) = llm.generate(random_prompts((60,)), params)
     assert [len(each.token_ids) for each in output.outputs] == [100] * 6 and llm.stats()["num_preemptions"]
     assert_clean(llm)

@@ -267,11 +267,6 @@ def _opened(arguments: str, call: str = "") -> Script:
     return Script(f"from vllm import LLM, SamplingParams\n\nllm = LLM(model=MODEL, {arguments})\n{call}\n")
 
 
-def _stepped(arguments: str) -> Script:
-    made = f"EngineArgs(model=MODEL, {arguments})"
-    return Script(f"from vllm import EngineArgs, LLMEngine\n\nLLMEngine.from_engine_args({made})\n")
-
-
 _POOLING = _PARSER + "parser.set_defaults(runner='pooling')\nllm = LLM(**vars(parser.parse_args(ARGV)))\n"
 _MISTRAL = "tokenizer_mode='mistral', config_format='mistral', load_format='mistral'"
 _YARN = "hf_overrides={'rope_parameters': {'rope_type': 'yarn', 'factor': 4.0}}"

@@ -18,7 +18,7 @@ from tests.helpers.models import add_noise
 from tests.hf.test_hf_accelerate import PAD, TREES, Raises, padded_prompts
 from treespec import SpecConfig
 from treespec.errors import ConfigError, DraftError, ModelError, RequestError
-from treespec.hf.engines import _engines
+from treespec.hf.engines import engines_of
 
 pytestmark = pytest.mark.slow
 
@@ -186,18 +186,16 @@ def test_an_engine_follows_its_model() -> None:
     """Kept from call to call, sees new values, and goes with the model; test_hf_engines.py has new parameters."""
     model, inputs, more = make_model("stablelm", seed=4), one_prompt(), {"max_new_tokens": 20, "pad_token_id": PAD}
     by_trees(model, inputs, max_new_tokens=8)
-    first = _engines[model].entries[-1].llm
+    [first] = engines_of(model)
     by_trees(model, inputs, do_sample=True, **more)
-    assert _engines[model].entries[-1].llm is first
+    assert engines_of(model) == [first]
     add_noise(model, 0.5)
     assert torch.equal(model.generate(**inputs, **more), by_trees(model, inputs, **more))
-    assert _engines[model].entries[-1].llm is first
-    gc.collect()  # models of other tests
-    gone, count = weakref.ref(model), len(_engines)
+    assert engines_of(model) == [first]
+    gone = weakref.ref(model), weakref.ref(first)
     del model, first
     gc.collect()
-    assert gone() is None
-    assert len(_engines) == count - 1
+    assert [each() for each in gone] == [None, None]
 
 
 def test_an_engine_follows_its_drafts() -> None:

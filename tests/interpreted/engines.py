@@ -75,9 +75,9 @@ def trees_as_plain(llm: LLM, prompts: Sequence[list[int]], params: Any, spec: Sp
     return trees
 
 
-def told(llm: LLM, prompts: Sequence[list[int]], params: Any, spec: Any) -> list[Any]:
+def told(llm: LLM, prompts: Sequence[list[int]], params: Any, spec: Any, **options: Any) -> list[Any]:
     """Tokens and log-probabilities, which show every bit of the logits."""
-    outputs = llm.generate(prompts, params, spec=spec)
+    outputs = llm.generate(prompts, params, spec=spec, **options)
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 

@@ -17,7 +17,7 @@ from tests.helpers.models import (
     random_prompts,
     tokens_of,
 )
-from tests.interpreted.engines import PROMPTS, SHORT, SMALL, TREES, TRITON, captured_rounds
+from tests.interpreted.engines import PROMPTS, SHORT, SMALL, TREES, TRITON, captured_rounds, told
 from treespec import LLM, LoRARequest, SpecConfig
 
 
@@ -80,13 +80,11 @@ def test_adapters_of_hybrids(name: str) -> None:
     llm.engine.check_integrity()
 
 
-def values(told: list[tuple[list[int], Any]]) -> tuple[list[int], torch.Tensor]:
+def values(found: list[tuple[list[int], Any]]) -> tuple[list[int], torch.Tensor]:
     """Tokens, and the log-probabilities of the likeliest, [num_tokens, 2]."""
-    [(tokens, logprobs)] = told
+    [(tokens, logprobs)] = found
     return tokens, torch.tensor([sorted(entry.logprob for entry in each.values())[-2:] for each in logprobs])
 
 
-def said(llm: LLM, prompts: list[list[int]], loras: list[LoRARequest | None]) -> list[tuple[list[int], object]]:
-    """Tokens and log-probabilities, which show every bit of the logits."""
-    outputs = llm.generate(prompts, greedy(4, logprobs=2), spec="off", lora_request=loras)
-    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+def said(llm: LLM, prompts: list[list[int]], loras: list[LoRARequest | None]) -> list[tuple[list[int], Any]]:
+    return told(llm, prompts, greedy(4, logprobs=2), "off", lora_request=loras)

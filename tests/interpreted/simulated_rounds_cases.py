@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 from tests.helpers.calls import calls_of
 from tests.helpers.models import greedy, tokens_of
+from tests.helpers.observed import assert_tell
 from tests.interpreted.engines import (
     PROMPTS,
     SHORT,
@@ -30,7 +30,6 @@ from treespec.engine.runner import Runner
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.graph_executor import GraphExecutor
 from treespec.graphs.round_inputs import RoundInput
-from treespec.outputs import RequestOutput
 from treespec.request import Request
 
 
@@ -104,27 +103,6 @@ def test_a_round_does_not_wait_for_prompts(gpu: Gpu, llm: LLM) -> None:
     assert order == ["prompt computed", "round begins"]
 
 
-def assert_tell(records: Sequence[RoundRecord], output: RequestOutput) -> None:
-    """The records of a request, against its output and its metrics, which do not come from them."""
-    own = [each for each in records if each.request_id == output.request_id]
-    metrics, written = output.metrics, list[int]()
-    accepted: Counter[str] = Counter()
-    for number, each in enumerate(own, start=1):
-        tree, path = each.tree, each.path
-        tree.check_integrity()
-        assert each.number == number and [*each.context, int(tree.tokens[0])] == [*output.prompt_token_ids, *written]
-        assert path[0] == 0 and (tree.parents[path[1:]] == path[:-1]).all()
-        assert ((tree.probs >= 0) & (tree.probs <= 1)).all()
-        by_path = [np.prod(tree.probs[tree.path_to(node)]) for node in range(len(tree))]
-        assert np.allclose(tree.values, by_path, rtol=1e-5)
-        for node in path[1:].tolist():
-            accepted.update(tree.sources_of(node))
-        written += each.emitted
-    assert written == output.outputs[0].token_ids
-    assert metrics.accepted_by_source == dict(accepted)
-    assert (metrics.target_passes, metrics.nodes_verified) == (len(own), sum(len(each.tree) for each in own))
-
-
 def test_captured_rounds_are_told(llm: LLM) -> None:
     repeated = [5, 9, 2, 7] * 5
     prompts = [PROMPTS[0], repeated]
@@ -136,8 +114,7 @@ def test_captured_rounds_are_told(llm: LLM) -> None:
         plain = llm.generate(prompts[:1], greedy(1), spec="off")
     assert profile.accepted == Counter(each.accepted for each in records)
     assert profile.rounds == llm.engine.stats.rounds - rounds > 2
-    for output in [*outputs, *plain]:
-        assert_tell(records, output)
+    assert_tell(records, [*outputs, *plain])
     sizes = [len(each.tree) for each in records]
     assert max(sizes) == 8 and max(int(each.tree.depths.max()) for each in records) == 2
     assert {name for each in records for name in each.tree.source_names} == {"near", "other", "lookup"}

@@ -18,8 +18,10 @@ from tests.simulated_gpu import Gpu, simulated_gpu
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.drawing.recording import watch
 from treespec.graphs import batch_round, target_pass
+from treespec.graphs.stack_passes import TreePass
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.launch.switches import without
+from treespec_kernels.linear.lm_head import LmHead
 
 
 def unchanged(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -137,16 +139,16 @@ def test_where_graphs_do_not_run(
     """The tokens are right, and what a graph left in the cache is overwritten."""
     llm = with_a_drafter(target, plain)
     fails = mock.Mock(side_effect=RuntimeError("operation not permitted when stream is capturing"))
-    replay = target_pass._Graph.replay
+    logits = TreePass.logits
 
-    def differing(graph: Any, *batch: Any) -> torch.Tensor:
-        logits = replay(graph, *batch)
-        request = batch[0][0]
+    def differing(*rows: Any) -> LmHead:
+        found = logits(*rows)
+        [request] = llm.engine.scheduler.running
         page, offset = divmod(request.context_len, PAGE_SIZE)
         llm.engine.cache.pools[0][:, :, request.pages[page], :, offset:] = torch.nan
-        return logits + 1
+        return found._replace(logits=found.logits + 1)
 
-    planted = (target_pass, "run_then_capture", fails) if raises else (target_pass._Graph, "replay", differing)
+    planted = (target_pass, "run_then_capture", fails) if raises else (TreePass, "logits", differing)
     with mock.patch.object(*planted), caplog.at_level(logging.WARNING, "treespec"):
         first = llm.generate(SHORT[:1], greedy(1), spec=TREES)
     assert tokens_of(first) == [plain[0][:1]]

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.libraries import LIBRARIES, PAIRS, compiler_of, instruction_sets
+from tests.helpers.libraries import PAIRS, decoder_library, instruction_sets
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.compiled_plan import plan_compiled
-from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledLayerWeights, CompiledModel
-from treespec_kernels.cpu.decoder_library import build
 
 pytestmark = needs_compiler
 HIDDEN, VOCAB = 32, 61
@@ -76,8 +74,7 @@ def random_weights(case: Case, layers: int) -> tuple[Tensor, list[CompiledLayerW
 
 
 def make_model(case: Case, threads: int = 1, layers: int = 2) -> CompiledModel:
-    compiler = find_compiler() if case.instructions is None else compiler_of(case.instructions)
-    library = build(compiler, case.head_dim, case.dtype, LIBRARIES)
+    library = decoder_library(case.instructions, case.dtype, case.head_dim)
     embed, parts, head = random_weights(case, layers)
     heads, scale = case.kv_heads * case.group, case.head_dim**-0.5
     architecture = Architecture(heads, case.kv_heads, 1e-6, scale, score_cap=case.cap)

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.helpers.gguf_files import block_weight
-from tests.helpers.libraries import LIBRARIES, PAIRS, compiler_of, instruction_sets
+from tests.helpers.libraries import PAIRS, decoder_library, instruction_sets
 from tests.helpers.quantized_checkpoints import needs_compiler, random_weight
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.compiled_experts import SCORINGS, CompiledExperts, MlpWeights
 from treespec_kernels.cpu.compiled_plan import plan_compiled
-from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledLayerWeights, CompiledModel
-from treespec_kernels.cpu.decoder_library import Weight, build
+from treespec_kernels.cpu.decoder_library import Weight
 
 pytestmark = needs_compiler
 HIDDEN, INNER, EXPERTS, VOCAB, ROWS = 64, 96, 5, 61, 150
@@ -36,7 +35,6 @@ def matrix(form: str, outputs: int, inputs: int, seed: int) -> Weight:
 
 def make_model(form: str, instructions: str | None = None, integer: bool = False) -> CompiledModel:
     """One layer, whose experts differ by their gates if not by their matrices."""
-    compiler = find_compiler() if instructions is None else compiler_of(instructions)
     generator = torch.Generator().manual_seed(5)
 
     def random(*size: int) -> Tensor:
@@ -61,7 +59,7 @@ def make_model(form: str, instructions: str | None = None, integer: bool = False
     layer = CompiledLayerWeights(
         ONES, ONES, None, random(48, HIDDEN), None, random(HIDDEN, 16), None, *shared, (0, 0), None, experts=routed
     )
-    library, architecture = build(compiler, 16, torch.bfloat16, LIBRARIES), Architecture(1, 1, 1e-6, 0.25, num_ropes=0)
+    library, architecture = decoder_library(instructions), Architecture(1, 1, 1e-6, 0.25, num_ropes=0)
     return CompiledModel(
         library, torch.bfloat16, architecture, embed, None, [layer], (ONES, None), random(VOCAB, HIDDEN), 2, integer
     )

@@ -7,13 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.libraries import LIBRARIES, PAIRS, compiler_of, instruction_sets
+from tests.helpers.libraries import PAIRS, decoder_library, instruction_sets
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec_kernels.attention.tree_batch import PAGE_SIZE, RequestRows
 from treespec_kernels.cpu.compiled_plan import plan_compiled
-from treespec_kernels.cpu.cpu_library import find_compiler
 from treespec_kernels.cpu.decoder_cpu import Architecture, CompiledLayerWeights, CompiledModel
-from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.recurrent.request_state import RecurrentState, StateRows, StateShape
 
 pytestmark = needs_compiler
@@ -72,8 +70,7 @@ def make_model(kind: str, instructions: str | None, threads: int = 1) -> Compile
     fields = "kernel", "channels", "key_heads", "state_heads", "key_dim", "value_dim"
     own = {"output_gate": True, "rates": of.rates, "mixer_eps": 1e-6}
     architecture = Architecture(2, 1, 1e-6, 0.25, **own, **dict(zip(fields, sizes, strict=True)))
-    compiler = find_compiler() if instructions is None else compiler_of(instructions)
-    library = build(compiler, 16, torch.bfloat16, LIBRARIES)
+    library = decoder_library(instructions)
     embed = random(VOCAB, HIDDEN, gain=8.0)
     return CompiledModel(library, torch.bfloat16, architecture, embed, None, layers, (ones, None), embed, threads)
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.helpers.gguf_files import block_weight, reading
-from tests.helpers.libraries import LIBRARIES, PAIRS, compiler_of, instruction_sets
+from tests.helpers.libraries import PAIRS, decoder_library, instruction_sets
 from tests.helpers.quantized_checkpoints import needs_compiler, random_weight
 from treespec_kernels.cpu.compiled_linear import CompiledLinear
 from treespec_kernels.cpu.cpu_library import find_compiler
-from treespec_kernels.cpu.decoder_library import build
 from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight, QuantizedWeight, dequantized, integers
 
 pytestmark = needs_compiler
@@ -39,9 +38,7 @@ FORMS = [  # outputs, inputs, bits, groups, type of zero points
 
 @functools.cache
 def library(instructions: str) -> ctypes.CDLL:
-    return build(
-        find_compiler() if instructions == NATIVE else compiler_of(instructions), 16, torch.bfloat16, LIBRARIES
-    )
+    return decoder_library(None if instructions == NATIVE else instructions)
 
 
 def inputs(rows: int, size: int, kind: str) -> Tensor:

@@ -145,14 +145,6 @@ def test_a_node_has_the_bits_of_plain_decoding(context: int) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_where_pages_lie_changes_nothing(mode: AttentionMode) -> None:
-    for context, kind in ((65, "random-16"), (190, "random-64"), (640, "deep-33")):
-        cases = [Case(context, kind, (4, 2), 32, scattered) for scattered in (True, False)]
-        assert not np.array_equal(cases[0].pages, cases[1].pages)
-        assert torch.equal(*(attend(case.whole, mode, case.q, case.cache()) for case in cases))
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("context", "window"), [(0, None), (1, 17), (62, None), (64, 64), (127, 130), (190, None)])
 def test_a_frontier_has_the_bits_of_the_whole_tree(context: int, window: int | None, mode: AttentionMode) -> None:
     """Rows that are some of the nodes, the others' K/V being in the cache already: how drafts grow a tree."""
@@ -179,27 +171,6 @@ def test_chunks_of_a_prompt_have_equal_bits(window: int | None) -> None:
                 rows = RequestRows.chain(start, min(chunk, 700 - start), case.pages)
                 part = attend(rows, "packed", case.q[start : start + rows.num_rows], cache, window, CAP)
                 assert torch.equal(part, whole[start : start + rows.num_rows]), (chunk, start)
-
-
-def test_other_requests_change_nothing() -> None:
-    """Trees, a chain and a prompt chunk in one pass, against each alone; spare rows of q are passed over."""
-    cases = [Case(c, kind, (4, 2), 48) for c, kind in ((63, "random-33"), (5, "star-1"), (130, "random-100"))]
-    shift, pools, moved = 0, [], []
-    for case in cases:
-        pools.append(case.cache())
-        moved.append(replace(case.whole, pages=case.pages + shift))
-        shift += case.num_pages
-    cache = torch.cat([k for k, _ in pools]), torch.cat([v for _, v in pools])
-    q = torch.cat([case.q for case in cases] + [torch.full((3, 4, 48), float("nan"))])
-    plan = plan_tree_attention_cpu(moved, 4)
-    together = tree_attention_cpu(q, *cache, plan, 48**-0.5)
-    first = 0
-    for case, pool in zip(cases, pools, strict=True):
-        alone = attend(case.whole, "packed", case.q, pool)
-        assert torch.equal(together[first : first + len(alone)], alone)
-        first += len(alone)
-    assert first == plan.num_rows
-    assert bool((together[first:] == 0).all())
 
 
 @pytest.mark.parametrize(

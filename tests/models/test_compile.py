@@ -1,6 +1,5 @@
 """compile=True: the pass in C++ has the promises of the eager one, under the same self-test."""
 
-import functools
 import itertools
 import math
 import random
@@ -11,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.exactness import Run, assert_every_node_exact, assert_exact, differences, run, threads
+from tests.engine.test_exactness import SPECS, plain_run
+from tests.helpers.exactness import assert_exact, differences, run, threads
 from tests.helpers.families import Case, make_model
 from tests.helpers.logits import error, our_logits, their_logits
 from tests.helpers.models import (
@@ -26,7 +26,6 @@ from tests.helpers.models import (
     random_prompts,
     tiny,
     tiny_llm,
-    tokens_of,
     wide,
 )
 from tests.helpers.quantized_checkpoints import needs_compiler
@@ -45,35 +44,11 @@ from treespec_kernels.cpu.decoder_cpu import CompiledModel
 from treespec_kernels.tuning.testing import tree_parents
 
 pytestmark = needs_compiler
-LENGTHS = (1, 2, 9, 31, 62, 63, 64, 65, 126)
-SPECS = {
-    "16": SpecConfig(nodes=16),
-    "40": SpecConfig(nodes=40, max_depth=4),
-    "auto": SpecConfig(),
-    "static chain": SpecConfig(branching=(1, 1, 1, 1, 1)),
-}
-
-
-@functools.cache
-def plain_run(dtype: torch.dtype) -> Run:
-    return run(tiny_llm(dtype, (), compile=True), random_prompts(LENGTHS), greedy(20))
-
-
-@exact_in_compiled
-def test_trees_give_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
-    plain, llm = plain_run(dtype), tiny_llm(dtype, compile=True)
-    for name, spec in SPECS.items():
-        assert assert_exact(llm, plain, spec).acceptance_length > 1.2, name
-
-
-@exact_in_compiled
-def test_every_node_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
-    assert_every_node_exact(tiny_llm(dtype, compile=True), SPECS["40"])
 
 
 @exact_in_compiled
 def test_company_chunks_and_places_change_nothing(dtype: torch.dtype) -> None:
-    plain = run(tiny_llm(dtype, (), compile=True), random_prompts((2, 31, 62, 65)), greedy(12))
+    plain = plain_run(dtype, (2, 31, 62, 65), compiled=True)
     for chunk, seqs in ((1, 1), (7, 3)):
         llm = tiny_llm(dtype, (0, 2), max_num_batched_tokens=chunk, max_num_seqs=seqs, compile=True)
         for spec in ("off", SPECS["16"]):
@@ -82,7 +57,7 @@ def test_company_chunks_and_places_change_nothing(dtype: torch.dtype) -> None:
 
 @exact_in_compiled
 def test_deep_accepts(dtype: torch.dtype) -> None:
-    plain = plain_run(dtype)
+    plain = plain_run(dtype, (1, 9, 31, 62, 64, 126), 20, compiled=True)
     spec = SpecConfig(nodes=200, max_depth=12)  # beyond the reach of the eager packed attention
     oracle = OracleDrafter(plain.sequences, 9, wrong=8, bushy=True)
     llm = open_llm(tiny(dtype)[0], [oracle], spec=spec, compile=True)
@@ -230,14 +205,3 @@ def test_the_self_test_refuses_what_is_not_exact(name: str, monkeypatch: pytest.
     monkeypatch.setattr(CompiledModel, name, faulty)
     with pytest.raises(ExactnessError, match=r"plain decoding.*compiled"):
         open_llm(tiny()[0], prove=True, compile=True)
-
-
-def test_nan_ends_its_own_request_alone() -> None:
-    llm = open_llm(tiny()[0], tiny()[1][:1], max_num_seqs=3, compile=True)
-    good = random_prompts((5, 70, 30), vocab=VOCAB - 1)
-    expected = tokens_of(llm.generate(good, greedy(12), "off"))
-    with torch.inference_mode():
-        llm.engine.runner.target.embed[VOCAB - 1] = math.nan
-    outputs = llm.generate([good[0], [*good[1], VOCAB - 1, 5], *good[1:]], greedy(12), SPECS["16"])
-    assert "NaN" in str(outputs.pop(1).error)
-    assert tokens_of(outputs) == expected

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.architectures import continuations
 from tests.helpers.exactness import assert_exact, differences, run
 from tests.helpers.families import CASES, HYBRIDS, SLOW, TYPICAL, VOCAB, WINDOW, fitting, make_model
 from tests.helpers.models import (
@@ -190,22 +189,6 @@ def family(name: str, dtype: torch.dtype, compiled: bool = False) -> LLM:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TYPICAL)
-def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
-    """64 tokens, plainly and with deep paths accepted."""
-    llm = family(name, torch.float32)
-    (prompt,) = random_prompts((WINDOW - 4,), vocab=VOCAB)
-    folder = model_of(name, torch.float32, False)[0]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    expected = prompt + continuations(model, [prompt], 64)[0]
-    replace_drafters(llm, OracleDrafter([expected], 6, vocab=VOCAB))
-    for spec in ("off", TREE):
-        (output,) = llm.generate(prompt, greedy(64), spec)
-        assert prompt + output.outputs[0].token_ids == expected
-    assert output.metrics.acceptance_length > 4
-
-
 ODD = ("mistral, a window of one position", "qwen3, biases, windows by layer", "gpt_neox, one after the other")
 EXACT = [(name, dtype, False) for name in TYPICAL for dtype in FLOATS]
 EXACT += [pytest.param(name, torch.bfloat16, True, marks=needs_compiler) for name in (*TYPICAL, *ODD)]
@@ -244,17 +227,3 @@ def test_compiled_passes_with_quantised_weights(name: str, options: dict[str, An
     llm = open_llm(folder, [draft], compile=True, prove=True, **options)
     prompts = random_prompts((9, 62), vocab=VOCAB)
     assert_exact(llm, run(llm, prompts, greedy(12), "off"), SPECS[1])
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("compiled", [False, True])
-def test_drafts_of_other_families(compiled: bool) -> None:
-    """Heads of several sizes, windows and learned positions in one engine: a library for each size of head."""
-    target, *drafts = (model_of(name, torch.bfloat16, True)[0] for name in ("phi3", "gpt2", "gemma3", "gpt_neox"))
-    llm = open_llm(target, drafts, compile=compiled, prove=compiled)
-    assert {model.linear == "compiled" for model in llm.engine.sources.ssms.models} == {compiled}
-    prompts = random_prompts((5, 70), vocab=VOCAB)
-    spec = SpecConfig(branching=(3, 1, 1), sources=("ssm",))
-    tree = assert_exact(llm, run(llm, prompts, greedy(12), "off"), spec)
-    assert all(output.metrics.nodes_verified > 12 for output in tree.outputs)

@@ -131,23 +131,6 @@ def test_tokens_count_for_the_request_that_ends_last() -> None:
     assert set(planner.round.token_weights) == {1.0}, "each that ends makes room for another"
 
 
-def test_measured_seconds_correct_the_curve() -> None:
-    """Drafting that takes thrice its modelled time is drafted less; a machine twice as slow changes nothing."""
-    for slowness in (1.0, 2.0):
-        planner, request = Planner(COST), request_of()
-        for _ in range(100):
-            planner.draft_plans([request], 256)
-            tree = planner.cut([request], [tree_of(3, {(5,): 0.9})])[0]
-            seconds = np.array([3 * COST.draft(Drafted(1, 1, 1)), 0.0, float(COST.verify(len(tree))), 1e-4])
-            planner.observe([request], [tree], [2], RoundSeconds(*(slowness * seconds)), Drafted(1, 1, 1))
-        assert planner.costs.curve.draft_seconds == pytest.approx(3 * COST.draft_seconds, rel=0.1)
-        assert planner.costs.host("drafted") == pytest.approx(1e-4, rel=0.01)
-        modelled = planner_at(planner.state.gain, [request])
-        rules, masses = (planner.level_rule(), modelled.level_rule()), np.linspace(0.05, 1, 20)
-        first = [rule.worth_a_level(np.zeros(20, dtype=np.int64), masses, np.ones(20)).sum() for rule in rules]
-        assert first[0] <= first[1]
-
-
 TRUE = CostCurve(
     (1, 2, 4, 6, 8, 12, 16, 32),
     (2e-3, 2.1e-3, 2.5e-3, 3e-3, 3.6e-3, 5.4e-3, 6.6e-3, 12e-3),

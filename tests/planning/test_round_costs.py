@@ -71,20 +71,6 @@ def test_rounds_of_different_contexts_teach_what_positions_take(factor: float) -
     assert modelled == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("slowness", [1.0, 5.0])
-@pytest.mark.parametrize("factor", [0.6, 1.0, 1.9])
-def test_rounds_teach_what_further_rows_take(slowness: float, factor: float) -> None:
-    """Rows that add `factor` times what the curve says; how fast the machine is changes nothing."""
-    costs, rng = costs_at(CURVE, 128), np.random.default_rng(0)
-    truth = {rows: 1e-3 + factor * (float(CURVE.verify(rows)) - 1e-3) for rows in range(1, 17)}
-    for _ in range(200):
-        rows = int(rng.choice([1, 1, 1, 4, 8, 16]))
-        learn(costs, rows, slowness * truth[rows])
-    for rows in (2, 8, 16):
-        assert price(costs, rows) + 1 == pytest.approx(truth[rows] / truth[1], rel=0.03)
-    assert costs.host("tree") / costs.verify(1) == pytest.approx(0.1 / slowness, rel=0.05)
-
-
 def price(costs: RoundCosts, rows: int) -> float:
     """What these rows add to a pass over one, in such passes."""
     return costs.verify(rows) / costs.verify(1) - 1

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.helpers import commands
+from tests.helpers.conversions import assert_equal
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.models import make_llama, new_folder
 from tests.helpers.mtp_made import FILE, LAYOUTS, make_predictor
@@ -51,8 +52,7 @@ def test_experts_in_one_tensor(name: str) -> None:
     folder, other = make_predictor(name), new_folder("stacked")
     save_file(stacked(load_file(folder / FILE)), other / FILE, {"format": "pt"})
     (other / "config.json").write_text((folder / "config.json").read_text())
-    expected, found = layer_of(folder), layer_of(other)
-    assert expected.keys() == found.keys() and all(torch.equal(found[part], expected[part]) for part in expected)
+    assert_equal(layer_of(other), layer_of(folder))
 
 
 def test_layers_beside_the_text_part_of_a_model_for_images() -> None:
@@ -64,8 +64,7 @@ def test_layers_beside_the_text_part_of_a_model_for_images() -> None:
     save_file(tensors | {"model.visual.patch_embed.proj.weight": torch.ones(4)}, whole / FILE, {"format": "pt"})
     text = json.loads((folder / "config.json").read_text())
     (whole / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text, "dtype": "float32"}))
-    expected, found = layer_of(folder), layer_of(whole)
-    assert expected.keys() == found.keys() and all(torch.equal(found[part], expected[part]) for part in expected)
+    assert_equal(layer_of(whole), layer_of(folder))
 
 
 @pytest.mark.parametrize(("name", "form"), [("qwen3_5", "folder"), ("qwen3_5", "GGUF"), ("glm4_moe", "folder")])
@@ -86,8 +85,7 @@ def test_conversions_keep_the_layer(name: str, form: str, tmp_path: Path) -> Non
 def test_quantised_conversions_keep_the_layer_as_it_is(tmp_path: Path) -> None:
     folder = make_predictor("qwen3_5")
     convert_checkpoint(folder, tmp_path / "new", quantization="int8")
-    expected, found = layer_of(folder), layer_of(tmp_path / "new")
-    assert expected.keys() == found.keys() and all(torch.equal(found[part], expected[part]) for part in expected)
+    assert_equal(layer_of(tmp_path / "new"), layer_of(folder))
     assert inspect_checkpoint(tmp_path / "new")["problems"] == 0
 
 

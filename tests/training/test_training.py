@@ -30,7 +30,7 @@ from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec.text.training_prompts import MAX_FILE_BYTES, SYNTHETIC, TrainingPrompt, read_training_prompts, user_turn
 from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
 from treespec.training.lessons import TOP, Lessons, LessonWriter, best_batch, prompts_of_shard, shard_path
-from treespec.training.loop import Budget, Paused, PauseRequest, optimizers_for
+from treespec.training.loop import AVERAGED, Budget, Paused, PauseRequest, average, optimizers_for
 from treespec.training.muon import Float32Muon, orthogonalize
 from treespec.training.report import measure_drafts
 from treespec.training.run import TrainingRun, by_benefit, held_out, train_drafts
@@ -380,6 +380,19 @@ def test_texts_and_a_generalist(trained: Path, target: Path, data: Path, tmp_pat
     LLM(target, drafts=[tmp_path / "generalist"], compile=False, max_model_len=256)
 
 
+@pytest.mark.parametrize(("best", "share"), [(1.4, 1.0), (0.8, 0.7), (0.1, 0.5)])
+def test_an_average_with_the_start_is_the_one_that_agrees_most(best: float, share: float) -> None:
+    model, start = torch.nn.Linear(3, 2), [torch.randn(2, 3), torch.randn(2)]
+    trained = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def agreement(model: torch.nn.Module) -> float:
+        return -float((model.weight.detach() - start[0].lerp(trained[0], best)).norm())
+
+    assert average(model, start, agreement) == share
+    assert all(torch.equal(p, a.lerp(b, share)) for p, a, b in zip(model.parameters(), start, trained, strict=True))
+    assert share < 1 or all(map(torch.equal, model.parameters(), trained))
+
+
 @pytest.mark.slow
 def test_training_starts_from_a_draft(target: Path, trained: Path, tmp_path: Path) -> None:
     """Also from one that is stored in fp8; its vocabulary and layers stay."""
@@ -394,6 +407,10 @@ def test_training_starts_from_a_draft(target: Path, trained: Path, tmp_path: Pat
         train_drafts(target, [], tmp_path / "out", start=Path(os.path.relpath(start)), **options)
     for name, weight in open_model(start, torch.float32).state_dict().items():
         assert torch.equal(began["generalist"][name], weight), name
+    checkpoint = torch.load(tmp_path / "out" / "work" / "generalist.ckpt")["model"]
+    mixes = [{n: before.lerp(checkpoint[n], s) for n, before in began["generalist"].items()} for s in AVERAGED]
+    averaged = began["specialist-1"]
+    assert any(all(torch.equal(mix[name], weight) for name, weight in averaged.items()) for mix in mixes)
     vocabularies = [(folder / "draft_vocab.safetensors").read_bytes() for folder in (start, tmp_path / "out" / "ssm-1")]
     assert vocabularies[0] == vocabularies[1]
     known = read_vocabulary(trained / "ssm-1", VOCAB)

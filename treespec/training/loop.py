@@ -1,9 +1,10 @@
 """Training loop of target and drafts: annealed over a time budget, with pause and resume."""
 
+import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +18,14 @@ from treespec.startup.options import is_slow
 from treespec.training.muon import Float32Muon
 from treespec.utils.files import replacing
 
+logger = logging.getLogger(__name__)
+
 WARMUP = 0.02
 FINAL_RATE = 0.05
 SLOW_RATE = 0.05  # learning rate of trained parameters relative to new ones
 CHECKPOINT_SECONDS = 120.0
 LOG_SECONDS = 30.0
+AVERAGED = 1.0, 0.7, 0.5  # shares of the trained weights in an average with those before training
 
 
 class StepLoss(NamedTuple):
@@ -211,6 +215,31 @@ def train(
     save_checkpoint(checkpoint, model, optimizers, progress)
     log.close()
     return progress
+
+
+def average(model: nn.Module, start: Sequence[Tensor], agreement: Callable[[nn.Module], float]) -> float:
+    """Average the trained weights with those before training, `start`, and return the share of the trained ones.
+
+    Training on new lessons forgets some of what earlier ones taught; an average keeps more of both (WiSE-FT, arXiv
+    2109.01903). The share is the one of `AVERAGED` with the highest agreement on held-out lessons.
+    """
+    parameters = [*model.parameters()]
+    trained = [parameter.detach().clone() for parameter in parameters]
+
+    @torch.no_grad()
+    def mix(share: float) -> None:
+        for parameter, before, after in zip(parameters, start, trained, strict=True):
+            parameter.copy_(before.lerp(after, share))
+
+    agreements = dict[float, float]()
+    for share in AVERAGED:
+        mix(share)
+        agreements[share] = agreement(model)
+    best = max(AVERAGED, key=agreements.__getitem__)
+    mix(best)
+    figures = ", ".join(f"{share:.0%}: {value:.3f}" for share, value in agreements.items())
+    logger.info("held-out agreement by the share of the new weights in an average with the start: %s", figures)
+    return best
 
 
 class ProgressLog:

@@ -28,7 +28,16 @@ from treespec.training import dflash, state_ssm
 from treespec.training.distillation import STEP_TOKENS, Curriculum, LessonBatch, Prediction, evaluate, lesson_loss
 from treespec.training.draft_vocabulary import choose_vocabulary
 from treespec.training.lessons import MAX_PROMPT_TOKENS, PER_SHARD, Lessons, LessonWriter, shard_path
-from treespec.training.loop import Budget, Paused, PauseRequest, ProgressLog, StepLoss, TrainingProgress, train
+from treespec.training.loop import (
+    Budget,
+    Paused,
+    PauseRequest,
+    ProgressLog,
+    StepLoss,
+    TrainingProgress,
+    average,
+    train,
+)
 from treespec.training.report import REPEATS, TrainingReport, measure_drafts
 from treespec.training.settings import TrainingSettings
 from treespec.training.sizing import LEAST_LAYERS, choose_size, measure_level, most_rows
@@ -319,8 +328,12 @@ class TrainingRun:
         self.free("llm", "_opened")
         self._trained = [model]
         share = GENERALIST_SHARE if self.settings.ssms > 1 else 1.0
-        rate = PEAK_RATE if self.settings.start is None else PEAK_RATE / 2  # keeps more of the start's knowledge
+        continues = self.settings.start is not None
+        start = [parameter.detach().clone() for parameter in model.parameters()] if continues else []
+        rate = PEAK_RATE / 2 if continues else PEAK_RATE  # keeps more of the start's knowledge
         self._train("generalist", model, curriculum, self._budget(share, curriculum.lessons), rate, texts)
+        if continues:
+            average(model, start, self._agreement)
         return model
 
     def _make_student(self, target_ids: np.ndarray, num_layers: int, hidden: int | None) -> Any:
@@ -337,10 +350,11 @@ class TrainingRun:
                 return texts.loss(model, step)
             return lesson_loss(model, curriculum, step)
 
-        def agreement(model: Any) -> float:
-            return float(evaluate(model, self._watched).hits.mean())
+        return train(name, model, loss, budget, rate, self.work / f"{name}.ckpt", self.pause, self._agreement)
 
-        return train(name, model, loss, budget, rate, self.work / f"{name}.ckpt", self.pause, agreement)
+    def _agreement(self, model: Any) -> float:
+        """Return the share of held-out positions whose most likely token the draft predicts."""
+        return float(evaluate(model, self._watched).hits.mean())
 
     def train_specialists(self, curriculum: Curriculum, generalist: Any, rows: int) -> list[Any]:
         """Train drafts from the generalist, each mostly on its own cluster of lessons.

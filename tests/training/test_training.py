@@ -30,7 +30,7 @@ from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec.text.training_prompts import MAX_FILE_BYTES, SYNTHETIC, TrainingPrompt, read_training_prompts, user_turn
 from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
 from treespec.training.lessons import TOP, Lessons, LessonWriter, best_batch, prompts_of_shard, shard_path
-from treespec.training.loop import AVERAGED, Budget, Paused, PauseRequest, average, optimizers_for
+from treespec.training.loop import AVERAGED, Budget, Paused, PauseRequest, average_weights, optimizers_for
 from treespec.training.muon import Float32Muon, orthogonalize
 from treespec.training.report import measure_drafts
 from treespec.training.run import TrainingRun, by_benefit, held_out, train_drafts
@@ -388,7 +388,7 @@ def test_an_average_with_the_start_is_the_one_that_agrees_most(best: float, shar
     def agreement(model: torch.nn.Module) -> float:
         return -float((model.weight.detach() - start[0].lerp(trained[0], best)).norm())
 
-    assert average(model, start, agreement) == share
+    assert average_weights(model, start, agreement) == share
     assert all(torch.equal(p, a.lerp(b, share)) for p, a, b in zip(model.parameters(), start, trained, strict=True))
     assert share < 1 or all(map(torch.equal, model.parameters(), trained))
 

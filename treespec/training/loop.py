@@ -217,7 +217,7 @@ def train(
     return progress
 
 
-def average(model: nn.Module, start: Sequence[Tensor], agreement: Callable[[nn.Module], float]) -> float:
+def average_weights(model: nn.Module, start: Sequence[Tensor], agreement: Callable[[nn.Module], float]) -> float:
     """Average the trained weights with those before training, `start`, and return the share of the trained ones.
 
     Training on new lessons forgets some of what earlier ones taught; an average keeps more of both (WiSE-FT, arXiv

@@ -35,7 +35,7 @@ from treespec.training.loop import (
     ProgressLog,
     StepLoss,
     TrainingProgress,
-    average,
+    average_weights,
     train,
 )
 from treespec.training.report import REPEATS, TrainingReport, measure_drafts
@@ -333,7 +333,7 @@ class TrainingRun:
         rate = PEAK_RATE / 2 if continues else PEAK_RATE  # keeps more of the start's knowledge
         self._train("generalist", model, curriculum, self._budget(share, curriculum.lessons), rate, texts)
         if continues:
-            average(model, start, self._agreement)
+            average_weights(model, start, self._agreement)
         return model
 
     def _make_student(self, target_ids: np.ndarray, num_layers: int, hidden: int | None) -> Any:

@@ -41,8 +41,8 @@ class TrainingSettings:
         specialise: "errors" clusters lessons by what a generalist gets wrong, "folders" by the data's groups.
         generalist: also train a draft on all lessons for as long as each SSM, for comparison.
         start: a trained draft of this target to initialise the drafts from, instead of the target's layers. They keep
-            its size and its tokens, add tokens that the lessons need, and end as an average with the draft if held-out
-            lessons agree more with that.
+            its size and its tokens, add tokens that the lessons need, and end as an average with the draft if that
+            agrees more with held-out lessons.
         layers: number of layers of a draft; None chooses by measured costs.
         hidden: width of a draft, a multiple of 64; None is the target's, or less by measured costs.
         vocabulary: maximum rows of a draft's vocabulary; None chooses by measured costs.

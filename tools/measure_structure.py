@@ -23,21 +23,22 @@ def code_of(folder: str) -> Iterator[tuple[str, str]]:
 
 
 def frames_to_cpp() -> list[str]:
-    """Return the functions from `LLM.generate` to the C++ call of the first tree pass of the embedded target."""
+    """Return the functions from `LLM.generate` to the C++ call of the embedded target's first round."""
     from treespec import LLM, SamplingParams
-    from treespec_kernels.cpu.decoder_cpu import CompiledModel
 
     found: list[list[str]] = []
-    call = CompiledModel.tree_logits
-
-    def record(*arguments: Any) -> Any:
-        found.append([frame.name for frame in traceback.extract_stack()[:-1]])
-        return call(*arguments)
-
     llm = LLM()
-    with mock.patch.object(CompiledModel, "tree_logits", record):
+    if (library := llm.engine.runner.target.growth) is None:
+        return []
+    call = library.treespec_rounds
+
+    def record(arguments: Any) -> None:
+        found.append([frame.name for frame in traceback.extract_stack()[:-1]])
+        call(arguments)
+
+    with mock.patch.object(library, "treespec_rounds", record):
         llm.generate("def add(a, b):", SamplingParams(max_tokens=4))
-    return [*found[0][found[0].index("generate") :], "tree_logits"] if found else []
+    return [*found[0][found[0].index("generate") :], "treespec_rounds"]
 
 
 def main() -> None:

@@ -53,6 +53,27 @@ FAULTS = (
         "frontend/test_llm.py::test_stop_tokens_inside_an_accepted_path",
     ),
     Fault(
+        "native rounds: the SSMs' K/V are not compacted",
+        CPU + "rounds_cpu.h",
+        "                commit_path(batch, r.draft_pools[i], tree, slots.data(), slots.size());\n",
+        "",
+        "drafters/test_compile_drafting.py::test_trees_are_those_of_the_general_path[dynamic]",
+    ),
+    Fault(
+        "native rounds: rounds ahead outlive a change of the batch",
+        ENGINE + "engine/native_rounds.py",
+        "if requests != self._batch or _places(requests) != self._ahead[0].places:",
+        "if len(requests) != len(self._batch):",
+        "engine/test_native_rounds.py::test_a_request_that_joins_or_leaves_drops_the_rounds_ahead",
+    ),
+    Fault(
+        "native rounds: a token that an SSM did not expand counts as read",
+        CPU + "rounds_cpu.h",
+        "                if (slot < 0) break;\n",
+        "                if (slot < 0) continue;\n",
+        "drafters/test_compile_drafting.py::test_trees_are_those_of_the_general_path[dynamic]",
+    ),
+    Fault(
         "engine: the slots of a tree with NaN are not zeroed",
         ENGINE + "engine/host_executor.py",
         "                self.runner.cache.scrub_slots(0, request.pages, request.context_len, len(trees[i]))\n",

@@ -59,7 +59,7 @@ class TokenTree:
     @classmethod
     def root(cls, token: int) -> "TokenTree":
         """Return a one-node tree, that is, no proposal."""
-        return cls(np.array([token]), _NO_PARENT, _ZERO, _ONE, *_NO_DRAWS, ())
+        return cls(np.array([token]), _NO_PARENT, _ZERO, _ONE, *_NO_DRAWS, ()).with_values(_ONE)
 
     @classmethod
     def from_parents(

@@ -1,6 +1,5 @@
 """Requests with a common prefix share its pages: the same tokens and bits, and less to compute."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,11 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.exactness import altered_logits
 from tests.helpers.models import exact_in, greedy, open_llm, quick, random_prompts, tiny, tiny_llm
 from tests.helpers.sharing import assert_as_alone, assert_clean, few_pages, random_requests, run_at_random_times
 from treespec import LLM, LLMEngine, RequestOutput, SpecConfig
 from treespec.cache.prefix_cache import PrefixCache, page_keys
 from treespec.errors import RequestError
+from treespec.request import Request
+from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 
 
@@ -76,14 +78,11 @@ def test_a_prompt_and_outputs_that_fail_are_not_shared() -> None:
     llm = caching()
     stem = random_prompts((150,))[0]
 
-    def spoil(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args: function(*args).fill_(float("nan"))
+    def spoil(request: Request, tree: TokenTree, rows: Tensor) -> None:
+        rows.fill_(float("nan"))
 
-    original = llm.engine.runner.logits
-    llm.engine.runner.logits = spoil(original)  # type: ignore[method-assign]
-    with pytest.raises(RequestError, match="NaN or infinity at position 150"):
+    with altered_logits(llm, spoil), pytest.raises(RequestError, match="NaN or infinity at position 150"):
         llm.generate([[*stem, 1]], greedy(4))
-    llm.engine.runner.logits = original  # type: ignore[method-assign]
     assert llm.generate([[*stem, 2]], greedy(4))[0].metrics.cached_tokens == 0
     assert_clean(llm)
 

@@ -32,6 +32,7 @@ from tests.helpers.mtp_made import make_predictor
 from tests.helpers.quantized_checkpoints import needs_compiler
 from treespec import RoundRecord, SamplingParams, SpecConfig
 from treespec.drafters.ssm.compiled_growth import CompiledGrowth
+from treespec.drafters.ssm.ssm_drafter import SsmDrafter
 from treespec.drawing.recording import watch
 
 pytestmark = needs_compiler
@@ -53,6 +54,9 @@ SPECS = {
     "restricted": (SpecConfig(nodes=24), {"allowed_token_ids": [*range(20, 60)]}),
     "traversal": (SpecConfig(branching=(2, 2, 1), verification="traversal"), {"temperature": 0.9, "seed": 3}),
 }
+
+
+NATIVE = ("dynamic", "one a round", "automatic", "families", "a reduced one", "coupled")
 
 
 def drafts_of(kind: str, target: Path, first: Path) -> list[Any]:
@@ -80,7 +84,7 @@ def drafts_of(kind: str, target: Path, first: Path) -> list[Any]:
 
 @pytest.mark.parametrize("name", quick(SPECS, {*SPECS} - {"parallel drafts", "parallel drafts alone", "an MTP layer"}))
 def test_trees_are_those_of_the_general_path(name: str) -> None:
-    """All levels in one call, against `Forest` on the same compiled passes.
+    """All levels in one call, and whole rounds in one, against `Forest` on the same compiled passes.
 
     One call leaves out the noise of unlikely tokens: trees of sampled choices are nearly the same. It masks
     probabilities, not logits, which are rounded to the model's dtype.
@@ -94,19 +98,26 @@ def test_trees_are_those_of_the_general_path(name: str) -> None:
     prompts = random_prompts((9, 50, 63, 64))
     params = [SamplingParams(max_tokens=count, ignore_eos=True, **options) for count in (6, 14, 9, 20)]
 
-    def run() -> tuple[list[list[int]], list[RoundRecord]]:
+    def run(native: bool = False) -> tuple[list[list[int]], list[RoundRecord]]:
         llm = open_llm(target, drafts, compile=True, draft_quantization="auto")
+        if native:
+            llm.engine.host.rounds.most_rounds = 1  # after which it has learned what the host's steps have
+        else:
+            llm.engine.host.rounds = None
         with watch(llm.engine) as rounds:
             return tokens_of(llm.generate(prompts, params, spec)), rounds
 
     with calls_of(CompiledGrowth, "grow") as whole_trees:
         ours, compiled = run()
+    with calls_of(SsmDrafter, "resume") as whole_rounds:
+        natives, native = run(native=True)
     assert bool(whole_trees) != (name == "traversal")
+    assert bool(whole_rounds) == (name in NATIVE)
     with mock.patch.object(CompiledGrowth, "has_room", lambda *_: False):
         theirs, general = run()
-    assert ours == theirs
+    assert ours == natives == theirs
     assert len(compiled) > 8
-    for one, other in zip(compiled, general, strict=True):
+    for one, other in zip([*compiled, *native], [*general, *general], strict=True):
         assert one.context == other.context
         tree, expected = one.tree, other.tree
         if name == "coupled":

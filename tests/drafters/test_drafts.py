@@ -105,7 +105,8 @@ def test_a_pause_is_caught_up() -> None:
         result = plans(requests, *others)
         return [type(plan)(0, 0, 1) for plan in result] if 3 < calls < 9 else result
 
-    with watch(llm.engine) as rounds, mock.patch.object(llm.engine.host.planner, "draft_plans", paused):
+    each_planned = mock.patch.object(llm.engine.host.rounds, "most_rounds", 1)
+    with watch(llm.engine) as rounds, each_planned, mock.patch.object(llm.engine.host.planner, "draft_plans", paused):
         (output,) = llm.generate(prompt, greedy(40), spec=spec)
     assert len(output.outputs[0].token_ids) == 40
     assert [len(each.tree) for each in rounds[3:8]] == [1] * 5

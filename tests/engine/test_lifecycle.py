@@ -167,6 +167,7 @@ PLACES: dict[str, Callable[[LLM], tuple[Any, str]]] = {
     "draft": lambda llm: (llm.engine.sources.ssms, "propose"),
     "forward": lambda llm: (llm.engine.runner, "logits"),
     "commit": lambda llm: (llm.engine.cache, "commit"),
+    "native round": lambda llm: (llm.engine.host.rounds, "next"),
     "update": lambda llm: (llm.engine, "update"),
     "observe": lambda llm: (llm.engine.host.planner, "observe"),
 }
@@ -189,8 +190,10 @@ def test_leaving_a_stream_frees_its_slot() -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_ctrl_c_frees_everything(place: str) -> None:
+def test_ctrl_c_frees_everything(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, params = tiny_llm(), greedy(5, temperature=0.8, seed=1, n=2)
+    if place in ("draft", "forward", "commit"):
+        monkeypatch.setattr(llm.engine.host, "rounds", None)  # native rounds take these steps in C++
     prompts = random_prompts((1, 30, 64, 70, 5, 5))  # four of twelve samples wait
     before = llm.stats()["requests"]
 
@@ -200,7 +203,14 @@ def test_ctrl_c_frees_everything(place: str) -> None:
     assert llm.stats()["requests"] == before + 2 * len(prompts)
     stream = llm.stream(prompts[1], greedy(40), TREE)
     next(stream)
-    if place in ("draft", "forward", "commit", "update", "observe"):  # in the middle: some rounds are done
+    if place in (
+        "draft",
+        "forward",
+        "commit",
+        "native round",
+        "update",
+        "observe",
+    ):  # in the middle: some rounds are done
         with failing(*PLACES[place](llm), KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             list(stream)  # the planner observes several rounds together
     del stream

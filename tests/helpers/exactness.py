@@ -48,7 +48,10 @@ def prefixes_of(request: Request, tree: TokenTree) -> list[Prefix]:
 
 @contextmanager
 def altered_logits(llm: LLM, change: Callable[[Request, TokenTree, Tensor], object]) -> Iterator[None]:
-    """Let `change(request, tree, logits)` write into the logits of every request's rows, or fail, in each round."""
+    """Let `change(request, tree, logits)` write into the logits of every request's rows, or fail, in each round.
+
+    The host takes all steps of these rounds, because native ones keep their logits to themselves.
+    """
     original = llm.engine.runner.logits
 
     def logits(requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
@@ -58,7 +61,7 @@ def altered_logits(llm: LLM, change: Callable[[Request, TokenTree, Tensor], obje
             change(request, tree, part)
         return result
 
-    with mock.patch.object(llm.engine.runner, "logits", logits):
+    with mock.patch.object(llm.engine.runner, "logits", logits), mock.patch.object(llm.engine.host, "rounds", None):
         yield
 
 

@@ -7,7 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -37,10 +36,12 @@ class VerifiedRequest:
     logprobs: np.ndarray | None = None  # those of the path's nodes, as of `LogprobRows.packed`; None as above
     score_ssms: Callable[[], None] | None = None  # scores SSMs on what they read in a captured round, if anything
 
-    @cached_property
+    @property
     def tree(self) -> TokenTree:
         """The verified tree. That of a captured round is built when it is learned from."""
-        return self.tree_source if isinstance(self.tree_source, TokenTree) else self.tree_source()
+        if not isinstance(self.tree_source, TokenTree):
+            self.tree_source = self.tree_source()
+        return self.tree_source
 
     @property
     def bonus(self) -> int:

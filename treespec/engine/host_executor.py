@@ -1,6 +1,6 @@
 """The steps of a round on the host, which reads trees, scores and paths between them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from treespec.drafters.base import Proposals
 from treespec.drafters.draft_sources import DraftSources
 from treespec.engine.executor import Execution, Executor, StageClock, VerifiedRequest
+from treespec.engine.native_rounds import NativeRounds
 from treespec.engine.runner import Choices, Runner
 from treespec.errors import DraftError, RequestError
 from treespec.planning.planner import Planner
@@ -29,6 +30,25 @@ class HostExecutor(Executor[HostExecution]):
 
     def __init__(self, runner: Runner, planner: Planner, sources: DraftSources, max_model_len: int):
         self.runner, self.planner, self.sources, self.max_model_len = runner, planner, sources, max_model_len
+        # Runs rounds whose steps are all compiled; None to take each step here
+        self.rounds: NativeRounds | None = NativeRounds(runner, sources)
+
+    def run(
+        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
+    ) -> HostExecution:
+        if self.rounds is None:
+            return super().run(requests, others_wait, clock, meanwhile)
+        if (execution := self.rounds.next(requests)) is not None:
+            self.planner.count_pauses()
+            return execution
+        execution = self.plan(requests, others_wait, clock)
+        if (ran := self.rounds.run(execution, self.max_model_len, clock)) is not None:
+            return ran
+        self.propose(execution, clock)
+        self.forward(execution, clock)
+        self.verify(execution, clock)
+        self.commit(execution, clock)
+        return execution
 
     def serves(self, request: Request) -> bool:
         return True

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -53,11 +53,10 @@ def tree_rows(request: Request, tree: TokenTree) -> RequestRows:
     return RequestRows(request.context_len, nodes, *seen, request.pages, request.max_len, *adapter_and_state)
 
 
-def _walk_rule(request: Request, tree: TokenTree) -> int:
-    """Return how C++ walks a request's tree, as in `TreeRows.rules`."""
+def walk_rule(request: Request, is_drawn: bool) -> int:
+    """Return how C++ walks a request's tree, as in `TreeRows.rules`; `is_drawn`: whether the tree has random draws."""
     if request.sampler is None:
         return 0
-    is_drawn = len(tree) > 1 and request.draws_at_random
     return (None if is_drawn else request.sampler.native_choice) or -1
 
 
@@ -180,7 +179,7 @@ class Runner:
         columns = [*arrays[0]] if len(arrays) == 1 else [*map(np.concatenate, zip(*arrays, strict=True))]
         contexts, pages = [request.context_len for request in requests], [request.pages for request in requests]
         first_rotations = [self.target.config.first_rotation(request.max_len) for request in requests]
-        rules = [_walk_rule(request, tree) for request, tree in zip(requests, trees, strict=True)]
+        rules = [walk_rule(r, len(tree) > 1 and r.draws_at_random) for r, tree in zip(requests, trees, strict=True)]
         return TreeBatch([column.tolist() for column in columns], first_rows, contexts, pages, first_rotations, rules)
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
@@ -198,6 +197,14 @@ class Runner:
         self._last = trees, batch
         logits = self._compiled.tree_logits(batch, self.cache.pools[0], adapters)
         return launch() if logits is None else logits
+
+    def round_arguments(self, num_positions: int) -> dict[str, Any] | None:
+        """Return the target's part of a `Rounds` (rounds_cpu.h) at positions below this number; None if it has none."""
+        compiled = self._compiled
+        if compiled is None or not compiled.has_tree_logits or self.max_rows is not None or self._pools is None:
+            return None
+        num_positions += self.target.config.short_context  # rows of the rotations
+        return compiled.model.round_arguments(compiled.rotations_to(num_positions), self.cache.pools[0], self._pools)
 
     def wait(self) -> None:
         if self.target.device.type == "cuda":

@@ -36,9 +36,8 @@ from treespec_kernels.cpu.decoder_cpu import (
     CompiledLayerWeights,
     CompiledModel,
     InputTable,
-    unsupported_reason,
 )
-from treespec_kernels.cpu.decoder_library import build, form_of
+from treespec_kernels.cpu.decoder_library import build, form_of, unsupported_reason
 from treespec_kernels.cpu.growth_cpu import growth_library
 from treespec_kernels.cpu.lookup_cpu import lookup_library
 from treespec_kernels.linear.quantized import BlockWeight
@@ -237,6 +236,11 @@ class CompiledDecoder(Decoder):
             plan.states.finish()
         return final
 
+    @property
+    def has_tree_logits(self) -> bool:
+        """Whether one call computes the logits of whole trees."""
+        return self.positions is None and self.config.logit_cap is None and self.head_vocabulary is None
+
     def tree_logits(
         self,
         trees: TreeBatch,
@@ -244,7 +248,7 @@ class CompiledDecoder(Decoder):
         adapters: Sequence[Any],  # by tree, as `RequestRows.adapter`
     ) -> Tensor | None:
         """Run a pass over whole trees, as `CompiledModel.tree_logits`; None if it takes more than one call."""
-        if self.positions is not None or self.config.logit_cap is not None or self.head_vocabulary is not None:
+        if not self.has_tree_logits:
             return None
         updated = updated_rows(zip(adapters, trees.sizes, strict=True)) if any(adapters) else ()
         return self.model.tree_logits(trees, self.rotations_to(trees.num_positions), kv, updated)

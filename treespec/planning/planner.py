@@ -134,7 +134,7 @@ class Planner:
         self.costs = RoundCosts(cost)
         self._yield = None if shapes is None else TreeYield(shapes)
         self._states: dict[int, _BatchSizeState] = {}
-        self._num_cut = 0  # number of cuts of adaptive trees
+        self.num_cuts = 0  # number of cuts of adaptive trees
         self._calibrations = {samples: Calibration() for samples in (False, True)}  # by whether requests sample
         # The last planned or currently observed round; for one request until a batch is planned.
         self.round = PlannedRound((), self.costs.batch, [1.0])
@@ -163,7 +163,7 @@ class Planner:
         self._begin(requests)
         if all(request.spec.is_plain for request in requests):
             return [OFF] * len(requests)
-        self._count_pauses()
+        self.count_pauses()
         state = self.state
         for request in requests:
             if request.drafted is None:
@@ -241,7 +241,7 @@ class Planner:
         for request, plan in zip(requests, last.plans, strict=True):
             if max(plan.max_depth, plan.levels) > request.room(max_model_len):
                 return None
-        self._count_pauses()
+        self.count_pauses()
         return last.plans
 
     def _begin(self, requests: Sequence[Request]) -> None:
@@ -249,7 +249,8 @@ class Planner:
         self.costs.begin(requests, None if self.shapes is None else 1)
         self.round = PlannedRound(requests, self.costs.batch, [1.0] * len(requests))
 
-    def _count_pauses(self) -> None:
+    def count_pauses(self) -> None:
+        """Count a round of the current plans against the pauses."""
         state = self.state
         for backoff in (state.ssms, state.model_free):
             backoff.pause_left -= backoff.pause_left > 0
@@ -406,6 +407,10 @@ class Planner:
         )
         return self.round.rule
 
+    def row_seconds(self, rows: int) -> np.ndarray:
+        """Return the seconds of target passes over 0 up to `rows` rows, float64."""
+        return self.costs.verify_each(np.arange(rows + 1))
+
     def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Prune each tree to the nodes to verify: the configured number or, with nodes="auto", those that pay off.
 
@@ -442,8 +447,8 @@ class Planner:
             gain += value - rate * (seconds[k + 1] - seconds[k])
             if gain > most:
                 count, most = k + 1, gain
-        self._num_cut += 1
-        if self._num_cut % EXPLORE_ROWS == 0:
+        self.num_cuts += 1
+        if self.num_cuts % EXPLORE_ROWS == 0:
             count = 2 * count + 1
         for _, i in nodes[:count]:
             sizes[i] += 1

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate, chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -112,6 +113,13 @@ def address_of(array: np.ndarray, dtype: type = np.int64) -> int:
     """Return the address of the elements of a contiguous array of this dtype. A call takes a microsecond."""
     assert array.flags.c_contiguous and array.dtype == dtype, (array.dtype, array.shape)
     return array.__array_interface__["data"][0]
+
+
+def function_address(function: Any) -> int:
+    """Return the address of a library's function."""
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address
+    return address
 
 
 def packed(*sequences: Sequence[int]) -> tuple[ctypes.Array[ctypes.c_int64], list[int]]:

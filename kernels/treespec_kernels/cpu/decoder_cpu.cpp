@@ -640,22 +640,6 @@ class TreeLayout {
     }
 };
 
-// Moves the K and V of a path's nodes behind the committed positions (kv_commit.py). Paths ascend, so that no source is
-// overwritten before it is read.
-void commit_path(const TreeRows& trees, const KvPool& pool, int64_t tree, const int64_t* path, int64_t length) {
-    const int64_t* pages = trees.pages + trees.first_page[tree];
-    const auto row_of = [&](int64_t block, int64_t logical, int64_t head) {
-        const int64_t page = block * pool.num_pages + pages[logical / trees.page_size];
-        const int64_t row = (page * pool.heads + head) * trees.page_size + logical % trees.page_size;
-        return pool.cells + row * pool.row_bytes;
-    };
-    const int64_t context = trees.context[tree];
-    for (int64_t i = 1; i < length; i++)
-        for (int64_t block = 0; path[i] != i && block < pool.outer; block++)
-            for (int64_t head = 0; head < pool.heads; head++)
-                std::memcpy(row_of(block, context + i, head), row_of(block, context + path[i], head), pool.row_bytes);
-}
-
 }  // namespace
 
 extern "C" {

@@ -18,14 +18,13 @@ from treespec_kernels.attention.tree_batch import UpdatedRows
 from treespec_kernels.cpu.compiled_experts import CompiledExperts, expert_linears
 from treespec_kernels.cpu.compiled_plan import CompiledPlan, TreeBatch
 from treespec_kernels.cpu.compiled_updates import set_updated
-from treespec_kernels.cpu.cpu_library import l3_bytes
-from treespec_kernels.cpu.decoder_library import DTYPES, STRUCTS, PanelLinear, Weight
+from treespec_kernels.cpu.cpu_library import function_address, l3_bytes
+from treespec_kernels.cpu.decoder_library import LANES, STRUCTS, PanelLinear, Weight
 from treespec_kernels.cpu.huge_pages import HugePages
 from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")  # in the order of the C++ enum
 
-_LANES = 16
 _NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "input_norm")
 _LINEARS = ("qkv", "o", "gate_up", "down", "mix", "mix_out")
 _INPUTS = ("input_gate", "input_out")
@@ -201,7 +200,7 @@ class PairInputs:
 
     def add_to(self, entries: PassEntries, norm_output: bool) -> PassEntries:
         """Return the entries of the head's layers completed with those of its inputs."""
-        pairs, pairing = _address_of(self._library.treespec_pairs), ctypes.addressof(self._pairing)
+        pairs, pairing = function_address(self._library.treespec_pairs), ctypes.addressof(self._pairing)
         itemsize = entries.hidden_bytes // len(self._norms[0])
         qkv_bytes = self._product.out_features * itemsize if self._projects else 0
         return entries._replace(pairs=pairs, pairing=pairing, qkv_bytes=qkv_bytes, norm_output=norm_output)
@@ -227,6 +226,7 @@ class CompiledModel:
         self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
         # Of the last pass over whole trees: rotation, cache and the struct with their addresses
         self._cached_batch: tuple[Tensor, Tensor, Any] | None = None
+        self._round_arguments: tuple[Any, Any, dict[str, int]] | None = None
         self._integer = integer
         self._memory = HugePages()
         self._num_learned_positions = 0 if positions is None else len(positions)
@@ -275,7 +275,7 @@ class CompiledModel:
     def keep(self, layers: Sequence[int], windows: Sequence[int | None], planes: Sequence[int]) -> "CompiledModel":
         """Return a model of only these layers, with these windows and planes, that shares the weights."""
         model = copy.copy(self)
-        model._cached_batch = None
+        model._cached_batch = model._round_arguments = None
         model._layers = (_LayerStruct * len(layers))(*(self._layers[i] for i in layers))
         for layer, window, plane in zip(model._layers, windows, planes, strict=True):
             layer.window, layer.plane = window or 0, plane
@@ -385,17 +385,38 @@ class CompiledModel:
         updated: Sequence[UpdatedRows] = (),
     ) -> Tensor:
         """Run a pass over whole trees: return the logits, and write node i's K/V to its request's slot context + i."""
-        if self._cached_batch is None or self._cached_batch[0] is not rotation or self._cached_batch[1] is not kv:
-            assert rotation.is_contiguous() and rotation.dtype == torch.float32 and kv.is_contiguous()
-            arguments = {"rotation": rotation.data_ptr(), "cache": kv.data_ptr(), "num_pages": kv.shape[2]}
-            self._cached_batch = rotation, kv, STRUCTS["Batch"](num_layers=len(self._layers), **arguments)
-        batch = self._cached_batch[2]
+        batch = self._tree_batch(rotation, kv)
         set_updated(batch, updated)
         logits = torch.empty(trees.num_rows, self.vocab_size, dtype=self.dtype, device="cpu")
         pointers = [ctypes.byref(struct) for struct in (self._model, self._head, batch, trees.struct)]
         placed = self._library.treespec_tree_logits(*pointers, logits.data_ptr())
         assert placed, "a tree outgrew its request's pages"
         return logits
+
+    def _tree_batch(self, rotation: Tensor, kv: Tensor) -> ctypes.Structure:
+        """Return the arguments of a pass over whole trees, without these."""
+        if self._cached_batch is None or self._cached_batch[0] is not rotation or self._cached_batch[1] is not kv:
+            assert rotation.is_contiguous() and rotation.dtype == torch.float32 and kv.is_contiguous()
+            arguments = {"rotation": rotation.data_ptr(), "cache": kv.data_ptr(), "num_pages": kv.shape[2]}
+            self._cached_batch = rotation, kv, STRUCTS["Batch"](num_layers=len(self._layers), **arguments)
+        return self._cached_batch[2]
+
+    def round_arguments(self, rotation: Tensor, kv: Tensor, pools: ctypes.Array[Any]) -> dict[str, Any]:
+        """Return the model's part of a `Rounds` (rounds_cpu.h); arguments as of `tree_logits` and `walk`."""
+        batch = self._tree_batch(rotation, kv)
+        set_updated(batch, ())
+        if self._round_arguments is None or self._round_arguments[0] is not pools:
+            walks = STRUCTS["Walks"](None, self.vocab_size, len(pools), self._threads, ctypes.addressof(pools))
+            arguments = {
+                "tree_logits": function_address(self._library.treespec_tree_logits),
+                "walk": function_address(self._library.treespec_walk),
+                "model": ctypes.addressof(self._model),
+                "head": ctypes.addressof(self._head),
+                "walks": ctypes.addressof(walks),
+                "logit_bytes": self.vocab_size * self.dtype.itemsize,
+            }
+            self._round_arguments = pools, walks, arguments
+        return self._round_arguments[2] | {"batch": ctypes.addressof(batch)}
 
     def walk(self, trees: TreeBatch, logits: Tensor, pools: ctypes.Array[Any]) -> tuple[list[np.ndarray], list[int]]:
         """Return the accepted path of each tree, int64, root first, and the token after it, by the tree's rule.
@@ -466,11 +487,11 @@ class CompiledModel:
     @property
     def entries(self) -> PassEntries | None:
         """For passes run by another library; None if this one cannot compute `probs` in one call."""
-        if self.vocab_size % _LANES:
+        if self.vocab_size % LANES:
             return None
         return PassEntries(
-            _address_of(self._library.treespec_forward),
-            _address_of(self._library.treespec_probs),
+            function_address(self._library.treespec_forward),
+            function_address(self._library.treespec_probs),
             ctypes.addressof(self._model),
             ctypes.addressof(self._head),
             len(self._layers),
@@ -481,7 +502,7 @@ class CompiledModel:
 
     def probs(self, hidden: Tensor) -> Tensor:
         """Return the softmax of fp32 logits, fp32 [num_rows, vocab_size], of hidden [num_rows, hidden_size]."""
-        if self.vocab_size % _LANES:  # the library writes only whole vectors of fp32, so this path rounds the logits
+        if self.vocab_size % LANES:  # the library writes only whole vectors of fp32, so this path rounds the logits
             return torch.softmax(self.logits(hidden).float(), -1)
         out = torch.empty(len(hidden), self.vocab_size, dtype=torch.float32, device="cpu")
         self._run_head(self._library.treespec_probs, hidden, out)
@@ -509,20 +530,3 @@ def _forms(linear: ctypes.Structure) -> Iterator[tuple[int, ...]]:
     """Yield the sizes and the form of each matrix of a product."""
     for part in _matrices(linear):
         yield part.inputs, part.outputs, part.code, part.group, part.has_min, part.integer
-
-
-def _address_of(function: Any) -> int:
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    assert address
-    return address
-
-
-def unsupported_reason(hidden: int, mlps: Sequence[int], head_dim: int, dtype: torch.dtype) -> str | None:
-    """Return why a model of these sizes cannot be compiled, or None if it can."""
-    if dtype not in DTYPES:
-        return f"dtype {dtype}; valid: float32, bfloat16"
-    sizes = (("hidden size", hidden), *(("MLP size", mlp) for mlp in mlps), ("head size", head_dim))
-    for name, size in sizes:
-        if size % _LANES:
-            return f"a {name} of {size}, which is not a multiple of {_LANES}"
-    return None

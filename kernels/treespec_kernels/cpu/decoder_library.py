@@ -163,3 +163,14 @@ def form_of(weight: Weight) -> object:
     if isinstance(weight, BlockWeight):
         return weight.kind
     return (weight.bits, weight.group) if isinstance(weight, QuantizedWeight) else None
+
+
+def unsupported_reason(hidden: int, mlps: Sequence[int], head_dim: int, dtype: torch.dtype) -> str | None:
+    """Return why a model of these sizes cannot be compiled, or None if it can."""
+    if dtype not in DTYPES:
+        return f"dtype {dtype}; valid: float32, bfloat16"
+    sizes = (("hidden size", hidden), *(("MLP size", mlp) for mlp in mlps), ("head size", head_dim))
+    for name, size in sizes:
+        if size % LANES:
+            return f"a {name} of {size}, which is not a multiple of {LANES}"
+    return None

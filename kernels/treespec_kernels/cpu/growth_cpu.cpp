@@ -392,3 +392,5 @@ int64_t treespec_draft(Trees* trees, Draft* drafts) {
 }
 
 }  // extern "C"
+
+#include "rounds_cpu.h"

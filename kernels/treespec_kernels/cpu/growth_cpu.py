@@ -23,7 +23,10 @@ MOST_CANDIDATES = 256  # maximum candidates of a choice (choice_cpu.h), a multip
 NO_PAGE = "a tree has no page for its nodes"
 _SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("growth_cpu.cpp", "choice_cpu.h", "drafts_cpu.h", "sampling_cpu.h", "vectors_cpu.h", "batch_cpu.h")
+    for name in (
+        *("growth_cpu.cpp", "choice_cpu.h", "drafts_cpu.h", "sampling_cpu.h", "vectors_cpu.h", "batch_cpu.h"),
+        *("lookup_cpu.h", "rounds_cpu.h"),
+    )
 )
 STRUCTS: dict[str, Any] = read_structs(*_SOURCES)
 

@@ -4,8 +4,9 @@
 //
 // MAX_MATCH, MATCHES, CLASSES, TEXT_CLASSES, PAST_MATCHES, SHORT, LONG and STEPS are defined by lookup_cpu.py.
 
+#include "lookup_cpu.h"
+
 #include <algorithm>
-#include <cstdint>
 #include <numeric>
 #include <vector>
 
@@ -15,6 +16,8 @@ constexpr int64_t LENGTHS = MAX_MATCH + 1, BOTH = MATCHES + PAST_MATCHES;
 constexpr int64_t ORDERS[2] = {SHORT, LONG};
 enum Past { SOLE = TEXT_CLASSES, UNANIMOUS, MAJORITY, PLURALITY, SECOND, LATER };
 
+}  // namespace
+
 struct Counts {  // numbers of proposed and accepted tokens, [CLASSES, LENGTHS] each
     double trials[CLASSES][LENGTHS], hits[CLASSES][LENGTHS];
 
@@ -22,8 +25,6 @@ struct Counts {  // numbers of proposed and accepted tokens, [CLASSES, LENGTHS] 
         return (hits[kind][length] + weight * prior) / (trials[kind][length] + weight);
     }
 };
-
-}  // namespace
 
 extern "C" {
 
@@ -41,21 +42,6 @@ struct History {  // ring buffer of the last `capacity` tokens; token number s, 
     }
     int64_t next(int64_t number) const { return after[at(number)]; }  // later than `number`, so not overwritten either
     int64_t& head(int order, uint64_t hash) { return heads[order * num_heads + (hash & (num_heads - 1))]; }
-};
-
-struct Search {
-    const double* prior;  // [CLASSES, LENGTHS]
-    double prior_trials, global_trials;
-    const Counts *common, *counts;  // counts of all requests, and of this one (null: none)
-    const int64_t* tokens;          // [length]
-    int64_t length, depth;
-    double least;
-    int64_t looks_up;  // whether to search the text itself
-    History* history;  // null: do not search a history
-    int64_t owner;     // request to skip in the history
-    // Outputs for at most BOTH * depth + 1 nodes. classes and lengths have a row for the text and one for the history.
-    int64_t *node_tokens, *parents, *depths, *classes[2], *lengths[2];
-    double *probs, *values;
 };
 
 }  // extern "C"

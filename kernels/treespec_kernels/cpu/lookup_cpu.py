@@ -8,11 +8,11 @@ treespec/drafters/lookup/lookup_drafter.py and `History` in treespec/drafters/lo
 import ctypes
 import functools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from treespec_kernels.cpu.cpu_library import address_of, compile_library, read_structs
+from treespec_kernels.cpu.cpu_library import address_of, compile_library, function_address, read_structs
 
 MAX_MATCH = 12  # maximum counted match length in tokens
 MATCHES, PAST_MATCHES = 6, 16  # maximum numbers of matches in the text and in the history
@@ -27,7 +27,8 @@ STEPS = 64  # maximum number of occurrences in the history to check, latest firs
 _SOURCE = Path(__file__).with_name("lookup_cpu.cpp")
 _INTS = ("node_tokens", "parents", "depths", "classes_0", "classes_1", "lengths_0", "lengths_1")
 _FLOATS = ("probs", "values")
-_STRUCTS = read_structs(_SOURCE)
+_SOURCES = _SOURCE, _SOURCE.with_suffix(".h")
+STRUCTS = read_structs(*_SOURCES)
 
 
 @functools.cache
@@ -35,7 +36,7 @@ def lookup_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
     """Load or compile the library; arguments and errors as in `compile_library`."""
     names = "MAX_MATCH MATCHES CLASSES TEXT_CLASSES PAST_MATCHES SHORT LONG STEPS".split()
     sizes = [f"-D{name}={globals()[name]}" for name in names]
-    return compile_library(compiler, (_SOURCE,), sizes, folder)
+    return compile_library(compiler, _SOURCES, sizes, folder)
 
 
 class Matches(NamedTuple):
@@ -61,7 +62,7 @@ class CompiledHistory:
         self._held = {name: np.zeros(capacity, dtype=np.int64) for name in names}
         self._held |= {name: np.zeros(2 * capacity, dtype=np.int64) for name in ("older", "heads")}
         addresses = {name: address_of(array) for name, array in self._held.items()}
-        self._history = _STRUCTS["History"](capacity=capacity, count=0, num_heads=capacity, **addresses)
+        self._history = STRUCTS["History"](capacity=capacity, count=0, num_heads=capacity, **addresses)
         self.address = ctypes.addressof(self._history)
 
     def add(self, owner: int, last: int, tokens: np.ndarray) -> int:
@@ -86,8 +87,9 @@ class LookupSearch:
     ):
         assert prior.shape == common.shape[1:] == (CLASSES, MAX_MATCH + 1) and prior.dtype == common.dtype == np.float64
         self._library, self._held = library, (prior, common, history)
+        self.address = function_address(library.treespec_lookup)
         self._history = None if history is None else history.address
-        self._search = _STRUCTS["Search"](
+        self._search = STRUCTS["Search"](
             prior=address_of(prior, np.float64),
             prior_trials=prior_trials,
             global_trials=global_trials,
@@ -114,16 +116,20 @@ class LookupSearch:
         most = (MATCHES + PAST_MATCHES) * depth + 1
         if most > self._ints.shape[1]:
             self._make_room(most)
-        search = self._search
-        search.tokens, search.length, search.depth, search.counts, search.least = tokens, length, depth, counts, least
-        search.looks_up, search.history, search.owner = looks_up, None, 0
-        if owner is not None:
-            search.history, search.owner = self._history, owner
+        search = self.prepared(counts, least, looks_up, owner)
+        search.tokens, search.length, search.depth = tokens, length, depth
         count = self._library.treespec_lookup(self._address)
         if not count:
             return None
         ints = self._ints[:, :count].copy()
         return [*ints[:3], *self._floats[:, :count].copy()], Matches(ints[3:5], ints[5:])
+
+    def prepared(self, counts: int | None, least: float, looks_up: bool, owner: int | None) -> Any:
+        """Return the search's struct with these arguments, which are those of `search`; the next call changes it."""
+        search = self._search
+        search.counts, search.least, search.looks_up = counts, least, looks_up
+        search.history, search.owner = (None, 0) if owner is None else (self._history, owner)
+        return search
 
     def count(self, parents: np.ndarray, matches: Matches, path: np.ndarray, counts: np.ndarray) -> None:
         """Count the children of every node of `path` as proposed, and those on the path as accepted.

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from treespec_kernels.cpu.lookup_cpu import (
     MATCHES,
     MAX_MATCH,
     SHORT,
+    STRUCTS,
     TEXT_CLASSES,
     CompiledHistory,
     LookupSearch,
@@ -76,6 +78,15 @@ class Counts:
         return (self.hits + weight * prior) / (self.trials + weight)
 
 
+class RoundSearches(NamedTuple):
+    """The searches of several rounds, as C++ reads them."""
+
+    function: int  # address of `treespec_lookup`
+    structs: "ctypes.Array[ctypes.Structure]"  # a `Search` by request, without text and outputs
+    searched: list[bool]  # whether to search, by round and request
+    texts: list[int]  # by request, address of its tokens
+
+
 _owners = itertools.count(1)
 
 
@@ -87,7 +98,7 @@ class _Text:
 
     def __init__(self, begin: int) -> None:
         self._buffer, self._length = np.empty(1024, dtype=np.int64), 0
-        self._address = address_of(self._buffer)
+        self.address = address_of(self._buffer)
         self.misses = 0  # searches since the last accepted proposal
         self.owner = next(_owners)  # owner id in the history
         self._num_remembered, self.last = begin, 0
@@ -99,11 +110,11 @@ class _Text:
             return True
         return self.misses % (2 if self.misses <= 4 * BACKOFF_MISSES else 4) == 0
 
-    def update(self, tokens: list[int]) -> None:
-        """Append the tokens that were added to `tokens` since the last call."""
-        if len(tokens) > len(self._buffer):
-            self._buffer = np.concatenate([self._buffer, np.empty(len(tokens), dtype=np.int64)])
-            self._address = address_of(self._buffer)
+    def update(self, tokens: list[int], further: int = 0) -> None:
+        """Append the tokens that were added to `tokens` since the last call, with room for `further` ones."""
+        if (needed := len(tokens) + further) > len(self._buffer):
+            self._buffer = np.concatenate([self._buffer, np.empty(needed, dtype=np.int64)])
+            self.address = address_of(self._buffer)
         self._buffer[self._length : len(tokens)] = tokens[self._length :]
         self._length = len(tokens)
 
@@ -119,7 +130,7 @@ class _Text:
     @property
     def window_address(self) -> tuple[int, int]:
         first = max(self._length - SEARCH_WINDOW, 0)
-        return self._address + 8 * first, self._length - first
+        return self.address + 8 * first, self._length - first
 
 
 class LookupDrafter(DraftSource):
@@ -162,19 +173,53 @@ class LookupDrafter(DraftSource):
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float) -> Proposals:
         """Propose continuations of matches; in adaptive trees, the best first token has at least `least_value`."""
-        self._rounds += 1
-        if self._rounds % DECAY_ROUNDS == 0:
-            for counts in (self.counts, *self.own_counts.values()):
-                counts.cells *= DECAY
-        for request in requests:  # all texts first, so that requests of a batch match each other's latest tokens
-            self._remember(request)
+        self._begin(requests)
         searches: dict[str, tuple[TokenTree, Matches]] = {}  # tree and matches by request id
         for request, depth in zip(requests, max_depths, strict=True):
             if depth and (searched := self.search(request, depth, least_value)) is not None:
                 searches[request.request_id] = searched
-        return Proposals(
-            {request_id: tree for request_id, (tree, _) in searches.items()}, partial(self._commit, searches)
-        )
+        return self.proposals(searches)
+
+    def proposals(self, searches: dict[str, tuple[TokenTree, Matches]]) -> Proposals:
+        """Return the proposals found in a round's searches, by request id."""
+        trees = {request_id: tree for request_id, (tree, _) in searches.items()}
+        return Proposals(trees, partial(self._commit, searches))
+
+    def _begin(self, requests: Sequence[Request], rounds: int = 1) -> None:
+        """Let the counts decay, and add the requests' new tokens to the history."""
+        for _ in range(rounds):
+            self._rounds += 1
+            if self._rounds % DECAY_ROUNDS == 0:
+                for counts in (self.counts, *self.own_counts.values()):
+                    counts.cells *= DECAY
+        for request in requests:  # all texts first, so that requests of a batch match each other's latest tokens
+            self._remember(request)
+
+    def prepare_rounds(
+        self, requests: Sequence[Request], depths: Sequence[int], least_value: float, rounds: int, most_new: int
+    ) -> "RoundSearches | None":
+        """Return the searches of the next rounds, which C++ runs; None without the compiled search.
+
+        Arguments as of `propose`, the number of rounds, and the maximum number of tokens that a round adds to a text.
+        """
+        if (compiled := self._compiled) is None:
+            return None
+        self._begin(requests, rounds)
+        structs, searched, texts = (STRUCTS["Search"] * len(requests))(), list[list[bool]](), list[int]()
+        for i, (request, depth) in enumerate(zip(requests, depths, strict=True)):
+            text, counts = self._text(request), self.own_counts.get(request.request_id)
+            looks_up, owner = self._searched(request, text)
+            text.update(request.tokens, rounds * most_new)
+            texts.append(text.address)
+            searched.append([bool(depth and (looks_up or owner) and text.should_search()) for _ in range(rounds)])
+            own_counts = None if counts is None else counts.address
+            structs[i] = compiled.prepared(own_counts, _least_prob(request, least_value), looks_up, owner)
+        return RoundSearches(compiled.address, structs, [*itertools.chain(*zip(*searched, strict=True))], texts)
+
+    def _searched(self, request: Request, text: "_Text") -> tuple[bool, int | None]:
+        """Return whether to search the request's own text, and its owner id in the history if to search that."""
+        spec = request.spec
+        return spec.allows("lookup", "lookup"), text.owner if spec.allows("suffix", "suffix") else None
 
     def _text(self, request: Request) -> _Text:
         if (text := self.texts.get(request.request_id)) is None:
@@ -190,16 +235,16 @@ class LookupDrafter(DraftSource):
 
     def search(self, request: Request, depth: int, least_value: float) -> tuple[TokenTree, Matches] | None:
         """Search continuations of a request's text; None without a match, or if this round's search is skipped."""
-        spec, counts, text = request.spec, self.own_counts.get(request.request_id), self._text(request)
-        looks_up, owner = spec.allows("lookup", "lookup"), text.owner if spec.allows("suffix", "suffix") else None
+        counts, text = self.own_counts.get(request.request_id), self._text(request)
+        looks_up, owner = self._searched(request, text)
         if not (looks_up or owner) or not text.should_search():
             return None
         text.update(request.tokens)
-        min_prob = max(least_value if spec.is_adaptive else 0.0, MIN_PROB)
+        min_prob = _least_prob(request, least_value)
         if self._compiled is not None:
             own_counts = None if counts is None else counts.address
             searched = self._compiled.search(*text.window_address, depth, own_counts, min_prob, looks_up, owner)
-            return None if searched is None else (_tree(*searched), searched[1])
+            return None if searched is None else (found_tree(*searched), searched[1])
         rates = self.counts.rates(self.prior, PRIOR_TRIALS)
         rates = rates if counts is None else counts.rates(rates, GLOBAL_TRIALS)
         history = self._history if owner is not None and isinstance(self._history, History) else None
@@ -231,7 +276,12 @@ class LookupDrafter(DraftSource):
         self.texts.pop(request.request_id, None)
 
 
-def _tree(columns: Sequence[np.ndarray], matches: Matches) -> TokenTree:
+def _least_prob(request: Request, least_value: float) -> float:
+    """Return the minimum probability of the best first token."""
+    return max(least_value if request.spec.is_adaptive else 0.0, MIN_PROB)
+
+
+def found_tree(columns: Sequence[np.ndarray], matches: Matches) -> TokenTree:
     """Build a token tree with the sources "lookup" and "suffix" from the results of `LookupSearch.search`."""
     names: tuple[str, ...]
     tokens, parents, depths, probs, values = columns
@@ -349,7 +399,7 @@ def search(
     )
     classes = np.array([candidate.classes for candidate in ranked]).T
     matches = Matches(classes, np.array([candidate.lengths for candidate in ranked]).T)
-    return _tree(columns, matches), matches
+    return found_tree(columns, matches), matches
 
 
 def _estimate_probs(candidates: list[_Candidate], first: int, rates: list[list[float]]) -> None:

@@ -68,7 +68,9 @@ class CompiledGrowth:
         self._max_children, self._max_frontier = max_children, max_frontier
         widths = [frontier_width(depth, max_frontier) for depth in range(1, DEEPEST + 2)]
         self._widths, (address,) = packed(widths)
-        self._trees = STRUCTS["Trees"](
+        self.rule: Any = None  # the `Rule` of the last call
+        self._held = list[Any]()  # owners of its arguments' memory
+        self.trees = STRUCTS["Trees"](
             num_ssms=len(names), page_size=PAGE_SIZE, max_children=max_children, num_widths=len(widths), widths=address
         )
         self._scores: dict[int, np.ndarray] = {}  # score buffers by SSM
@@ -90,12 +92,39 @@ class CompiledGrowth:
         adaptive: Sequence[bool],  # by request
     ) -> tuple[list[TokenTree], ScoredRows]:
         """Return the trees and the scores."""
-        t, count, drafts = self._trees, len(requests), models.drafts
+        t, count, drafts = self.trees, len(requests), models.drafts
         seeds = [
             tree.best(1 + SEEDS) if limit.max_depth and len(tree.tokens) > 1 + SEEDS else tree
             for tree, limit in zip(seed_trees, limits, strict=True)
         ]
+        scores = self.prepare(models, requests, seeds, limits, reads, weights, rule, adaptive)
+        if any(request.restriction for request in requests):
+            self._held.append(narrow := _Narrow(functools.partial(self._narrow, requests, models, scores)))
+            t.narrow = ctypes.cast(narrow, ctypes.c_void_p)
+        placed = models.library.treespec_draft(ctypes.byref(t), drafts)
+        assert placed, NO_PAGE
+        self.num_levels = t.num_levels
+        scores = [probs[: draft.num_rows] for draft, probs in zip(drafts, scores, strict=True)]
+        scored = ScoredRows(self._row_trees[: t.num_rows], np.flatnonzero(self._broken[:count]).tolist(), scores)
+        return self._finish(seeds), scored
+
+    def prepare(
+        self,
+        models: DraftModels | None,  # None if nothing will be drafted; other arguments as of `grow`
+        requests: Sequence[Request],
+        seeds: Sequence[TokenTree],
+        limits: Sequence[TreeLimits],
+        reads: Sequence[DraftReads],
+        weights: Sequence[np.ndarray],
+        rule: LevelRule,
+        adaptive: Sequence[bool],
+        further_seeds: int = 0,  # number of seeds besides these to make room for
+        further_reads: int = 0,  # number of committed tokens, besides these, whose scores to make room for
+    ) -> list[np.ndarray]:
+        """Set `trees` and the drafts' inputs and outputs; return the buffers of their scores."""
+        t, count, drafts = self.trees, len(requests), () if models is None else models.drafts
         num_seeds, num_draws = sum([len(t.tokens) for t in seeds]), sum([len(t.draw_nodes) for t in seeds])
+        num_seeds, num_draws = num_seeds + further_seeds, num_draws + 2 * further_seeds
         t.num_trees, t.num_drafts, t.reads = count, len(drafts), t.num_ssms > 1
         nodes, rows = self._room(limits)
         self._reserve(count, num_seeds + nodes, rows, (num_seeds + nodes) * t.num_ssms + num_draws)
@@ -104,10 +133,11 @@ class CompiledGrowth:
             for i, request in enumerate(requests)
         ]
         tokens = [r.tokens[first : r.context_len + 1] for r, first in zip(requests, firsts, strict=True)]
-        held = [self._pack(requests, seeds, limits, reads, tokens, rule, adaptive), _pack_sampling(t, requests)]
-        held.append(mixture := np.array(weights, dtype=np.float32))
+        of_call = self._pack(requests, seeds, limits, reads, tokens, rule, adaptive)
+        mixture = np.array(weights, dtype=np.float32)
+        self._held, self.rule = [of_call, mixture, _pack_sampling(t, requests)], of_call[-1]
         t.weights = address_of(mixture, np.float32)
-        num_read = sum(map(len, tokens)) - count if t.reads else 0
+        num_read = sum(map(len, tokens)) - count + further_reads if t.reads else 0
         scores = [self._scores_of(draft, rows + num_read) for draft in drafts]
         for draft, read, probs in zip(drafts, reads, scores, strict=True):
             features, block, states = read.inputs
@@ -117,15 +147,7 @@ class CompiledGrowth:
             draft.block_depths = 0 if block is None else block.shape[1]
             draft.states = None if states is None else addressof(states)
         t.narrow = None
-        if any(request.restriction for request in requests):
-            held.append(narrow := _Narrow(functools.partial(self._narrow, requests, models, scores)))
-            t.narrow = ctypes.cast(narrow, ctypes.c_void_p)
-        placed = models.library.treespec_draft(ctypes.byref(t), drafts)
-        assert placed, NO_PAGE
-        self.num_levels = t.num_levels
-        scores = [probs[: draft.num_rows] for draft, probs in zip(drafts, scores, strict=True)]
-        scored = ScoredRows(self._row_trees[: t.num_rows], np.flatnonzero(self._broken[:count]).tolist(), scores)
-        return self._finish(seeds), scored
+        return scores
 
     def _narrow(
         self,
@@ -168,7 +190,7 @@ class CompiledGrowth:
         adaptive: Sequence[bool],
     ) -> Any:
         """Set the call's list arguments; return the array that owns their memory."""
-        t, count = self._trees, len(requests)
+        t, count = self.trees, len(requests)
         pages, ends = [request.pages for request in requests], [limit.end_tokens for limit in limits]
         depths, is_fixed = [limit.max_depth for limit in limits], any(limit.branching for limit in limits)
         numbers, addresses = packed(
@@ -213,7 +235,7 @@ class CompiledGrowth:
         nodes = expanded = 0
         for limit in limits:
             rows = _expanded_nodes(limit.max_depth, limit.branching, self._max_frontier)
-            below = max(limit.branching) if limit.branching else self._trees.num_ssms * widest + self._max_children
+            below = max(limit.branching) if limit.branching else self.trees.num_ssms * widest + self._max_children
             nodes, expanded = nodes + rows * below, expanded + rows
         return nodes, expanded
 
@@ -221,7 +243,7 @@ class CompiledGrowth:
         """Grow the output buffers to the needed numbers of trees, nodes, expanded nodes and draws."""
         if all(map(int.__le__, needed, self._capacity)):
             return
-        t = self._trees
+        t = self.trees
         trees, nodes, rows, draws = self._capacity = [*map(max, needed, self._capacity)]
         self._ints, self._floats = np.empty((6, nodes), dtype=np.int64), np.empty((2, nodes), dtype=np.float32)
         self._draft_probs = np.empty((nodes, t.num_ssms), dtype=np.float32)

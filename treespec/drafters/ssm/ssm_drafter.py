@@ -31,7 +31,7 @@ from treespec.models.group_model import GroupModel
 from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.request import Request
 from treespec.tree import TokenTree
-from treespec_kernels.cpu.growth_cpu import DraftModels
+from treespec_kernels.cpu.growth_cpu import DraftInputs, DraftModels
 from treespec_kernels.tree.level_rule import LevelRule
 
 MIN_READ = 32  # minimum tokens per read, as each pass reads all weights
@@ -62,7 +62,7 @@ class SsmDrafter:
         self._catch_up_policy = CatchUpPolicy(len(models))
         self._by_sources: dict[Sequence[str] | None, list[int]] = {}
         self._compiled_models: dict[tuple[int, ...], DraftModels] = {}  # cached between rounds
-        self._growth = CompiledGrowth(names, self.evidence)
+        self.growth = CompiledGrowth(names, self.evidence)
         self.state_pools = {} if state_pools is None else state_pools
         self.drafts = [
             group_draft(ssm, model, cache, len(models) > 1, self.state_pools.get(ssm))
@@ -130,7 +130,7 @@ class SsmDrafter:
             if unread:
                 self.read(draft, unread)
         for _, state in growing:
-            state.scores, state.blocks = {ssm: [] for ssm in state.active}, {}
+            state.scores, state.blocks, state.accepted_probs = {ssm: [] for ssm in state.active}, {}, None
 
     def _grow(self, trees: GrowingTrees) -> None:
         """Score and extend trees level by level."""
@@ -178,12 +178,12 @@ class SsmDrafter:
         )
         depth = max(limit.max_depth for limit in limits)
         models = self._models_for_call(ssms, max(r.context_len for r in requests) + 1 + depth)
-        if models is None or not self._growth.has_room(models, limits):
+        if models is None or not self.growth.has_room(models, limits):
             return None
         reads = [self._reads(ssm, requests, states, grows) for ssm in ssms]
         weights = [state.weights for state in states]
-        trees, scored = self._growth.grow(models, requests, seeds, limits, reads, weights, rule, adaptive)
-        self.drafted.levels += self._growth.num_levels
+        trees, scored = self.growth.grow(models, requests, seeds, limits, reads, weights, rule, adaptive)
+        self.drafted.levels += self.growth.num_levels
         for draft in models.drafts:
             self.drafted.passes += draft.passes
             self.drafted.request_passes += draft.tree_passes
@@ -283,8 +283,64 @@ class SsmDrafter:
                 else:
                     pool.of(request.request_id).copy_from(kept)
 
-    def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        """Keep the K/V of accepted nodes."""
+    def prepare_rounds(
+        self,
+        requests: Sequence[Request],
+        plans: Sequence[DraftPlan],
+        rule: LevelRule,
+        num_positions: int,  # the rounds' positions are below it
+        num_seeds: int,  # maximum number of seeds of all trees of a round
+    ) -> DraftModels | None:
+        """Select SSMs, and set `growth` for the next rounds, in which C++ grows trees; None if it cannot."""
+        if self.state_pools or not all(model.keeps_kv and model.kept_nodes is None for model in self.models):
+            return None
+        self.drafted = Drafted()
+        states = [self.state(request) for request in requests]
+        drafts = [plan.levels > 0 and bool(self.allowed(r)) for r, plan in zip(requests, plans, strict=True)]
+        self._select([of for of, asked in zip(zip(requests, states, plans, strict=True), drafts, strict=True) if asked])
+        if not all(state.active for state, asked in zip(states, drafts, strict=True) if asked):
+            return None
+        limits = [
+            TreeLimits(plan.levels * asked, plan.nodes, None, request.end_tokens)
+            for request, plan, asked in zip(requests, plans, drafts, strict=True)
+        ]
+        ssms = tuple(
+            sorted({ssm for state, asked in zip(states, drafts, strict=True) if asked for ssm in state.active})
+        )
+        models = self._models_for_call(ssms, num_positions)
+        if models is None or not self.growth.has_room(models, limits):
+            return None
+        reads = []
+        for ssm in ssms:
+            active = [asked and ssm in state.active for state, asked in zip(states, drafts, strict=True)]
+            valid = [min(int(state.valid[ssm]), r.context_len) for r, state in zip(requests, states, strict=True)]
+            rotations = [self.models[ssm].config.first_rotation(request.max_len) for request in requests]
+            reads.append(DraftReads(active, valid, rotations, DraftInputs()))
+        roots = [TokenTree.root(request.tokens[-1]) for request in requests]
+        weights, adaptive = [state.weights for state in states], [plan.adaptive for plan in plans]
+        further = num_seeds, MIN_LAG * len(requests)
+        self.growth.prepare(models, requests, roots, limits, reads, weights, rule, adaptive, *further)
+        return models
+
+    def resume(
+        self,
+        request: Request,
+        tree: TokenTree,
+        seed_tree: TokenTree,
+        # By active SSM, its probabilities of the tokens after those that it read, and after the accepted slots
+        scores: Mapping[int, tuple[np.ndarray, np.ndarray]],
+    ) -> None:
+        """Set a request's state to that after a prepared round has grown a tree over its seeds."""
+        state = self.state(request)
+        self._score_accepted(request, state)
+        for ssm, (of_read, _) in scores.items():
+            state.mixture.observe(ssm, request.context_len - len(of_read) + 1, of_read)
+        state.accepted_probs = {ssm: of_accepted for ssm, (_, of_accepted) in scores.items()}
+        state.valid[state.active] = request.context_len
+        state.slots, state.seed_tree = tree.slots, seed_tree
+
+    def commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray], is_moved: bool = False) -> None:
+        """Keep the K/V of accepted nodes, which C++ has already moved if `is_moved`."""
         moves: list[tuple[SsmState, Request, np.ndarray]] = []
         for request, path in zip(requests, paths, strict=True):
             state = self._states.get(request.request_id)
@@ -297,7 +353,8 @@ class SsmDrafter:
             moves_of_ssm = [(s, r, kept[: model.kept_nodes]) for s, r, kept in moves if ssm in s.active]
             pages = [request.pages for _, request, _ in moves_of_ssm]
             lengths = [request.context_len - model.offset for _, request, _ in moves_of_ssm]
-            self.cache.commit(1 + ssm, pages, lengths, [kept for _, _, kept in moves_of_ssm])
+            if not is_moved:
+                self.cache.commit(1 + ssm, pages, lengths, [kept for _, _, kept in moves_of_ssm])
             for state, request, kept in moves_of_ssm:
                 state.valid[ssm] = request.context_len + len(kept)
                 if ssm in self.state_pools and len(kept):
@@ -409,7 +466,10 @@ class SsmDrafter:
         (root, kept), state.accepted = state.accepted, None
         following = request.tokens[root + 1 : root + 1 + len(kept)]
         for ssm in state.active:
-            probs = state.token_probs(ssm, kept[: len(following)], following)
+            if state.accepted_probs is None:
+                probs = state.token_probs(ssm, kept[: len(following)], following)
+            else:
+                probs = state.accepted_probs[ssm][: len(following)]
             state.mixture.observe(ssm, root + 1, probs)
 
     def read(self, draft: GroupDraft, requests: Sequence[Request], limits: Sequence[float] | None = None) -> None:

@@ -52,6 +52,8 @@ class SsmState:
     slots: np.ndarray | None = None  # slots of the proposed tree's nodes, as in `TokenTree`; None without a tree
     seed_tree: TokenTree | None = None  # the seeds that the tree was grown over; None without a tree
     accepted: tuple[int, np.ndarray] | None = None  # root position and path slots, until SSMs are scored on the path
+    # Each active SSM's probabilities of the tokens after the accepted slots, if C++ ran the round; None otherwise
+    accepted_probs: dict[int, np.ndarray] | None = None
     captured_weights: np.ndarray | None = None  # float64 [num_ssms], for the next captured round, or None
     read_to: int | None = None  # in captured rounds, leading positions with K/V of all active SSMs; None if unknown
 

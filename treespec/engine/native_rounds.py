@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 MOST_ROUNDS = 8  # maximum number of rounds in a call
 AHEAD_SECONDS = 0.03  # expected time of a call, by which a caller may wait longer for the next tokens
 
-_BROKEN = 2  # `Rounds.declined` if the SSM's probabilities are not finite
+_BROKEN = 2  # `Rounds.declined` if an SSM's probabilities are not finite
 
 
 class _Place(NamedTuple):
@@ -92,14 +92,14 @@ class _Reader:
 
 
 class NativeRounds:
-    """Runs rounds whose steps are all compiled: lookup, one SSM, the target's pass, and a walk without logits.
+    """Runs rounds whose steps are all compiled: lookup, SSMs, the target's pass, and a walk that returns no logits.
 
     Other requests, sources and models take the steps of `HostExecutor`, as do rounds that C++ declines.
     """
 
     def __init__(self, runner: Runner, sources: DraftSources, most_rounds: int = MOST_ROUNDS):
         self.runner, self.sources, self.most_rounds = runner, sources, most_rounds
-        self._without_ssm = CompiledGrowth(["ssm"], SeedEvidence())
+        self._without_ssms = CompiledGrowth(["ssm"], SeedEvidence())
         self._ahead = deque[_Round]()
         self._batch: Sequence[Request] = ()  # the requests of these rounds
         self._declined: list[_Place] | None = None  # where these requests are in a round that C++ has declined
@@ -145,7 +145,7 @@ class NativeRounds:
         clock.enter("merge")
         returned = clock.now()
         planner.num_cuts, self._batch = call.num_cut, execution.requests
-        places = self._read(execution, call, growth)
+        places = self._read(execution, call, growth, clock)
         self._declined = places if call.declined else None
         if not self._ahead:
             return None
@@ -157,7 +157,6 @@ class NativeRounds:
         for _, ran, _ in self._ahead:
             assert ran.seconds is not None
             ran.seconds = ran.seconds._replace(read=ran.drafted.read_seconds, host=ran.seconds.host + host)
-            clock.move("forward", draft=ran.seconds.draft)
         return self.next(execution.requests)
 
     def _prepare(
@@ -182,7 +181,7 @@ class NativeRounds:
         num_positions = max(request.context_len for request in requests) + rounds * most_new + most_rows
         if (arguments := self.runner.round_arguments(num_positions)) is None:
             return None
-        rule, growth, models, pools = planner.level_rule(), self._without_ssm, None, None
+        rule, growth, models, pools = planner.level_rule(), self._without_ssms, None, None
         if ssms is not None and any(plan.levels and ssms.allowed(r) for r, plan in zip(requests, plans, strict=True)):
             models = ssms.prepare_rounds(requests, plans, rule, num_positions, len(requests) * most_found)
             if models is None:
@@ -240,7 +239,7 @@ class NativeRounds:
             return 1
         return max(min(self.most_rounds, int(AHEAD_SECONDS / max(planner.costs.plain, 1e-6))), 1)
 
-    def _read(self, execution: "HostExecution", call: Any, growth: CompiledGrowth) -> list[_Place]:
+    def _read(self, execution: "HostExecution", call: Any, growth: CompiledGrowth, clock: StageClock) -> list[_Place]:
         """Read the rounds that C++ has run; return where the requests are after them."""
         requests, reader, places = execution.requests, _Reader(call), _places(execution.requests)
         roots = [request.tokens[-1] for request in requests]
@@ -266,7 +265,7 @@ class NativeRounds:
                 verified.append(VerifiedRequest(request, path, tokens, cut))
                 if drafts:
                     drafted.append(_Drafted(request, tree, seed_tree, self._scores(request, reader) if decided else {}))
-            [[draft, forward, whole]] = reader.doubles(1, 3).tolist()
+            [[draft, forward, walk, whole]] = reader.doubles(1, 4).tolist()
             if not decided:
                 break
             proposals = [lookup.proposals(searches)] if searches and (lookup := self._lookup) is not None else []
@@ -276,6 +275,7 @@ class NativeRounds:
             ran = copy.copy(execution)
             ran.verified, ran.proposals, ran.drafted = verified, proposals, Drafted(levels, passes, tree_passes)
             ran.seconds = RoundSeconds(draft, 0.0, forward, whole - draft - forward)
+            clock.move("forward", draft=draft, verify=walk, merge=ran.seconds.host)
             self._ahead.append(_Round(places, ran, drafted))
             roots = [result.tokens[-1] for result in verified]
             places = [
@@ -283,8 +283,8 @@ class NativeRounds:
                 for place, result in zip(places, verified, strict=True)
             ]
         if call.declined == _BROKEN:
-            for request in requests:
-                request.poisoned = True
+            for index in growth.broken:
+                requests[index].poisoned = True
         return places
 
     def _scores(self, request: Request, reader: _Reader) -> dict[int, tuple[np.ndarray, np.ndarray]]:

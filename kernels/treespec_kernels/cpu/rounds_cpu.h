@@ -87,6 +87,7 @@ class Batched {
     struct {  // the target's pass: columns as in TreeRows, outputs as in Walks
         std::vector<int64_t> tokens, parents, depths, first_row, paths, chosen, lengths;
     } rows;
+    double walked = 0.0;  // seconds of the last walk
 
     static Time now() { return std::chrono::steady_clock::now(); }
     static double since(Time then) { return std::chrono::duration<double>(now() - then).count(); }
@@ -300,15 +301,18 @@ class Batched {
 
     // Runs the target's pass and walks the trees. Returns whether all tokens are chosen and all logits finite.
     bool verify() {
-        static thread_local std::vector<char> logits;
-        const size_t bytes = rows.tokens.size() * r.logit_bytes;
-        if (logits.size() < bytes) logits.resize(bytes);
+        static thread_local std::vector<char> memory;
+        const size_t bytes = rows.tokens.size() * r.logit_bytes + 63;
+        if (memory.size() < bytes) memory.resize(bytes);
+        void* logits = (void*)((uintptr_t(memory.data()) + 63) / 64 * 64);
         const TreeRows batch = tree_rows();
-        if (!r.tree_logits(r.model, r.head, r.batch, &batch, logits.data())) return false;
+        if (!r.tree_logits(r.model, r.head, r.batch, &batch, logits)) return false;
         Walks walks = *r.walks;
-        walks.logits = logits.data(), walks.paths = rows.paths.data();
+        walks.logits = logits, walks.paths = rows.paths.data();
         walks.tokens = rows.chosen.data(), walks.lengths = rows.lengths.data();
+        const Time passed = now();
         r.walk(&batch, &walks);
+        walked = since(passed);
         for (int64_t tree = 0; tree < count; tree++)
             if (!rows.lengths[tree] || rows.chosen[rows.first_row[tree] + rows.lengths[tree] - 1] < 0) return false;
         return true;
@@ -401,7 +405,7 @@ class Batched {
         }
         for (int64_t tree = 0; decided && tree < count; tree++)
             context[tree] += rows.lengths[tree], room[tree] -= rows.lengths[tree];
-        for (double seconds : {draft, forward, since(began)}) recorded.doubles.push_back(seconds);
+        for (double seconds : {draft, forward, walked, since(began)}) recorded.doubles.push_back(seconds);
         return decided && !ended;
     }
 };

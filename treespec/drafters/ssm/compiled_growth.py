@@ -92,7 +92,7 @@ class CompiledGrowth:
         adaptive: Sequence[bool],  # by request
     ) -> tuple[list[TokenTree], ScoredRows]:
         """Return the trees and the scores."""
-        t, count, drafts = self.trees, len(requests), models.drafts
+        t, drafts = self.trees, models.drafts
         seeds = [
             tree.best(1 + SEEDS) if limit.max_depth and len(tree.tokens) > 1 + SEEDS else tree
             for tree, limit in zip(seed_trees, limits, strict=True)
@@ -105,8 +105,14 @@ class CompiledGrowth:
         assert placed, NO_PAGE
         self.num_levels = t.num_levels
         scores = [probs[: draft.num_rows] for draft, probs in zip(drafts, scores, strict=True)]
-        scored = ScoredRows(self._row_trees[: t.num_rows], np.flatnonzero(self._broken[:count]).tolist(), scores)
+        scored = ScoredRows(self._row_trees[: t.num_rows], self.broken, scores)
         return self._finish(seeds), scored
+
+    @property
+    def broken(self) -> list[int]:
+        """Indices of the last call's trees with draft probabilities that are not finite."""
+        indices: list[int] = np.flatnonzero(self._broken[: self.trees.num_trees]).tolist()
+        return indices
 
     def prepare(
         self,

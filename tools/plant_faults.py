@@ -55,7 +55,7 @@ FAULTS = (
     Fault(
         "native rounds: the SSMs' K/V are not compacted",
         CPU + "rounds_cpu.h",
-        "                commit_path(batch, r.draft_pools[i], tree, slots.data(), slots.size());\n",
+        "            commit_path(tree_rows(), r.draft_pools[i], tree, slots.data(), slots.size());\n",
         "",
         "drafters/test_compile_drafting.py::test_trees_are_those_of_the_general_path[dynamic]",
     ),
@@ -69,8 +69,8 @@ FAULTS = (
     Fault(
         "native rounds: a token that an SSM did not expand counts as read",
         CPU + "rounds_cpu.h",
-        "                if (slot < 0) break;\n",
-        "                if (slot < 0) continue;\n",
+        "context[tree] + int64_t(slots.size());",
+        "context[tree] + rows.lengths[tree];",
         "drafters/test_compile_drafting.py::test_trees_are_those_of_the_general_path[dynamic]",
     ),
     Fault(
@@ -234,7 +234,7 @@ FAULTS = (
     Fault(
         "planner: passes larger than those that pay are never tried",
         ENGINE + "planning/planner.py",
-        "self._num_cut % EXPLORE_ROWS == 0",
+        "self.num_cuts % EXPLORE_ROWS == 0",
         "False",
         "planning/test_planner.py",
     ),
@@ -505,6 +505,9 @@ def run_tests(copy: Path, tests: list[str]) -> tuple[int, str]:
 def main(words: list[str]) -> int:
     faults = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
     missed = 0
+    for fault in faults:
+        places = (ROOT / fault.file).read_text().count(fault.old)
+        assert places == 1, f"{fault.name}: {places} places in {fault.file}"
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_of_the_tree(Path(folder))
         code, printed = run_tests(copy, list(dict.fromkeys(fault.test for fault in faults)))
@@ -515,7 +518,6 @@ def main(words: list[str]) -> int:
         for fault in faults:
             file = copy / fault.file
             text = file.read_text()
-            assert text.count(fault.old) == 1, f"{fault.name}: {text.count(fault.old)} places in {fault.file}"
             file.write_text(text.replace(fault.old, fault.new))
             code, printed = run_tests(copy, [fault.test])
             file.write_text(text)

@@ -71,7 +71,7 @@ FAULTS = (
         CPU + "rounds_cpu.h",
         "context[tree] + int64_t(slots.size());",
         "context[tree] + rows.lengths[tree];",
-        "drafters/test_compile_drafting.py::test_trees_are_those_of_the_general_path[dynamic]",
+        "engine/test_native_rounds.py::test_trees_ahead_are_those_of_the_hosts_steps[0.0]",
     ),
     Fault(
         "engine: the slots of a tree with NaN are not zeroed",

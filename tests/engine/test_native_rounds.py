@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.calls import calls_of
-from tests.helpers.models import VOCAB, greedy, open_llm, random_prompts, tiny, tokens_of
+from tests.helpers.models import VOCAB, assert_same_tree, greedy, open_llm, random_prompts, tiny, tokens_of
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.sharing import assert_clean
 from tests.helpers.speech import checked, speaking_llm
@@ -67,6 +67,21 @@ def test_several_rounds_run_in_a_call(spec: str) -> None:
     assert len(calls) < len(rounds) / 2 and not steps
     with by_the_host(llm):
         assert tokens_of(llm.generate(prompts, greedy(60), SPECS[spec])) == tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_trees_ahead_are_those_of_the_hosts_steps(temperature: float) -> None:
+    """Those of one SSM do not depend on what earlier rounds teach, so that they are equal however far ahead."""
+    llm, prompts = open_llm(tiny()[0], tiny()[1][:1]), random_prompts((9, 64))
+    params, spec = greedy(60, temperature=temperature, seed=2), SpecConfig(nodes=12, max_depth=4, sources=("ssm",))
+    with by_the_host(llm), watch(llm.engine) as expected:
+        llm.generate(prompts, params, spec)
+    with watch(llm.engine) as rounds:
+        llm.generate(prompts, params, spec)
+    assert len(rounds) > 20
+    for ours, theirs in zip(rounds, expected, strict=True):
+        assert ours.context == theirs.context
+        assert_same_tree(ours.tree, theirs.tree)
 
 
 def test_a_request_that_joins_or_leaves_drops_the_rounds_ahead() -> None:

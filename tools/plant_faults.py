@@ -62,9 +62,9 @@ FAULTS = (
     Fault(
         "native rounds: rounds ahead outlive a change of the batch",
         ENGINE + "engine/native_rounds.py",
-        "if requests != self._batch or _places(requests) != self._ahead[0].places:",
-        "if len(requests) != len(self._batch):",
-        "engine/test_native_rounds.py::test_a_request_that_joins_or_leaves_drops_the_rounds_ahead",
+        "if batch != self._batch or _places(batch) != self._ahead[0].places:",
+        "if not batch:",
+        "engine/test_native_rounds.py::test_requests_join_and_leave_while_rounds_are_ahead",
     ),
     Fault(
         "native rounds: a token that an SSM did not expand counts as read",

@@ -64,7 +64,7 @@ def test_several_rounds_run_in_a_call(spec: str) -> None:
         calls_of(HostExecutor, "forward") as steps,
     ):
         tokens = tokens_of(llm.generate(prompts, greedy(60), SPECS[spec]))
-    assert len(calls) < len(rounds) / 2 and not steps
+    assert len(calls) < len(rounds) / 2 and len(steps) <= 2  # in which SSMs read the prompts
     with by_the_host(llm):
         assert tokens_of(llm.generate(prompts, greedy(60), SPECS[spec])) == tokens
 
@@ -84,7 +84,7 @@ def test_trees_ahead_are_those_of_the_hosts_steps(temperature: float) -> None:
         assert_same_tree(ours.tree, theirs.tree)
 
 
-def test_a_request_that_joins_or_leaves_drops_the_rounds_ahead() -> None:
+def test_requests_join_and_leave_while_rounds_are_ahead() -> None:
     llm = open_llm(*tiny(), max_num_seqs=2)
     prompts = random_prompts((20, 33, 12))
     alone = [tokens_of(llm.generate(prompt, greedy(40), TREE))[0] for prompt in prompts]

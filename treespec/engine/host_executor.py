@@ -39,15 +39,20 @@ class HostExecutor(Executor[HostExecution]):
         if self.rounds is None:
             return super().run(requests, others_wait, clock, meanwhile)
         if (execution := self.rounds.next(requests)) is not None:
+            assert execution.planned is not None
+            self.planner.round = execution.planned
             self.planner.count_pauses()
             return execution
         execution = self.plan(requests, others_wait, clock)
         if (ran := self.rounds.run(execution, self.max_model_len, clock)) is not None:
             return ran
+        began = clock.mark()
         self.propose(execution, clock)
         self.forward(execution, clock)
         self.verify(execution, clock)
         self.commit(execution, clock)
+        if self.rounds.has_declined:  # the planner's costs leave out what C++ did
+            execution.seconds, _ = clock.since(began, execution.drafted.read_seconds)
         return execution
 
     def serves(self, request: Request) -> bool:

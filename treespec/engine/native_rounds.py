@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from treespec.engine.host_executor import HostExecution
 
 MOST_ROUNDS = 8  # maximum number of rounds in a call
-AHEAD_SECONDS = 0.03  # expected time of a call, by which a caller may wait longer for the next tokens
+MOST_PAUSED = 64  # maximum number of rounds by the host's steps before C++ is tried again
+AHEAD_SECONDS = 0.04  # expected time of a call, after which a stream gets the tokens of its rounds together
 
 _BROKEN = 2  # `Rounds.declined` if an SSM's probabilities are not finite
 
@@ -102,23 +103,32 @@ class NativeRounds:
         self._without_ssms = CompiledGrowth(["ssm"], SeedEvidence())
         self._ahead = deque[_Round]()
         self._batch: Sequence[Request] = ()  # the requests of these rounds
-        self._declined: list[_Place] | None = None  # where these requests are in a round that C++ has declined
+        self._seconds = 0.0  # of one of them, on average
+        self.has_declined = False  # whether C++ has just declined a round
+        # Number of rounds to take by the host's steps after C++ has declined one; it doubles with every further call
+        self._pause_left = self._pause = 0
 
     @property
     def _lookup(self) -> LookupDrafter | None:
         return next((source for source in self.sources.others if isinstance(source, LookupDrafter)), None)
 
     def next(self, requests: Sequence[Request]) -> "HostExecution | None":
-        """Return the next round of these requests, if C++ has run it."""
+        """Return the next round that C++ has run, of all or some of these requests; None if there is none.
+
+        Requests that have joined wait for the rounds ahead, which take no time.
+        """
         if not self._ahead:
             return None
-        if requests != self._batch or _places(requests) != self._ahead[0].places:
+        batch = [request for request in requests if request in self._batch]
+        if batch != self._batch or _places(batch) != self._ahead[0].places:
             self._ahead.clear()
             return None
         _, execution, drafted = self._ahead.popleft()
         for arguments in drafted:
             assert self.sources.ssms is not None
             self.sources.ssms.resume(*arguments)
+        if (lookup := self._lookup) is not None:
+            lookup.count_round(batch, [plan.max_depth for plan in execution.plans])
         for verified in execution.verified:
             request = verified.request
             request.target_passes += 1
@@ -129,8 +139,9 @@ class NativeRounds:
     def run(self, execution: "HostExecution", max_model_len: int, clock: StageClock) -> "HostExecution | None":
         """Run a planned round, and maybe further ones; return it, or None if it takes the steps of `HostExecutor`."""
         self._ahead.clear()
-        declined, self._declined = self._declined, None
-        if declined == _places(execution.requests) and self._batch == execution.requests:
+        self.has_declined = False
+        if self._pause_left:
+            self._pause_left -= 1
             return None
         began = clock.now()
         planner = execution.planner
@@ -144,10 +155,13 @@ class NativeRounds:
         self.runner.target.growth.treespec_rounds(ctypes.byref(call))
         clock.enter("merge")
         returned = clock.now()
-        planner.num_cuts, self._batch = call.num_cut, execution.requests
-        places = self._read(execution, call, growth, clock)
-        self._declined = places if call.declined else None
-        if not self._ahead:
+        planner.num_cuts, self._batch = call.num_cut, list(execution.requests)
+        self._read(execution, call, growth, clock)
+        self._pause = min(2 * self._pause or 1, MOST_PAUSED) if call.declined else 0
+        self.has_declined = not self._ahead
+        self._pause_left = self._pause - self.has_declined
+        self._seconds = (returned - called) / max(len(self._ahead), 1)
+        if self.has_declined:
             return None
         read, reading = self._ahead[0].execution.drafted, 0.0
         if (ssms := self.sources.ssms) is not None and growth is ssms.growth:
@@ -234,13 +248,14 @@ class NativeRounds:
         return call, growth, (searches, numbers, seconds, pools)
 
     def _count(self, requests: Sequence[Request], planner: Planner) -> int:
-        """Return the number of rounds to run: one for a first token, otherwise as many as the caller may wait for."""
+        """Return the number of rounds to run: one for a first token, otherwise those that fit into AHEAD_SECONDS."""
         if not all(request.num_rounds for request in requests):
             return 1
-        return max(min(self.most_rounds, int(AHEAD_SECONDS / max(planner.costs.plain, 1e-6))), 1)
+        seconds = self._seconds if requests == self._batch else planner.costs.plain
+        return max(min(self.most_rounds, int(AHEAD_SECONDS / max(seconds, 1e-6))), 1)
 
-    def _read(self, execution: "HostExecution", call: Any, growth: CompiledGrowth, clock: StageClock) -> list[_Place]:
-        """Read the rounds that C++ has run; return where the requests are after them."""
+    def _read(self, execution: "HostExecution", call: Any, growth: CompiledGrowth, clock: StageClock) -> None:
+        """Read the rounds that C++ has run."""
         requests, reader, places = execution.requests, _Reader(call), _places(execution.requests)
         roots = [request.tokens[-1] for request in requests]
         while reader.has_round:
@@ -260,7 +275,6 @@ class NativeRounds:
                 [path], [tokens] = reader.ints(1, length), reader.ints(1, length).tolist()
                 if not length:  # NaN in K/V must not reach later rounds, or the next owner of these slots
                     self.runner.cache.scrub_slots(0, request.pages, places[i].context_len, kept)
-                    request.poisoned = True
                 cut = tree if kept == len(tree.tokens) else tree.keep(chosen)
                 verified.append(VerifiedRequest(request, path, tokens, cut))
                 if drafts:
@@ -285,7 +299,6 @@ class NativeRounds:
         if call.declined == _BROKEN:
             for index in growth.broken:
                 requests[index].poisoned = True
-        return places
 
     def _scores(self, request: Request, reader: _Reader) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Read the SSMs' probabilities of committed tokens, if there are several SSMs."""

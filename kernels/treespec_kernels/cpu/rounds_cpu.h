@@ -3,6 +3,7 @@
 // treespec/engine/host_executor.py, with the planner's decisions for the first of the rounds.
 
 #include <chrono>
+#include <memory>
 
 #include "lookup_cpu.h"
 
@@ -51,6 +52,8 @@ struct Rounds {
 
 namespace {
 
+constexpr size_t KEPT_BYTES = 32 << 20;  // of logits, for the next pass
+
 struct Columns {  // a tree before its cut
     std::vector<int64_t> tokens, parents, depths, slots, draw_nodes, draw_sources;
     std::vector<double> probs, values, draw_probs;
@@ -78,7 +81,8 @@ class Batched {
     const int64_t count;  // of trees
     Recorded& recorded;
     std::vector<int64_t> context, room;
-    std::vector<int64_t> active, valid, read_from;  // as in Trees, and `valid` before the round, [num_drafts, num_trees]
+    // As in Trees, and `valid` before the round, [num_drafts, num_trees]
+    std::vector<int64_t> active, valid, read_from;
     std::vector<std::vector<int64_t>> found_ints;  // columns of `Search`, [7, most_found] by tree
     std::vector<std::vector<double>> found_floats;
     std::vector<int64_t> num_found;
@@ -204,21 +208,21 @@ class Batched {
         return std::none_of(g.broken, g.broken + count, [](uint8_t broken) { return broken; });
     }
 
-    // Records a draft's probabilities of the tokens that follow those it read, and the accepted slots of a tree.
-    void record_scores(int64_t i, int64_t tree, const std::vector<int64_t>& slots) const {
+    // Records a draft's probabilities of the tokens that follow those it read, and the first slots of a tree's path.
+    void record_scores(int64_t i, int64_t tree, const std::vector<int64_t>& slots, int64_t num_slots) const {
         const Draft& draft = r.drafts[i];
         const int64_t *on = active.data() + i * count, *from = read_from.data() + i * count;
         std::vector<int64_t> rows;
         int64_t read = 0, row = draft.num_read;
         for (int64_t other = 0; other < tree; other++) read += on[other] ? context[other] - from[other] : 0;
         for (int64_t position = from[tree]; position < context[tree]; position++) rows.push_back(read++);
-        recorded.add({int64_t(rows.size()), int64_t(slots.size())});
+        recorded.add({int64_t(rows.size()), num_slots});
         std::vector<int64_t> row_of_slot;
         for (int64_t j = 0; j < t.num_rows; j++) {
             if (t.row_trees[j] == tree) row_of_slot.push_back(row);
             row += on[t.row_trees[j]];
         }
-        for (int64_t slot : slots) rows.push_back(row_of_slot[slot]);
+        for (int64_t k = 0; k < num_slots; k++) rows.push_back(row_of_slot[slots[k]]);
         const int64_t* token = r.texts[tree] + from[tree] + 1;
         for (size_t k = 0; k < rows.size(); k++, token++) {
             const float* probs = draft.out + rows[k] * draft.width;
@@ -301,10 +305,11 @@ class Batched {
 
     // Runs the target's pass and walks the trees. Returns whether all tokens are chosen and all logits finite.
     bool verify() {
-        static thread_local std::vector<char> memory;
+        static thread_local std::unique_ptr<char[]> memory;
+        static thread_local size_t held = 0;
         const size_t bytes = rows.tokens.size() * r.logit_bytes + 63;
-        if (memory.size() < bytes) memory.resize(bytes);
-        void* logits = (void*)((uintptr_t(memory.data()) + 63) / 64 * 64);
+        if (held < bytes || held > KEPT_BYTES) memory.reset(new char[bytes]), held = bytes;
+        void* logits = (void*)((uintptr_t(memory.get()) + 63) / 64 * 64);
         const TreeRows batch = tree_rows();
         if (!r.tree_logits(r.model, r.head, r.batch, &batch, logits)) return false;
         Walks walks = *r.walks;
@@ -347,17 +352,19 @@ class Batched {
             r.texts[tree][context[tree] + 1 + i] = rows.chosen[first + i];
             ended |= std::find(ends, stop, rows.chosen[first + i]) != stop;
         }
-        std::vector<int64_t> slots;  // of the accepted nodes that SSMs expanded
-        for (int64_t i = 0; drafts && i < length; i++) {
-            const int64_t slot = trees[tree].slots[kept[tree][rows.paths[first + i]]];
-            if (slot < 0) break;
-            slots.push_back(slot);
+        // Slots of these tokens' nodes that SSMs expanded, as by `TokenTree.match`; the last one may have been cut
+        const Columns& own = trees[tree];
+        std::vector<int64_t> slots(1);
+        for (int64_t node = 1, end = 0; drafts && node < own.size() && int64_t(slots.size()) <= length; node++) {
+            if (own.parents[node] != end || own.tokens[node] != rows.chosen[first + slots.size() - 1]) continue;
+            if (own.slots[node] < 0) break;
+            slots.push_back(own.slots[node]), end = node;
         }
         for (int64_t i = 0; drafts && i < t.num_drafts; i++) {
             if (!active[i * count + tree]) continue;
             commit_path(tree_rows(), r.draft_pools[i], tree, slots.data(), slots.size());
             valid[i * count + tree] = context[tree] + int64_t(slots.size());
-            if (t.reads) record_scores(i, tree, slots);
+            if (t.reads) record_scores(i, tree, slots, std::min<int64_t>(slots.size(), length));
         }
         return ended;
     }

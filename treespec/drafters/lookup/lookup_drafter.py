@@ -90,6 +90,11 @@ class RoundSearches(NamedTuple):
 _owners = itertools.count(1)
 
 
+def _is_searched(misses: int) -> bool:
+    """Whether the search after so many, this one included, is not skipped."""
+    return misses <= BACKOFF_MISSES or misses % (2 if misses <= 4 * BACKOFF_MISSES else 4) == 0
+
+
 class _Text:
     """A request's tokens in a growing array, since converting a list of 1,000 tokens takes 40 us.
 
@@ -106,9 +111,7 @@ class _Text:
     def should_search(self) -> bool:
         """Count a search and return whether to run it: after many misses, only every second or fourth one runs."""
         self.misses += 1
-        if self.misses <= BACKOFF_MISSES:
-            return True
-        return self.misses % (2 if self.misses <= 4 * BACKOFF_MISSES else 4) == 0
+        return _is_searched(self.misses)
 
     def update(self, tokens: list[int], further: int = 0) -> None:
         """Append the tokens that were added to `tokens` since the last call, with room for `further` ones."""
@@ -173,7 +176,8 @@ class LookupDrafter(DraftSource):
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float) -> Proposals:
         """Propose continuations of matches; in adaptive trees, the best first token has at least `least_value`."""
-        self._begin(requests)
+        self._decay()
+        self._remember_all(requests)
         searches: dict[str, tuple[TokenTree, Matches]] = {}  # tree and matches by request id
         for request, depth in zip(requests, max_depths, strict=True):
             if depth and (searched := self.search(request, depth, least_value)) is not None:
@@ -185,14 +189,15 @@ class LookupDrafter(DraftSource):
         trees = {request_id: tree for request_id, (tree, _) in searches.items()}
         return Proposals(trees, partial(self._commit, searches))
 
-    def _begin(self, requests: Sequence[Request], rounds: int = 1) -> None:
-        """Let the counts decay, and add the requests' new tokens to the history."""
-        for _ in range(rounds):
-            self._rounds += 1
-            if self._rounds % DECAY_ROUNDS == 0:
-                for counts in (self.counts, *self.own_counts.values()):
-                    counts.cells *= DECAY
-        for request in requests:  # all texts first, so that requests of a batch match each other's latest tokens
+    def _decay(self) -> None:
+        """Count a round, and let the counts decay every DECAY_ROUNDS."""
+        self._rounds += 1
+        if self._rounds % DECAY_ROUNDS == 0:
+            for counts in (self.counts, *self.own_counts.values()):
+                counts.cells *= DECAY
+
+    def _remember_all(self, requests: Sequence[Request]) -> None:
+        for request in requests:  # before any search, so that requests of a batch match each other's latest tokens
             self._remember(request)
 
     def prepare_rounds(
@@ -204,17 +209,25 @@ class LookupDrafter(DraftSource):
         """
         if (compiled := self._compiled) is None:
             return None
-        self._begin(requests, rounds)
+        self._remember_all(requests)
         structs, searched, texts = (STRUCTS["Search"] * len(requests))(), list[list[bool]](), list[int]()
         for i, (request, depth) in enumerate(zip(requests, depths, strict=True)):
             text, counts = self._text(request), self.own_counts.get(request.request_id)
             looks_up, owner = self._searched(request, text)
             text.update(request.tokens, rounds * most_new)
             texts.append(text.address)
-            searched.append([bool(depth and (looks_up or owner) and text.should_search()) for _ in range(rounds)])
+            asks = bool(depth and (looks_up or owner))
+            searched.append([asks and _is_searched(text.misses + 1 + i) for i in range(rounds)])
             own_counts = None if counts is None else counts.address
             structs[i] = compiled.prepared(own_counts, _least_prob(request, least_value), looks_up, owner)
         return RoundSearches(compiled.address, structs, [*itertools.chain(*zip(*searched, strict=True))], texts)
+
+    def count_round(self, requests: Sequence[Request], depths: Sequence[int]) -> None:
+        """Count a round whose searches C++ has run; arguments as of `propose`."""
+        if any(depths):
+            self._decay()
+        for request, depth in zip(requests, depths, strict=True):
+            self._text(request).misses += depth > 0
 
     def _searched(self, request: Request, text: "_Text") -> tuple[bool, int | None]:
         """Return whether to search the request's own text, and its owner id in the history if to search that."""

@@ -297,7 +297,12 @@ class SsmDrafter:
         self.drafted = Drafted()
         states = [self.state(request) for request in requests]
         drafts = [plan.levels > 0 and bool(self.allowed(r)) for r, plan in zip(requests, plans, strict=True)]
-        self._select([of for of, asked in zip(zip(requests, states, plans, strict=True), drafts, strict=True) if asked])
+        rows = [of for of, asked in zip(zip(requests, states, plans, strict=True), drafts, strict=True) if asked]
+        self._select([(request, state, plan) for request, state, plan in rows if not self.unread(request)])
+        for request, state, _ in rows:
+            if self.unread(request):  # the round in which this SSM must read first is declined
+                state.active = [self._catch_up_policy.leader(state, self.allowed(request))]
+                state.weights = np.eye(len(self.models))[state.active[0]]
         if not all(state.active for state, asked in zip(states, drafts, strict=True) if asked):
             return None
         limits = [

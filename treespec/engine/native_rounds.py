@@ -1,8 +1,8 @@
 """Rounds on a CPU in one call of C++, several of them ahead of the engine.
 
-A pass over the weights evicts Python's code and objects from the processor's caches, so that the same Python takes four
-to eight times as long after it. Here C++ runs the next rounds of a batch one after another, with the planner's
-decisions for the first one, and the engine then commits them, learns from them and reports them one by one.
+C++ runs the next rounds of a batch one after another, with the planner's decisions for the first one. The engine then
+commits them, learns from them and reports them one by one. A pass over the weights evicts Python's code and objects
+from the processor's caches, which are now loaded once for several rounds.
 """
 
 import copy

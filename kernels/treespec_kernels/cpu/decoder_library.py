@@ -19,8 +19,8 @@ from treespec_kernels.linear.quantized import BLOCK_TYPES, BlockWeight, Quantize
 
 SOURCE = Path(__file__).with_name("decoder_cpu.cpp")
 _HEADERS = (
-    *("vectors_cpu", "batch_cpu", "parallel_cpu", "products_cpu", "tiles_cpu", "quantized_cpu", "integer_cpu"),
-    *("blocks_cpu", "linear_cpu", "pointwise_cpu", "attention_cpu", "recurrent_cpu", "experts_cpu"),
+    *("vectors_cpu", "batch_cpu", "parallel_cpu", "products_cpu", "tiles_cpu", "quantized_cpu", "quantized_tiles_cpu"),
+    *("integer_cpu", "blocks_cpu", "linear_cpu", "pointwise_cpu", "attention_cpu", "recurrent_cpu", "experts_cpu"),
 )
 PARTS = tuple(SOURCE.with_name(f"{name}.h") for name in _HEADERS)  # included headers
 DTYPES = (torch.bfloat16, torch.float32)

@@ -85,7 +85,7 @@ class Team {
     };
 
     std::vector<std::unique_ptr<Member>> members;
-    void (*body)(const void*, int64_t) = nullptr;
+    void (*body)(const void*, int64_t) = nullptr, (*after)() = nullptr;
     const void* context = nullptr;
     alignas(64) std::atomic<int64_t> remaining{0};  // number of unfinished indices
     Gate finished;
@@ -113,7 +113,9 @@ class Team {
             Member& member = *members[(self + i) % members.size()];
             for (; take(member, i == 0, index); done++) body(context, index);
         }
-        if (done && remaining.fetch_sub(done) == done) finished.open();
+        if (!done) return;
+        if (after) after();
+        if (remaining.fetch_sub(done) == done) finished.open();
     }
 
     void serve(size_t self) {
@@ -137,9 +139,9 @@ class Team {
 
     int size() const { return int(members.size()); }
 
-    void run(int64_t count, void (*of)(const void*, int64_t), const void* with) {
+    void run(int64_t count, void (*of)(const void*, int64_t), const void* with, void (*then)()) {
         const int64_t sharing = std::min<int64_t>(size(), count);
-        body = of, context = with;
+        body = of, context = with, after = then;
         remaining.store(count, std::memory_order_relaxed);
         for (int64_t i = 0; i < sharing; i++)
             members[i]->range.store(packed(count * i / sharing, count * (i + 1) / sharing), std::memory_order_release);
@@ -208,15 +210,17 @@ class Teams {
     }
 };
 
-// Calls body(index) for every index below `count`, at most 2^32, on up to `threads` threads.
+// Calls body(index) for every index below `count`, at most 2^32, on up to `threads` threads, each of which then calls
+// after(), unless it is null.
 template <typename Body>
-void parallel(int threads, int64_t count, const Body& body) {
+void parallel(int threads, int64_t count, const Body& body, void (*after)() = nullptr) {
     if (threads <= 1 || count <= 1) {
         for (int64_t i = 0; i < count; i++) body(i);
+        if (after) after();
         return;
     }
     Teams::of_this_thread(threads).run(
-        count, [](const void* with, int64_t i) { (*static_cast<const Body*>(with))(i); }, &body);
+        count, [](const void* with, int64_t i) { (*static_cast<const Body*>(with))(i); }, &body, after);
 }
 
 }  // namespace

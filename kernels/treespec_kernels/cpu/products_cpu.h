@@ -18,6 +18,14 @@ constexpr int64_t MANY = 32;  // maximum number of rows that share a pass over a
 // less time than with a prefetch distance of 4 KiB (Zen 4), which suits FEW rows.
 constexpr int64_t STRETCH = 48, AHEAD = 16;  // in steps of 4 * PANEL bytes
 
+// What a thread calls after its share of a product.
+#if TILES
+void release_tiles();
+constexpr void (*RELEASE)() = release_tiles;
+#else
+constexpr void (*RELEASE)() = nullptr;
+#endif
+
 struct Share {  // a matrix, the rows that it multiplies, and the columns where its inputs and outputs begin
     const Linear* layer;
     int64_t first, rows, input = 0, output = 0;
@@ -47,10 +55,11 @@ struct Product {
     template <class Body> void each_panel(const Body& body) const {
         int64_t panels = 0;
         for (int64_t i = 0; i < count; i++) panels = std::max(panels, panels_of(*shares[i].layer));
-        parallel(threads, count * panels, [&](int64_t i) {
+        const auto multiply = [&](int64_t i) {
             const Share& share = shares[i / panels];
             if (i % panels < panels_of(*share.layer)) body(share, i % panels);
-        });
+        };
+        parallel(threads, count * panels, multiply, RELEASE);
     }
 };
 

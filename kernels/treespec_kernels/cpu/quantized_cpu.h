@@ -362,148 +362,7 @@ template <class Body> inline void with_code(const Linear& layer, Body body) {
 }
 
 #if TILES
-// Widens the weights of SPAN inputs and 16 outputs (tile J of a panel) to bf16: [SPAN / 2][16] pairs.
-template <int CODE, int SPAN, int J>
-inline __attribute__((always_inline)) void widen_tile(const uint8_t* from, const Table* table, uint32_t* to) {
-#if BF16
-    constexpr int64_t INPUTS = unit_inputs(CODE);
-    for (int64_t i = 0; i < SPAN; i += INPUTS, from += value_bytes(CODE, INPUTS))
-        with_all<INPUTS / STEP>([&](auto p) __attribute__((always_inline)) {
-            constexpr int P = decltype(p)::value;
-            uint32_t* const pairs = to + (i / STEP + P) * 16;
-#if defined(__AVX512BW__)
-            if constexpr (CODE != INT8) {
-                const Step<CODE, P> step(from);
-                const __m512i low = load<__m512i>(step.low), high = high_bits(CODE) ? load<__m512i>(step.high) : low;
-                const __m512i values = CODE == TABLE ? load<__m512i>(table->halves) : low;
-                _mm512_store_si512(pairs, to_pairs<CODE, P, J>(low, high, values));
-                return;
-            }
-#endif
-            constexpr int C = 16 / LANES;
-            widened even[C], odd[C];
-            unpack<CODE, P, 0, J * C>(from, table, even);
-            unpack<CODE, P, 1, J * C>(from, table, odd);
-            for (int64_t j = 0; j < C; j++) {
-                const uvec units = (uvec)even[j] >> 16 | high_half((uvec)odd[j]);
-                std::memcpy(pairs + j * LANES, &units, sizeof units);
-            }
-        });
-#endif
-}
-
-// Sums over a group of inputs of a panel for up to 16 rows, stored as four tiles, [4][16][16].
-struct GroupSums {
-    const float* sums = nullptr;
-    int64_t rows = 0;  // 0: the group is incomplete
-    const Factors* factors;
-    const float* activations;  // sums of the group's activations, rows `groups` apart; null without offsets
-    int64_t groups;
-    vec (*totals)[VECS];
-};
-
-// Adds the scaled sums of rows 4 * quarter .. 4 * quarter + 3 to the totals.
-inline void add_quarter(const GroupSums& from, int64_t quarter) {
-    const int64_t begin = 4 * quarter, end = std::min(begin + 4, from.rows);
-    if (begin >= end) return;
-    const Factors factors = *from.factors;
-    const auto add = [&](auto has_offset) {
-        for (int64_t row = begin; row < end; row++) {
-            vec* const totals = from.totals[row];
-            const float activations = has_offset ? from.activations[row * from.groups] : 0.0f;
-            for (int64_t j = 0; j < VECS; j++) {
-                const vec sum = load<vec>(from.sums + (j * LANES / 16 * TILE_ROWS + row) * 16 + j * LANES % 16);
-                totals[j] = add_group(totals[j], sum, factors.scale[j], has_offset, factors.offset[j], activations);
-            }
-        }
-    };
-    from.activations ? add(std::true_type()) : add(std::false_type());
-}
-
-// Multiplies a panel with at most 64 rows. x: from TiledRows. group_sums: [rows, groups], sums of each group's
-// activations; null without offsets.
-//
-// A block has SPAN inputs: BLOCK, or 16 where BLOCK does not divide groups.
-//
-// A step computes the tiles of one block of rows and `length` blocks of a group's inputs. A load waits until older
-// stores to the same offset in any page have reached the cache, and stores wait for all older instructions, such as a
-// product of 50 cycles. Loads and stores between two products of a step therefore belong to other steps: the previous
-// step's sums are stored, earlier sums are added to the totals, and the next block's weights are widened.
-template <int CODE, int SPAN>
-void multiply_tiles(const Linear& layer, int64_t panel, const scalar* x, int64_t rows, const float* group_sums,
-                    void* out, Then then) {
-    constexpr int64_t BLOCK_BYTES = value_bytes(CODE, SPAN), LINES = (BLOCK_BYTES / 64 + 3) / 4;
-    constexpr int64_t PARTS_OF_TILE = BLOCK / SPAN;
-    const int64_t blocks = layer.inputs / SPAN, row_blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t group = layer.group / SPAN, groups = blocks / group, length = std::min<int64_t>(group, 4);
-    const int64_t ring = row_blocks == 1 || length == 1 ? 1 : 7;  // few blocks, which stay in the L1 cache
-    const Geometry sizes(layer);
-    const uint8_t* w = (const uint8_t*)layer.weight + panel * sizes.panel_bytes();
-    const Table* table = CODE == TABLE ? &table_of(layer.table) : nullptr;
-    alignas(64) uint32_t wide[8][4][TILE_ROWS * 16];
-    alignas(64) float sums[4][4][TILE_ROWS * 16];
-    alignas(64) vec totals[4 * TILE_ROWS][VECS];
-    Factors factors[4];  // factors of the latest groups
-    std::fill_n(&totals[0][0], rows * VECS, vec{});
-
-    const uint8_t* next = w + sizes.start_of(0) + sizes.factor_bytes;  // weights of `next_block`
-    int64_t next_block = 0, next_left = group, next_group = 0;
-    const auto widen = [&](auto j) __attribute__((always_inline)) {
-        for (int64_t i = 0; i < LINES; i++) __builtin_prefetch(next + FETCHED + 64 * (LINES * j + i));
-        widen_tile<CODE, SPAN, j>(next, table, wide[next_block & ring][j]);
-    };
-    const auto advance = [&] {
-        next += BLOCK_BYTES, next_block++;
-        if (--next_left == 0) next = w + sizes.start_of(++next_group) + sizes.factor_bytes, next_left = group;
-    };
-    with_all<4>([&](auto j) { widen(j); });
-    advance();
-    const TileRows configured(std::min(rows, TILE_ROWS), std::min(rows, TILE_ROWS), SPAN);
-    const bool is_partial = group > length;  // whether a step covers only a part of a group
-    GroupSums last, before;  // sums of the previous two steps
-    int64_t g = 0, turn = 0;
-    for (int64_t begin = 0, end; begin < blocks; begin = end) {
-        const int64_t group_end = (g + 1) * group;
-        end = std::min(begin + length, group_end);
-        const bool starts = begin == g * group, ends = end == group_end;
-        for (int64_t t = 0; t < row_blocks; t++) {
-            const int64_t row = t * TILE_ROWS;
-            float(*const own)[TILE_ROWS * 16] = sums[is_partial ? t : turn];
-            const bool stays = !starts && row_blocks == 1;  // the sums stay in their tiles
-            for (int64_t block = begin; block < end; block++) {
-                const int64_t tile = (t * blocks + block) / PARTS_OF_TILE, part = block % PARTS_OF_TILE;
-                const bool widens = t == 0 && block + 1 < blocks;
-                tile_load<4>(x + tile * TILE_SCALARS + part * SPAN, 64);
-                with_all<4>([&](auto j) {
-                    if (block == begin && !stays) {
-                        if (last.sums) tile_store<j>((char*)last.sums + j * 1024, 64);
-                        if (starts) tile_zero<j>();
-                        else tile_load<j>(own[j], 64);
-                    }
-                    tile_load<6>(wide[block & ring][j], 64);
-                    tile_multiply<j, 4, 6>();
-                    tile_free<6>();
-                    if (widens) widen(j);
-                    if (block == begin) add_quarter(before, j);
-                });
-                if (widens) advance();
-                tile_free<4>();
-            }
-            if (ends && t == 0)
-                read_factors(layer, w + (sizes.super_bytes ? sizes.super_of(g) : 0), w + sizes.start_of(g), layer.base,
-                             factors[g & 3]);
-            before = last;
-            last = {own[0], ends ? std::min(TILE_ROWS, rows - row) : 0, &factors[g & 3],
-                    group_sums ? group_sums + row * groups + g : nullptr, groups, totals + row};
-            turn = 1 - turn;
-        }
-        g += ends;
-    }
-    for (int64_t j = 0; j < 4; j++) add_quarter(before, j);
-    with_all<4>([&](auto j) { tile_store<j>((char*)last.sums + j * 1024, 64); });
-    for (int64_t j = 0; j < 4; j++) add_quarter(last, j);
-    finish(layer, panel, totals, rows, out, then);
-}
+#include "quantized_tiles_cpu.h"
 #endif
 
 void quantized_product(const Product& product) {
@@ -524,7 +383,7 @@ void quantized_product(const Product& product) {
         });
 #if TILES
     const bool fits = form.group % 16 == 0 && k % BLOCK == 0;
-    const TiledShares tiled(product, fits ? tiled_rows_quantized(form.code) : INT64_MAX);
+    const TiledShares tiled(product, fits ? tiled_rows_quantized(form.code) : INT64_MAX, form.group);
     const factor* factors = tiled.has_all ? nullptr : to_factors(x, rows * k);
 #else
     const factor* factors = to_factors(x, rows * k);
@@ -534,11 +393,18 @@ void quantized_product(const Product& product) {
         const float* own = needs(share) ? sums + share.first * groups : nullptr;
 #if TILES
         if (const scalar* from = tiled.of(share)) {
+            const int64_t merged = merged_groups(share.rows);
             for (int64_t r = 0; r < share.rows; r += 4 * TILE_ROWS)
                 with_code(form, [&](auto code) {
-                    const auto multiply = form.group % BLOCK ? multiply_tiles<code, 16> : multiply_tiles<code, BLOCK>;
-                    multiply(*share.layer, panel, from + r * k, std::min(4 * TILE_ROWS, share.rows - r),
-                             own ? own + r * groups : nullptr, product.row(share.first + r), product.then);
+                    const auto multiply = [&](auto span) {
+                        constexpr int CODE = code, SPAN = span;
+                        return merged == 4 ? multiply_merged<CODE, SPAN, 4>
+                               : merged == 2 ? multiply_merged<CODE, SPAN, 2> : multiply_tiles<CODE, SPAN>;
+                    };
+                    const auto fitting = form.group % BLOCK ? multiply(std::integral_constant<int, 16>())
+                                                            : multiply(std::integral_constant<int, BLOCK>());
+                    fitting(*share.layer, panel, from + r * k, std::min(4 * TILE_ROWS, share.rows - r),
+                            own ? own + r * groups : nullptr, product.row(share.first + r), product.then);
                 });
             return;
         }

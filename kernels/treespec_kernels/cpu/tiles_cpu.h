@@ -26,6 +26,9 @@ void tile_multiply(Tile& c, const Tile& a, const Tile& b) {
 }
 #endif
 
+// The memory of a tile whose rows are up to a row of sums apart, for the compiler's order of loads and stores.
+typedef char TileBytes[16 * 64 * sizeof(float)];
+
 template <int T> inline void tile_zero() {
 #if TILES == 1
     asm volatile("tilezero %%tmm%c0" ::"i"(T));
@@ -37,7 +40,7 @@ template <int T> inline void tile_zero() {
 // Loads rows of 64 bytes, `step` bytes apart.
 template <int T> inline void tile_load(const void* from, int64_t step) {
 #if TILES == 1
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(step), "i"(T) : "memory");
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(step), "i"(T), "m"(*(const TileBytes*)from));
 #else
     tile_move(tiles[T], (char*)from, step, false);
 #endif
@@ -45,7 +48,7 @@ template <int T> inline void tile_load(const void* from, int64_t step) {
 
 template <int T> inline void tile_store(void* to, int64_t step) {
 #if TILES == 1
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(step), "i"(T) : "memory");
+    asm volatile("tilestored %%tmm%c3, (%1,%2,1)" : "+m"(*(TileBytes*)to) : "r"(to), "r"(step), "i"(T));
 #else
     tile_move(tiles[T], (char*)to, step, true);
 #endif
@@ -61,41 +64,51 @@ template <int C, int A, int B> inline void tile_multiply() {
 
 // Minimum number of rows for tiles. In a prototype on Sapphire Rapids, SmolLM2's products of two rows took 8.9 ms in
 // tiles and 9.5 ms by vdpbf16ps. Quantised weights must be widened for tiles: with them, products of two rows take 5.2
-// ms in tiles and 5.5 ms without (4 bits), or 13.0 and 9.4 ms (8 bits; Emerald Rapids, medians of a run).
+// ms in tiles and 5.5 ms without (4 bits), or 13.0 and 9.4 ms (8 bits; Emerald Rapids, medians of a run). Passes of one
+// row take the same time in both ways (4 bits, Granite Rapids).
 constexpr int64_t TILED_ROWS = 2;
 constexpr int64_t tiled_rows_quantized(int64_t code) { return code == INT4 ? 2 : 3; }
 
+inline thread_local int64_t tiles_configured = 0;  // this thread's configuration, 0 if it has released its tiles
+
 // Configures tiles 0 to 3 for sums, 4 and 5 for activations (`low` rows in even tiles, `high` rows in odd ones), 6 and 7
-// for weights of `span` inputs. The destructor releases them: the kernel saves tiles in use at every thread switch.
-class TileRows {
+// for weights of `span` inputs.
+void configure_tiles(int64_t low, int64_t high, int64_t span = BLOCK) {
     struct alignas(64) Configuration {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
         uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
         uint8_t rows[16] = {};
     };
-
-  public:
-    TileRows(int64_t low, int64_t high, int64_t span = BLOCK) {
-        Configuration configuration;
-        for (int64_t t = 0; t < 8; t++) configuration.rows[t] = uint8_t(t >= 6 ? span / 2 : t % 2 ? high : low);
-        for (int64_t t = 4; t < 6; t++) configuration.row_bytes[t] = uint16_t(2 * span);
+    const int64_t key = (low << 8 | high) << 8 | span;
+    if (tiles_configured == key) return;
+    tiles_configured = key;
+    Configuration configuration;
+    for (int64_t t = 0; t < 8; t++) configuration.rows[t] = uint8_t(t >= 6 ? span / 2 : t % 2 ? high : low);
+    for (int64_t t = 4; t < 6; t++) configuration.row_bytes[t] = uint16_t(2 * span);
 #if TILES == 1
-        asm volatile("ldtilecfg %0" ::"m"(configuration) : "memory");
+    asm volatile("ldtilecfg %0" ::"m"(configuration));
 #else
-        for (int64_t t = 0; t < 8; t++) tiles[t].rows = configuration.rows[t];
+    for (int64_t t = 0; t < 8; t++) tiles[t].rows = configuration.rows[t];
 #endif
-    }
-    ~TileRows() {
+}
+
+// Releases this thread's tiles after its share of a product: the kernel saves tiles in use at every thread switch.
+void release_tiles() {
+    if (!tiles_configured) return;
+    tiles_configured = 0;
 #if TILES == 1
-        asm volatile("tilerelease" ::);
+    asm volatile("tilerelease" ::);
 #endif
-    }
-};
+}
 
 constexpr int64_t TILE_ROWS = 16, SUM_BYTES = PANEL * sizeof(float);  // rows of a tile; bytes of a row of sums
 constexpr int64_t ROW_SCALARS = 32, TILE_SCALARS = TILE_ROWS * ROW_SCALARS;
 
-// Activations tile by tile: [blocks of 16 rows][blocks of 32 inputs][16][32], valid until the next object exists.
+// Number of groups of inputs whose sums share the rows of tiles (`multiply_merged`).
+constexpr int64_t merged_groups(int64_t rows) { return rows <= 2 ? 4 : rows < 8 ? 2 : 1; }
+
+// Activations tile by tile: [blocks of 16 rows][blocks of 32 inputs][16][32], valid until the next object exists. If
+// groups of inputs are merged, each has the rows of its tiles that follow those of the group before; the others are zero.
 class TiledRows {
     const int64_t blocks;
     uint16_t* tiles;
@@ -107,15 +120,24 @@ class TiledRows {
         tiles = (uint16_t*)((uintptr_t(at_least(memory, count)) + 63) / 64 * 64);
     }
 
-    void copy(int64_t row, const uint16_t* x) const {
-        uint16_t* to = tiles + (row / TILE_ROWS * blocks * TILE_ROWS + row % TILE_ROWS) * ROW_SCALARS;
-        for (int64_t b = 0; b < blocks; b++) std::memcpy(to + b * TILE_SCALARS, x + b * BLOCK, 2 * ROW_SCALARS);
+    // Copies a row. rows: rows of its share, less than 8 if groups of `group` inputs, a multiple of 16, are merged.
+    void copy(int64_t row, const uint16_t* x, int64_t rows, int64_t merged, int64_t group) const {
+        static const uint16_t zeros[BLOCK] = {};
+        const int64_t span = merged == 1 ? BLOCK : std::min(group, BLOCK);
+        uint16_t* const first = tiles + (row / TILE_ROWS * blocks * TILE_ROWS + row % TILE_ROWS) * ROW_SCALARS;
+        for (int64_t i = 0; i < blocks * BLOCK; i += span)
+            for (int64_t m = 0; m < merged; m++) {
+                uint16_t* to = first + i / BLOCK * TILE_SCALARS + i % BLOCK + m * rows * ROW_SCALARS;
+                const uint16_t* from = merged == 1 || i / group % merged == m ? x + i : zeros;
+                span == BLOCK ? std::memcpy(to, from, 2 * BLOCK) : std::memcpy(to, from, BLOCK);
+            }
     }
 
     const uint16_t* data() const { return tiles; }
 };
 
-// The activations of a product's shares of `least` rows and more. Each share begins with a block of tiles.
+// The activations of a product's shares of `least` rows and more. Each share begins with a block of tiles. group: the
+// inputs of groups to be merged, or 0.
 class TiledShares {
     const Product& product;
     int64_t total = 0;
@@ -125,7 +147,7 @@ class TiledShares {
   public:
     bool has_all = true;
 
-    TiledShares(const Product& product, int64_t least) : product(product) {
+    TiledShares(const Product& product, int64_t least, int64_t group = 0) : product(product) {
         const int64_t k = product.form().inputs;
         for (int64_t i = 0; i < product.count; i++) {
             const bool tiled = product.shares[i].rows >= least;
@@ -139,7 +161,8 @@ class TiledShares {
             const Share& share = product.shares[i];
             if (starts[i] >= 0)
                 parallel(threads_of_rows(share.rows, product.threads), share.rows, [&](int64_t r) {
-                    rows.copy(starts[i] + r, product.x + (share.first + r) * k);
+                    rows.copy(starts[i] + r, product.x + (share.first + r) * k, share.rows,
+                              group ? merged_groups(share.rows) : 1, group);
                 });
         }
     }
@@ -176,7 +199,7 @@ void multiply_tiles(const Linear& layer, int64_t panel, const uint16_t* x, int64
         for (int64_t line = first; line < first + lines; line++) __builtin_prefetch(from + 32 * line);
     };
     if (rows <= TILE_ROWS) {
-        const TileRows configured(rows, rows);
+        configure_tiles(rows, rows);
         zero_tiles();
         for (int64_t i = 0; i < k; i += BLOCK) {
             tile_load<4>(x + i * TILE_ROWS, 64);
@@ -190,7 +213,7 @@ void multiply_tiles(const Linear& layer, int64_t panel, const uint16_t* x, int64
         }
         with_all<4>([&](auto j) { tile_store<j>((char*)sums + 64 * j, SUM_BYTES); });
     } else {
-        const TileRows configured(TILE_ROWS, rows - TILE_ROWS);
+        configure_tiles(TILE_ROWS, rows - TILE_ROWS);
         for (int64_t half = 0; half < 2; half++) {
             zero_tiles();
             for (int64_t i = 0; i < k; i += BLOCK) {

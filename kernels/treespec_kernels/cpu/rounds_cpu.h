@@ -323,6 +323,11 @@ class Batched {
         return true;
     }
 
+    bool decline(int64_t reason) {
+        r.declined = reason;
+        return false;
+    }
+
     // Records a tree: what the search found, the columns of a tree that was grown beside it, the kept nodes, the path
     // among them and the chosen tokens.
     void record(int64_t tree, bool drafts, bool grows) const {
@@ -388,11 +393,10 @@ class Batched {
         }
         const std::vector<int64_t> drafts = drafting();
         for (int64_t at = 0; at < int64_t(valid.size()); at++)
-            if (drafts[at % count] && t.active[at] && context[at % count] - valid[at] >= r.max_lag)
-                return !(r.declined = 1);
+            if (drafts[at % count] && t.active[at] && context[at % count] - valid[at] >= r.max_lag) return decline(1);
         const bool grows = std::find(drafts.begin(), drafts.end(), 1) != drafts.end();
         const Time searched = now();
-        if (grows && !grow(drafts)) return !(r.declined = 2);
+        if (grows && !grow(drafts)) return decline(2);
         const double draft = since(searched);
         for (int64_t tree = 0; !grows && tree < count; tree++) trees[tree] = seeds(tree, r.most_found);
         cut();

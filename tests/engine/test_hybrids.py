@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.helpers.calls import calls_of
 from tests.helpers.families import CASES, HYBRIDS, fitting, make_model
 from tests.helpers.models import (
     VOCAB,
@@ -104,12 +105,12 @@ def test_drafts_read_the_prompt_of_samples_once() -> None:
     accepted = []
     for num_reads in (1, 3):
         with (
-            mock.patch.object(SsmDrafter, "read", autospec=True, side_effect=SsmDrafter.read) as reads,
+            calls_of(SsmDrafter, "read") as reads,
             mock.patch.object(pool, "find", pool.find if num_reads == 1 else lambda key: None),
         ):
             (output,) = llm.generate([prompt], params, spec)
         assert tokens_of([output]) == tokens_of([plain])
-        assert sum(len(call.args[2]) for call in reads.call_args_list) == num_reads
+        assert sum(len(requests) for _, _, requests, *_ in reads) == num_reads
         accepted.append(output.metrics.accepted_by_source)
     assert accepted[0] == accepted[1] and accepted[0]["draft"] > 2
     assert_clean(llm)

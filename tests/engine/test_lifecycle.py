@@ -4,13 +4,13 @@ import gc
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from tests.helpers.calls import calls_of, failing
+from tests.helpers.calls import by_the_host, calls_of, failing
 from tests.helpers.models import greedy, open_llm, random_prompts, tiny, tiny_llm, tokens_of
 from tests.helpers.sharing import assert_clean
 from tests.helpers.speech import around_steps, checked
@@ -190,30 +190,23 @@ def test_leaving_a_stream_frees_its_slot() -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_ctrl_c_frees_everything(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_frees_everything(place: str) -> None:
     llm, params = tiny_llm(), greedy(5, temperature=0.8, seed=1, n=2)
-    if place in ("draft", "forward", "commit"):
-        monkeypatch.setattr(llm.engine.host, "rounds", None)  # native rounds take these steps in C++
+    steps = by_the_host(llm) if place in ("draft", "forward", "commit") else nullcontext()
     prompts = random_prompts((1, 30, 64, 70, 5, 5))  # four of twelve samples wait
     before = llm.stats()["requests"]
 
-    with failing(*PLACES[place](llm), KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        llm.generate(prompts, params, TREE)
-    assert_clean(llm)
-    assert llm.stats()["requests"] == before + 2 * len(prompts)
-    stream = llm.stream(prompts[1], greedy(40), TREE)
-    next(stream)
-    if place in (
-        "draft",
-        "forward",
-        "commit",
-        "native round",
-        "update",
-        "observe",
-    ):  # in the middle: some rounds are done
+    with steps:
         with failing(*PLACES[place](llm), KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            list(stream)  # the planner observes several rounds together
-    del stream
+            llm.generate(prompts, params, TREE)
+        assert_clean(llm)
+        assert llm.stats()["requests"] == before + 2 * len(prompts)
+        stream = llm.stream(prompts[1], greedy(40), TREE)
+        next(stream)
+        if place in ("draft", "forward", "commit", "native round", "update", "observe"):  # amid rounds
+            with failing(*PLACES[place](llm), KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+                list(stream)  # the planner observes several rounds together
+        del stream
     assert_clean(llm)
     fresh = tiny_llm(max_num_seqs=4).generate(prompts, params, "off")
     assert tokens_of(llm.generate(prompts, params, TREE)) == tokens_of(fresh)

@@ -1,18 +1,16 @@
 """Rounds that C++ runs ahead of the engine: tokens, ends and pages are those of the host's steps."""
 
 from collections import Counter
-from contextlib import AbstractContextManager
-from unittest import mock
 
 import pytest
 import torch
 
-from tests.helpers.calls import calls_of
+from tests.helpers.calls import by_the_host, calls_of
 from tests.helpers.models import VOCAB, assert_same_tree, greedy, open_llm, random_prompts, tiny, tokens_of
 from tests.helpers.quantized_checkpoints import needs_compiler
 from tests.helpers.sharing import assert_clean
 from tests.helpers.speech import checked, speaking_llm
-from treespec import LLM, RequestOutput, SamplingParams, SpecConfig
+from treespec import RequestOutput, SamplingParams, SpecConfig
 from treespec.drawing.recording import watch
 from treespec.engine.host_executor import HostExecutor
 from treespec.engine.native_rounds import NativeRounds
@@ -26,10 +24,6 @@ SPECS = {"off": "off", "tree": TREE, "auto": SpecConfig()}
 def ends_of(outputs: list[RequestOutput]) -> list[tuple[object, ...]]:
     said = [output.outputs[0] for output in outputs]
     return [(each.token_ids, each.text, each.finish_reason, each.stop_reason) for each in said]
-
-
-def by_the_host(llm: LLM) -> AbstractContextManager[object]:
-    return mock.patch.object(llm.engine.host, "rounds", None)
 
 
 @pytest.mark.parametrize("spec", SPECS)

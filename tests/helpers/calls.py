@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
+from treespec import LLM
+
 
 @contextmanager
 def calls_of(owner: Any, name: str, before: Callable[[list[Any]], object] = lambda _: None) -> Iterator[list[Any]]:
@@ -23,3 +25,8 @@ def calls_of(owner: Any, name: str, before: Callable[[list[Any]], object] = lamb
 def failing(owner: Any, name: str, error: Any) -> AbstractContextManager[mock.Mock]:
     """Let every call of a function fail while the block runs."""
     return mock.patch.object(owner, name, side_effect=error)
+
+
+def by_the_host(llm: LLM) -> AbstractContextManager[object]:
+    """Let the host take all steps of rounds, none of them in C++, while the block runs."""
+    return mock.patch.object(llm.engine.host, "rounds", None)

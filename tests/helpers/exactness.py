@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tests.helpers.calls import by_the_host
 from tests.helpers.models import greedy, random_prompts, tokens_of
 from treespec import LLM, SamplingParams, SpecConfig
 from treespec.outputs import RequestOutput
@@ -61,7 +62,7 @@ def altered_logits(llm: LLM, change: Callable[[Request, TokenTree, Tensor], obje
             change(request, tree, part)
         return result
 
-    with mock.patch.object(llm.engine.runner, "logits", logits), mock.patch.object(llm.engine.host, "rounds", None):
+    with mock.patch.object(llm.engine.runner, "logits", logits), by_the_host(llm):
         yield
 
 

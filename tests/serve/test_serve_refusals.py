@@ -64,6 +64,8 @@ BAD: list[tuple[Any, str, int]] = [
     ({"prompt": "x", "speculation": {"node": 4}}, "speculation: unknown 'node'", 400),
     ({"prompt": "x", "speculation": {"sources": ["suffix"]}}, "use the server's --suffix-tokens 262144", 400),
     ({"prompt": "x", "structured_outputs": {"regex": "("}}, "regex", 400),
+    ({"prompt": "x", "structured_outputs": {"choice": ["a"]}, "min_tokens": 5}, "no token is left at position", 400),
+    ({"prompt": "x", "repetition_penalty": 1e-320}, "penalties or logits_processors produced NaN or infinity", 400),
     ({"prompt": "x", "response_format": {"type": "json_schema"}}, "json_schema and type", 400),
     ({"prompt": "x", "stream": True, "temperature": -1}, "temperature=-1", 400),
     ({"prompt": "x" * 200_000}, "more than 100000 bytes", 413),

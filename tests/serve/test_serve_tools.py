@@ -123,6 +123,14 @@ def test_calls_that_must_be(client: OpenAI, choice: Any) -> None:
     assert {each.finish_reason for each in read} == {"stop" if choice == WEATHER else "tool_calls"}
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_a_function_without_parameters_gets_no_arguments(client: OpenAI, choice: Any) -> None:
+    sampled = {"temperature": 1.0, "seed": 1, "max_tokens": 150, "parallel_tool_calls": False}
+    for answer in answers(client, tools=TOOLS[1:], tool_choice=choice, **sampled):
+        (call,) = answer.message.tool_calls
+        assert call.function.name == "now" and json.loads(call.function.arguments) == {}
+
+
 def test_the_model_sees_the_allowed_tools(client: OpenAI) -> None:
     asked: Any = {"model": NAME, "messages": MESSAGES, "max_tokens": 1}
     only = client.chat.completions.create(**asked, tools=TOOLS[:1])

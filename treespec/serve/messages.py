@@ -170,14 +170,18 @@ class AllowedToolsChoice(Strict):
     allowed_tools: AllowedTools
 
 
+# As OpenAI defines it, a function without `parameters` takes none.
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
 def calls_schema(functions: list[Function], max_calls: int | None, only_arguments: bool) -> dict[str, Any]:
     """Return the schema of calls, or of one function's arguments. Raises ConfigError if definitions share a name."""
     if only_arguments:
-        return functions[0].parameters or {"type": "object", "properties": {}}
+        return functions[0].parameters or _NO_PARAMETERS
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
     for function in functions:
-        arguments = dict(function.parameters or {"type": "object", "properties": {}})
+        arguments = dict(function.parameters or _NO_PARAMETERS)
         for keyword in ("$defs", "definitions"):  # references are relative to the root
             for name, definition in (arguments.pop(keyword, None) or {}).items():
                 if definitions.setdefault(keyword, {}).setdefault(name, definition) != definition:

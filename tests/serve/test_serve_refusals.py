@@ -73,6 +73,7 @@ BAD: list[tuple[Any, str, int]] = [
     ({"messages": [{"role": "user", "content": ["x"] * 2049}] * 2}, "4098 parts; valid: at most 4096", 400),
     ({"messages": MESSAGES * 1025}, "at most 1024", 400),
     ({"messages": []}, "no messages", 400),
+    ({"messages": [{"role": "user", "content": {"type": "text", "text": "x"}}]}, "messages.0.content", 400),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content part", 400),
     ({"prompt": "x", "rounds": True}, "rounds=true requires stream=true", 400),
     ({"prompt": ["x", "y"], "rounds": True, "stream": True}, "2 prompts with rounds=true", 400),

@@ -28,7 +28,7 @@ TOOLS: list[Any] = [
 MESSAGES: list[Any] = [{"role": "user", "content": "Rome?"}]
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}{% for message in messages %}"
-    "{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}"
+    "{{ message.role + ': ' + message.content }}{% for call in message.tool_calls or [] %}"
     "<tool_call>{{ call.function.name }} {{ call.function.arguments.city }}{% endfor %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% if think %}<think>{% endif %}{% endif %}{# </think> #}"
 )
@@ -156,11 +156,11 @@ def test_schemas_share_definitions(client: OpenAI) -> None:
 def test_a_conversation_with_calls(client: OpenAI) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     messages: Any = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    messages += [{"role": "tool", "tool_call_id": "a", "content": "rain"}]
+    messages += [{"role": "tool", "tool_call_id": "a", "content": content} for content in ("rain", None)]
     url = str(client.base_url).replace("/v1/", "")
     tokens = httpx2.post(f"{url}/tokenize", json={"messages": messages, "tools": TOOLS}).json()["tokens"]
     text = httpx2.post(f"{url}/detokenize", json={"tokens": tokens}).json()["prompt"]
-    assert text == "weather\nnow\nuser: Rome?\nassistant: <tool_call>weather Oslo\ntool: rain\nassistant:"
+    assert text == "weather\nnow\nuser: Rome?\nassistant: <tool_call>weather Oslo\ntool: rain\ntool: \nassistant:"
     answer = client.chat.completions.create(model=NAME, messages=messages, tools=TOOLS, max_tokens=2)
     assert answer.usage is not None and answer.usage.prompt_tokens == len(tokens)
 

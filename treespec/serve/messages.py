@@ -35,11 +35,11 @@ Calls = TypeAliasType("Calls", Annotated[list[CallInMessage], FailFast()])
 
 
 class Message(BaseModel):
-    """A message; its content and extra fields are for the chat template and are checked by `treespec.text.chat`."""
+    """A message; its parts and extra fields are for the chat template and are checked by `treespec.text.chat`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
-    content: Any = None
+    content: str | list[Any] | None = None
     tool_calls: Calls | None = None
 
     def for_template(self) -> dict[str, Any]:
@@ -47,7 +47,8 @@ class Message(BaseModel):
         message = self.model_dump(exclude_unset=True)
         if message["role"] == "developer":  # OpenAI's newer name for the system role
             message["role"] = "system"
-        if self.role == "assistant" and self.content is None:  # a message of calls; templates would print None
+        # A message of calls, or an empty result: templates may append the content to a text.
+        if self.content is None and (self.role == "assistant" or "content" in message):
             message["content"] = ""
         return message
 

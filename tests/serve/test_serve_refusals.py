@@ -36,6 +36,7 @@ BAD: list[tuple[Any, str, int]] = [
     ("{", "not JSON", 400),
     ("3", "body=3: ", 400),
     (DEEP, "", 400),
+    (b'{"prompt": "\xff"}', "the body is not JSON: UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff", 400),
     ({"prompt": "x", "model": "absent"}, "model 'absent'", 404),
     ({}, "prompt: Field required", 400),
     ({"prompt": []}, "pass at least one prompt", 400),
@@ -93,9 +94,9 @@ BAD: list[tuple[Any, str, int]] = [
 
 @pytest.mark.parametrize(("body", "message", "status"), BAD)
 def test_bad_bodies(url: str, body: Any, message: str, status: int) -> None:
-    text = body if isinstance(body, str) else json.dumps(body)
+    text = body if isinstance(body, str | bytes) else json.dumps(body)
     paths = {'"messages"': "/v1/chat/completions", '"input"': "/v1/responses"}
-    path = next((path for name, path in paths.items() if name in text), "/v1/completions")
+    path = next((path for name, path in paths.items() if name in str(text)), "/v1/completions")
     answer = httpx2.post(url + path, content=text, headers={"content-type": "application/json"}, timeout=PATIENCE)
     error = answer.json()["error"]
     assert answer.status_code == status and message in error["message"], answer.text
@@ -140,6 +141,7 @@ def test_other_paths(url: str) -> None:
         assert answer.headers.get("allow") == ("POST" if status == 405 else None)
     plain = httpx2.post(f"{url}/v1/completions", content='{"prompt": "x"}', headers={"content-type": "text/plain"})
     assert plain.status_code == 400, "a web page could send this without asking"
+    assert "Content-Type: application/json" in plain.json()["error"]["message"]
 
 
 def test_keys_hosts_and_sizes(engine: AsyncLLM, url: str) -> None:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from treespec.errors import TreespecError, short_repr
+from treespec.errors import TreespecError, describe_error, short_repr
 from treespec.serve.options import LOOPBACK, ServerOptions
 
 INTERNAL_ERROR = "an internal error; see the server's log"
@@ -66,12 +66,16 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return error_response(f"the body is not JSON: {first['ctx']['error']}", 400)
+        if isinstance(first["input"], bytes):  # FastAPI reads no other types as JSON
+            return error_response("send the body as JSON, with the header Content-Type: application/json", 400)
         path = [str(key) for key in first["loc"] if key != "body"]
         name = ".".join(path)[:_LONGEST_NAME] or "body"
         value = "" if first["type"] == "missing" else f"={short_repr(first['input'])}"
         return error_response(f"{name}{value}: {first['msg']}", 400, path[0] if path else None)
     if isinstance(error, StarletteHTTPException):
-        message = f"{request.method} {request.url.path[:100]}: {error.detail}"
+        cause = error.__cause__  # of FastAPI's "error parsing the body": not UTF-8, or nested too deeply
+        detail = error.detail if cause is None else f"the body is not JSON: {describe_error(cause)}"
+        message = f"{request.method} {request.url.path[:100]}: {detail}"
         return error_response(message, error.status_code, headers=error.headers)  # the Allow header of a 405
     if isinstance(error, TreespecError):
         message = str(error)

@@ -240,7 +240,7 @@ class ChatBody(TemplateFields, GenerationBody):
 
     def check(self) -> None:
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ConfigError("top_logprobs requires logprobs=true")
         names = [tool.function.name for tool in self.tools or ()]
         if repeated := {name for name in names if names.count(name) > 1}:

@@ -28,6 +28,7 @@ def test_a_request_that_takes_too_long_ends(engine: AsyncLLM, llm: LLM) -> None:
         client_of(url) as client,
         llm.add_round_observer(lambda record: time.sleep(0.02)),
     ):
+        failed = metrics(url)["failed_requests_total"]
         with pytest.raises(openai.InternalServerError, match=r"more than 0\.3 s \(--request-timeout\)") as caught:
             client.completions.create(**arguments)
         assert caught.value.status_code == 504
@@ -35,6 +36,7 @@ def test_a_request_that_takes_too_long_ends(engine: AsyncLLM, llm: LLM) -> None:
         with pytest.raises(openai.APIError, match=r"more than 0\.3 s"):
             assert [*stream]
         wait_until(lambda: llm.engine.scheduler.is_idle)
+        assert metrics(url)["failed_requests_total"] - failed == 2
     assert 0 < llm.stats()["generated_tokens"] - before < 800
     with serving(engine, request_timeout=PATIENCE) as url, client_of(url) as client:
         assert client.completions.create(**arguments | {"max_tokens": 4}).choices

@@ -139,9 +139,11 @@ class Server:
             for event in answer.closing():
                 yield event
         except ServerError as error:
+            self._count_error(error)
             for event in answer.failure(error):
                 yield event
-        except Exception:
+        except Exception as error:
+            self._count_error(error)
             logger.exception("request %s failed", answer.request_id)
             for event in answer.failure(ServerError(INTERNAL_ERROR)):
                 yield event
@@ -270,12 +272,16 @@ class Server:
         return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
 
     async def on_error(self, request: Request, error: Exception) -> Response:
-        """Return an error response; count the request unless the engine has (invalid prompts)."""
+        """Return an error response."""
         generating = (self.completions, self.chat, self.responses)
-        generates = request.scope.get("endpoint") in generating and request.method == "POST"
-        if generates and not isinstance(error, RequestError | ServerError):
-            self._metrics.num_refused += 1
+        if request.scope.get("endpoint") in generating and request.method == "POST":
+            self._count_error(error)
         return await on_error(request, error)
+
+    def _count_error(self, error: Exception) -> None:
+        """Count a request, unless the engine has (invalid prompts, failures in rounds) or its client disconnected."""
+        if not isinstance(error, RequestError) and (not isinstance(error, ServerError) or error.status >= 503):
+            self._metrics.num_refused += 1
 
     async def health(self) -> Response:
         """Answer 200 as long as the engine can run rounds, and 503 afterwards."""

@@ -26,7 +26,7 @@ class ServerMetrics(Collector):
 
     def __init__(self, engine: Engine, model: str):
         self.registry = registry = CollectorRegistry()
-        self.num_refused = 0  # requests rejected before they reached the engine
+        self.num_refused = 0  # requests rejected before they reached the engine, or ended by the server
         registry.register(self)
         self._engine, self._model, labels = engine, model, ["model_name"]
         self._times = [

@@ -48,6 +48,7 @@ FORMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "terminals": (lambda: {"grammar": doubling(20)}, "terminal T10 of grammar, with the terminals it references, has"),
     "a rule": (lambda: {"grammar": "start: " + '"a"? ' * 12_000}, "rule start has 12000 optional"),
+    "a word": (lambda: {"grammar": "a" * 99_999}, "grammar cannot be compiled"),
     "a grammar": (lambda: {"grammar": "start: " + '"a" ' * 60_000}, "grammar has 240007 characters"),
 }
 
@@ -74,6 +75,12 @@ def test_what_is_hostile_ends_as_its_own_requests_error(name: str) -> None:
     assert message in str(bad.error) and len(str(bad.error)) < 400
     assert bad.outputs[0].finish_reason == "error" and good.outputs == alone
     assert_clean(llm)
+
+
+def test_a_terminal_does_not_reference_the_words_of_literals_comments_and_directives() -> None:
+    grammar = 'start: SAY-YES NO\nSAY-YES: "SAY" // SAY-YES\nNO: /NO/\nSPACE: / /\n%ignore SPACE'
+    (output,) = speaking_llm().generate("x", asked({"grammar": grammar}, 16), TREE)
+    assert output.error is None and "SAYNO".startswith((output.outputs[0].text or "").replace(" ", ""))
 
 
 LARGE: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[str], bool]]] = {

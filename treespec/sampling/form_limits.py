@@ -22,8 +22,13 @@ MAX_MULTIPLE = 100_000  # automaton states of `multipleOf`, one per remainder
 
 # Operators of optional, repeated or empty parts; "(?" opens a group, and [] is Lark's syntax.
 _OPTIONAL = r"(?<!\()\?|[*{]|\|\)|\(\||\|\||\(\)"
-_DEFINITION = re.compile(r"^[ \t]*[!?]*([A-Za-z_]\w*)(?:\[[^\n\]]*\]|\{[^\n}]*\}|[^\n:\"/\[{])*:", re.MULTILINE)
-_TERMINAL = re.compile(r"\b[A-Z_][A-Z0-9_]*\b")
+# A rule, a terminal, or a directive such as %ignore. The name is possessive to keep the search linear.
+_DEFINITION = re.compile(
+    r"^[ \t]*(?:[!?]*([A-Za-z_][\w-]*+)(?:\[[^\n\]]*\]|\{[^\n}]*\}|[^\n:\"/\[{])*:|%)", re.MULTILINE
+)
+_NAME = re.compile(r"[A-Za-z_][\w-]*")
+# Strings, regexes, special tokens and comments; likewise linear, because the closing delimiter is optional.
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\])+/?|<[^<>\s]+>|(?:#|//)[^\n]*')
 _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.\w]+)')
 _COMBINES = re.compile('"(?:allOf|anyOf|oneOf|\\$ref|\\$dynamicRef)"')  # may combine several multiples
 
@@ -51,19 +56,27 @@ def check_lark(grammar: str) -> None:
     A terminal expands to one regex that inlines all referenced terminals: twenty lines can expand to a million parts.
     """
     _check_multiples(grammar, combined=True)
-    definitions = list(_DEFINITION.finditer(grammar))
+    code = _LITERAL.sub(lambda match: " " * len(match[0]), grammar)  # SELECT: "SELECT" does not reference itself
+    definitions = list(_DEFINITION.finditer(code))
     ends = [*(match.start() for match in definitions[1:]), len(grammar)]
-    bodies = {match[1]: grammar[match.end() : end] for match, end in zip(definitions, ends, strict=False)}
+    spans = {
+        match[1] or f"%IGNORE-{match.start()}": slice(match.end(), end)
+        for match, end in zip(definitions, ends, strict=False)
+    }
+    terms = {
+        name: [term for term in _NAME.findall(code[span]) if term.isupper() and term in spans] if name.isupper() else []
+        for name, span in spans.items()
+    }
 
     @cache
     def expanded(name: str) -> tuple[int, int]:
         """Return the characters and parts of a rule, or of a terminal including the terminals it references."""
-        references = [term for term in _TERMINAL.findall(bodies[name]) if term in bodies] if name.isupper() else []
-        sizes = [(len(bodies[name]), _num_parts(bodies[name], _OPTIONAL + r"|\[")), *map(expanded, references)]
+        body = grammar[spans[name]]
+        sizes = [*map(expanded, terms[name]), (len(body), _num_parts(body, _OPTIONAL + r"|\["))]
         return sum(length for length, _ in sizes), sum(num_parts for _, num_parts in sizes)
 
     try:
-        sizes = {name: expanded(name) for name in bodies}
+        sizes = {name: expanded(name) for name in spans}
     except RecursionError:
         raise RequestError(
             "structured_outputs: terminals of grammar reference each other in a cycle or too deeply"

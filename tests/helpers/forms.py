@@ -61,7 +61,7 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[str], Any]]] = {
     ),
     "choice": ({"choice": CHOICES}, CHOICES.__contains__),
     "lark": (
-        {"grammar": 'start: sum\nsum: term ("+" term)?\nterm: /[0-9]{1,3}/ | "(" sum ")"'},
+        {"grammar": '?start: sum\nsum: term ("+" term)?\nterm: /[0-9]{1,3}/ | "(" sum ")"'},
         lambda text: re.fullmatch(r"[0-9+()]+", text) and text.count("(") == text.count(")"),
     ),
     "gbnf": (

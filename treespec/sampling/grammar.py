@@ -181,7 +181,8 @@ def _source(form: StructuredOutputsParams) -> str:
         # A single terminal, because the parser follows at most 2,000 rules at a time.
         return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, form.choice)))
     if form.grammar is not None:
-        source = grammar_from("grammar", form.grammar)
+        # llguidance would take Lark without the line "start:" for GBNF, such as "?start: sum".
+        source = grammar_from("grammar" if "::=" in form.grammar else "lark", form.grammar)
         check_lark(source)
         return source
     schema = {"type": "object"} if form.schema is None else json.loads(form.schema)
@@ -197,9 +198,9 @@ def _source(form: StructuredOutputsParams) -> str:
 
 
 def _reason(parser: "LLMatcher") -> str:
-    """Return the parser's error message on one line."""
+    """Return the parser's error message on one line, without most of a long line of the grammar that it repeats."""
     message = " ".join(parser.get_error().removesuffix("<non-verbose/>").split())
-    return "no token of the model can continue the text" if message == "NoExtensionBias" else message
+    return "no token of the model can continue the text" if message == "NoExtensionBias" else message[:300]
 
 
 class Grammar:

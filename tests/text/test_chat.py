@@ -274,6 +274,9 @@ def test_a_conversation_in_the_terminal(
         ran = run(*command, stdin=f"{USER['content']}\n{again['content']}\n")
     assert ran.stdout == f"{begun['content']}\n{answered(USER, begun, again)['content']}\n"
 
+    message = "error: a message from stdin is not utf-8: invalid start byte b'\\xff'; convert it\n"
+    assert run("chat", stdin=b"caf\xff\n", code=2).stderr == message
+
     lend(open_llm(model_folder(tmp_path / "bare", None)), monkeypatch)
     assert "no chat template" in run("chat", code=2).stderr
     assert "--temperature" in run("chat", "--top-p", 0.5, code=2).stderr

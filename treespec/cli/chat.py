@@ -71,6 +71,9 @@ def _next_message() -> str | None:
         text = input("> " if typed else "").strip()
     except EOFError:
         return None
+    except UnicodeDecodeError as error:
+        bad = error.object[error.start : error.end]
+        raise UsageError(f"a message from stdin is not {error.encoding}: {error.reason} {bad!r}; convert it") from None
     except KeyboardInterrupt:  # perhaps intended for an answer that has just ended, so the conversation continues
         if not typed:
             raise

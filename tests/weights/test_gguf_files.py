@@ -94,12 +94,13 @@ def test_split_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "place, change, message",
     [
-        (slice(0, 4), b"GGML", "it starts with b'GGML' instead of b'GGUF'"),
+        (slice(0, 4), b"GGML", "it starts with b'GGML' instead of b'GGUF'; download it again"),
+        (slice(None), b"version https://git-lfs.github.com/spec/v1\n", "it is a Git LFS pointer; run `git lfs pull`"),
         (slice(4, 8), struct.pack("<I", 1), "version 0x1; supported: 2 and 3"),
         (slice(4, 8), struct.pack(">I", 3), "in big-endian byte order"),
         (slice(-1000, None), b"", r"truncated: the tensor '.*' ends at byte .*; download"),
         (slice(500, None), b"", "truncated: its header goes beyond the file's 500 bytes"),
-        (slice(None), b"", "cannot mmap an empty file"),
+        (slice(None), b"", "empty; download it again"),
         (slice(16, 24), struct.pack("<Q", 2**63), "truncated|unknown type|twice"),
     ],
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from treespec_weights.blocks import FORMS, Blocks
 from treespec_weights.dtypes import LOADABLE, TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, Problem
-from treespec_weights.files import file_inside, is_plain_name, read_json, resolve_folder
+from treespec_weights.files import file_inside, is_plain_name, read_json, remedy, resolve_folder
 from treespec_weights.gguf.reader import read_gguf
 from treespec_weights.gguf.tensors import GgufTensors
 from treespec_weights.text_part import is_composite, text_names
@@ -95,7 +95,7 @@ class Checkpoint:
                 problems += error.problems
                 continue
             except (SafetensorError, OSError, ValueError) as error:
-                problems.append(Problem("file", repr(file), f"not a valid safetensors file: {error}"))
+                problems.append(Problem("file", repr(file), f"not a valid safetensors file: {error}; {remedy(path)}"))
                 continue
             tensors |= infos
             handles[file] = handle

@@ -14,7 +14,7 @@ from torch import Tensor
 from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.errors import CheckpointConfigError, CheckpointError, Problem, UnsupportedModelError
 from treespec_weights.families import LLAMA, family_of
-from treespec_weights.files import file_inside
+from treespec_weights.files import file_inside, remedy
 from treespec_weights.load import cast, expected_tensors
 from treespec_weights.rules import FamilyRules, ModelShape
 
@@ -116,7 +116,7 @@ class DraftTensors:
             try:
                 stored = load_file(path)
             except (SafetensorError, OSError, ValueError) as error:
-                message = f"not a valid safetensors file: {error}"
+                message = f"not a valid safetensors file: {error}; {remedy(path)}"
                 raise CheckpointError.of(folder, "file", MEDUSA_SAFETENSORS, message) from error
         else:
             with Checkpoint.open(folder) as checkpoint:

@@ -110,6 +110,13 @@ def file_inside(folder: Path, name: str) -> Path:
     return real
 
 
+def remedy(path: Path) -> str:
+    """Return how to replace a malformed file; a clone without Git LFS holds pointers instead of files."""
+    with path.open("rb") as file:
+        is_pointer = file.read(128).startswith(b"version https://git-lfs")
+    return "it is a Git LFS pointer; run `git lfs pull` in its folder" if is_pointer else "download it again"
+
+
 def is_plain_name(name: str) -> bool:
     """Return whether `name` is one path component on every platform: no separator, drive, `..` or control character."""
     return (

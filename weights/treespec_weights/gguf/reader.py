@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treespec_weights.errors import CheckpointError
+from treespec_weights.files import remedy
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -106,6 +107,8 @@ def _read_part(path: Path) -> GgufFile:
 def _read_header(path: Path, mtime_ns: int, size: int) -> GgufFile:
     ggml = gguf_package(path)
     try:
+        if not size:
+            raise ValueError("empty; download it again")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(_Cursor(data), path, ggml)
     except (ValueError, RecursionError) as error:
@@ -118,7 +121,7 @@ def _read_header(path: Path, mtime_ns: int, size: int) -> GgufFile:
 def _parse(cursor: "_Cursor", path: Path, ggml: ModuleType) -> GgufFile:
     """Parse a header. Raises ValueError if it is malformed."""
     if (magic := cursor.take(4)) != MAGIC:
-        raise ValueError(f"it starts with {magic!r} instead of {MAGIC!r}")
+        raise ValueError(f"it starts with {magic!r} instead of {MAGIC!r}; {remedy(path)}")
     version = cursor.number("I")
     if version not in VERSIONS:
         order = ", in big-endian byte order" if version & 0xFFFF == 0 else ""

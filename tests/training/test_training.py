@@ -236,6 +236,7 @@ def test_clusters() -> None:
     ("changes", "message"),
     [
         ({"ssms": 9}, "ssms=9; valid: an int from 0 to 8"),
+        ({"seed": -1}, "seed=-1; valid: an int from 0 to 18446744073709551615"),
         ({"ssms": 0}, "ssms=0 trains nothing; pass table"),
         ({"minutes": 0.0}, "minutes=0.0; valid: more than 0"),
         ({"tokens": 5, "minutes": 1.0}, "minutes and tokens exclude each other"),

@@ -66,6 +66,7 @@ def test_grow_refuses(tmp_path: Path) -> None:
         (source, free, ["--size=1K"], "--size 0.001M: this model can grow to"),
         (source, free, ["--size=6M", "--vocab=10"], "--vocab 10: the model has"),
         (source, free, [], "--size"),
+        (source, free, ["--size=6M", f"--seed={2**64}"], "--seed"),
         (source, source / "b", ["--size=6M"], " is in "),
         (source, free, ["--size=999999B"], "GB needed"),
         (broken, free, ["--size=6M"], "tokenizer.json"),

@@ -72,7 +72,7 @@ class TrainingSettings:
     max_tokens: int = option(160, least=2)
     synthetic: float | None = option(None, least=0.0, most=1.0)
     head: str | None = option(None, choices=HEADS)
-    seed: int = 0
+    seed: int = option(0, least=0, most=2**64 - 1)
     device: str = "auto"
     resume: bool = False
 

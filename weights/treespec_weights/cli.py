@@ -124,7 +124,7 @@ def grow(
     destination: Destination,
     size: Annotated[str, typer.Option(help="Number of parameters: 120M, 0.5B, 7B.", show_default=False)],
     vocab: Annotated[int | None, typer.Option(min=1, help="Tokens. [default: unchanged]", show_default=False)] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of the random weights.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Write a larger model that computes the same function, to measure the cost of its size with real acceptance."""

@@ -473,6 +473,15 @@ def test_a_folder_with_something_else_is_refused(target: Path, data: Path, tmp_p
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(ConfigError, match="is not empty; use --resume"):
         train_drafts(target, [data], tmp_path, tokens=10)
+    with pytest.raises(ConfigError, match="holds no run to resume; choose another --out"):
+        train_drafts(target, [data], tmp_path, tokens=10, resume=True)
+    (tmp_path / "work").mkdir()
+    stored = TrainingSettings(target, [data], tmp_path, tokens=10).stored()
+    (file := tmp_path / "work" / "settings.json").write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match=r"with other settings: \{'tokens': 10, 'seed': 0\}; repeat them"):
+        train_drafts(target, [data], tmp_path, tokens=20, seed=4, resume=True)
+    file.unlink()
+    file.parent.rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 

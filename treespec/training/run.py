@@ -83,10 +83,12 @@ class TrainingRun:
         if file.exists() or (out.exists() and any(out.iterdir())):
             if not settings.resume:
                 raise ConfigError(f"{out} exists and is not empty; use --resume to continue its run, or another --out")
-            stored = json.loads(file.read_text()) if file.exists() else None
-            if stored != settings.stored():
+            if not file.exists():
+                raise ConfigError(f"{out} is not empty and holds no run to resume; choose another --out")
+            stored, given = json.loads(file.read_text()), settings.stored()
+            if other := {name: stored.get(name) for name in given if stored.get(name) != given[name]}:
                 raise ConfigError(
-                    f"{out} holds a run with other settings: {stored}; repeat them, or choose another --out"
+                    f"{out} holds a run with other settings: {other}; repeat them, or choose another --out"
                 )
 
     @cached_property

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shlex
 import shutil
 import signal
 from contextlib import closing
@@ -32,7 +33,7 @@ from treespec.training.draft_vocabulary import choose_vocabulary, rows_of_tokens
 from treespec.training.lessons import TOP, Lessons, LessonWriter, best_batch, prompts_of_shard, shard_path
 from treespec.training.loop import AVERAGED, Budget, Paused, PauseRequest, average_weights, optimizers_for
 from treespec.training.muon import Float32Muon, orthogonalize
-from treespec.training.report import measure_drafts
+from treespec.training.report import TrainingReport, measure_drafts
 from treespec.training.run import TrainingRun, by_benefit, held_out, train_drafts
 from treespec.training.settings import TrainingSettings
 from treespec.training.sizing import choose_size, measure_level
@@ -467,6 +468,14 @@ def test_a_killed_run_resumes_to_the_same_weights(target: Path, data: Path, trai
     train_drafts(target, [data], out, resume=True, **OPTIONS)
     assert weights_of(out) == weights_of(trained)
     assert not list(out.rglob(".*.tmp"))
+
+
+def test_the_printed_command_quotes_its_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = TrainingReport(1.0, (), 1, {"ssm-1": 0.5}, 0)
+    monkeypatch.setattr("treespec.training.run.train_drafts", lambda **_: report)
+    printed = run("train", "--target", "my model", "--out", "my drafts").stdout.splitlines()[-1]
+    draft = str(Path("my drafts") / "ssm-1")
+    assert shlex.split(printed) == ["treespec", "generate", "--model", "my model", "--draft", draft, "..."]
 
 
 def test_a_folder_with_something_else_is_refused(target: Path, data: Path, tmp_path: Path) -> None:

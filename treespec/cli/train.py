@@ -1,6 +1,7 @@
 """`treespec train`: train draft models for a target."""
 
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -37,5 +38,5 @@ def train(as_json: Json = False, **settings: Any) -> None:
         print_json(report.as_dict())
         return
     typer.echo(str(report))
-    names = " ".join(f"--draft {out / name}" for name in [*report.agreement][: report.recommended])
-    typer.echo(f'\ntreespec generate --model {settings["target"]} {names} "..."')
+    drafts = [word for name in [*report.agreement][: report.recommended] for word in ("--draft", str(out / name))]
+    typer.echo(f'\n{shlex.join(["treespec", "generate", "--model", settings["target"], *drafts])} "..."')

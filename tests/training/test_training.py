@@ -478,6 +478,13 @@ def test_the_printed_command_quotes_its_paths(monkeypatch: pytest.MonkeyPatch) -
     assert shlex.split(printed) == ["treespec", "generate", "--model", "my model", "--draft", draft, "..."]
 
 
+def test_messages_need_a_chat_template(target: Path, tmp_path: Path) -> None:
+    (data := tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}')
+    with pytest.raises(ConfigError, match=r"chats.jsonl: 'messages', but .* has no chat template; pass prompt or text"):
+        train_drafts(target, [data], tmp_path / "out", tokens=10)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_with_something_else_is_refused(target: Path, data: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(ConfigError, match="is not empty; use --resume"):

@@ -183,7 +183,11 @@ class TrainingRun:
 
         if spent() < 1:
             synthetic, paths = self.synthetic, [Path(path) for path in settings.data]
-            prompts = read_training_prompts(paths, has_chat_template(self.checked_tokenizer())) if paths else []
+            chat = has_chat_template(self.checked_tokenizer())
+            prompts = read_training_prompts(paths, chat) if paths else []
+            if not chat and any(isinstance(part, dict) for prompt in prompts for part in prompt.content[:1]):
+                names = ", ".join(map(str, paths))
+                raise ConfigError(f"{names}: 'messages', but {self.target} has no chat template; pass prompt or text")
             llm = self.llm
             self.begin()
             self.free("_opened")

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, WatermarkingConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria, WatermarkingConfig
 
 import treespec.hf
 from tests.helpers.architectures import VOCAB, make_model, random_ids
-from tests.helpers.models import add_noise
+from tests.helpers.models import add_noise, randomize
+from tests.helpers.walk import tiny_config
 from tests.hf.test_hf_accelerate import PAD, TREES, Raises, padded_prompts
 from treespec import SpecConfig
 from treespec.errors import ConfigError, DraftError, ModelError, RequestError
@@ -72,6 +73,17 @@ def test_greedy_tokens_are_transformers_own(name: str, model: Any, draft: Any) -
             found = by_trees(model, inputs, do_sample=False, drafts=drafts, spec=TREES, **GREEDY[name])
             assert found.dtype == wanted.dtype and torch.equal(found, wanted), drafts
         assert name != "plain" or treespec.hf.last_metrics(model).acceptance_length > 2
+
+
+def test_a_model_for_images_decodes_text() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("gemma3")).eval()
+    with torch.no_grad():
+        randomize(model, gain=1.5, head_gain=1.5)
+    wanted = model.generate(**one_prompt(), do_sample=False, max_new_tokens=8)
+    assert torch.equal(by_trees(model, one_prompt(), max_new_tokens=8), wanted)
+    images = {"image": model.get_input_embeddings()(one_prompt()["input_ids"])}
+    with pytest.raises(ConfigError, match="mm_encoder_outputs: not supported"):
+        by_trees(model, one_prompt(), max_new_tokens=8, mm_encoder_outputs=images)
 
 
 @pytest.mark.parametrize("times", [1, 2, 7])

@@ -91,6 +91,8 @@ def read_padding(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[int
         cache = remaining.pop(name, None)
         if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
             raise ConfigError("past_key_values: the engine uses its own cache; pass the whole prompt as input_ids")
+    if remaining.get("mm_encoder_outputs") == {}:  # what transformers prepares if a model for images gets only text
+        del remaining["mm_encoder_outputs"]
     unsupported = sorted(name for name, value in remaining.items() if value is not None and name not in _PREPARED)
     if unsupported:
         valid = "input_ids, attention_mask, drafts, spec, token_streamer, exact, and fields of GenerationConfig"

@@ -13,13 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.models.stablelm import modeling_stablelm
 
 from tests.helpers.architectures import VOCAB, continuations, logits_after, make_model, open_adapter_llm, saved
 from tests.helpers.exactness import Run, assert_exact, differences, run
 from tests.helpers.faults import decoder_with
 from tests.helpers.models import OracleDrafter, greedy, make_llama, new_folder, quick_start, random_prompts
-from treespec import LLM, SamplingParams, SpecConfig
+from tests.helpers.walk import tiny_config
+from treespec import LLM, SamplingParams, SpecConfig, hf
 from treespec.adapter.decoder import AdapterDecoder
 from treespec.adapter.route import Window, configs_of, routed, window_below
 from treespec.adapter.source import Source
@@ -224,6 +226,13 @@ def test_architectures_that_cannot_run(kind: str, reason: str) -> None:
         assert kind in str(caught.value)
     with pytest.raises(CheckpointError, match="is not supported"):
         open_adapter_llm(folder, backend="native")
+
+
+def test_a_native_hybrid_in_memory_is_told_to_use_its_folder() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("mamba2")).eval()
+    for use in (LLM, hf.accelerate):
+        with pytest.raises(ModelError, match=r"recurrent state.*open its folder, which runs natively"):
+            use(model)
 
 
 def test_remote_code_is_never_run(tmp_path: Path) -> None:

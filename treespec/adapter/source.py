@@ -18,6 +18,7 @@ from treespec_weights.checkpoint import Checkpoint
 from treespec_weights.documents import CONFIG, read_config, read_generation_config
 from treespec_weights.dtypes import DTYPES
 from treespec_weights.errors import CheckpointError, Problem
+from treespec_weights.families import FAMILIES
 from treespec_weights.files import resolve_folder
 from treespec_weights.hub import is_hub_id
 
@@ -95,7 +96,7 @@ class Source:
 
     @classmethod
     def _of(cls, folder: Path, config: Any, model: nn.Module | None, generation: dict[str, Any]) -> "Source":
-        _check_kind(folder, config)
+        _check_kind(folder, config, model is not None)
         text = config.get_text_config(decoder=True)
         keys = ("max_position_embeddings", "max_sequence_length", "max_target_positions")
         positions = next((size for key in keys if (size := getattr(text, key, None))), 2048)
@@ -203,7 +204,7 @@ def progress_bars_on_terminals() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
-def _check_kind(folder: Path, config: Any) -> None:
+def _check_kind(folder: Path, config: Any, in_memory: bool) -> None:
     """Reject models with state other than K/V, based on their names: the probe would reject them without a reason."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -217,9 +218,10 @@ def _check_kind(folder: Path, config: Any) -> None:
     states = sorted(kind for kind in kinds if any(name in str(kind) for name in _STATES))
     if getattr(architecture, "_is_stateful", False) or states:
         names = f" ({', '.join(states)})" if states else ""
+        native = in_memory and config.model_type in FAMILIES
         raise ModelError(
             f"{label}: {architecture.__name__} keeps a recurrent state{names}, which cannot be rolled back when a "
-            "branch of a token tree is rejected"
+            "branch of a token tree is rejected" + native * "; save the model and open its folder, which runs natively"
         )
 
 

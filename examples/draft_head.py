@@ -2,8 +2,8 @@
 
 HEAD is a published head of TARGET (EAGLE, DFlash, Medusa and others: docs/models.md), or one that is trained here:
 
-    treespec train --target embedded --data docs --head eagle3 --out head --minutes 60
-    python examples/draft_head.py head/eagle3
+    treespec train --target embedded --data docs --head state-ssm --out head --minutes 60
+    python examples/draft_head.py head/state-ssm
 """
 
 import sys

@@ -10,14 +10,19 @@ from unittest import mock
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
+from typer.main import get_command
 
 from tests.helpers.commands import ROOT, lend, run
 from tests.helpers.scripts import load_script
+from treespec.cli import app
 from treespec.startup import smollm2
+from treespec.training.settings import TrainingSettings
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 
 
 def fenced(before: str) -> str:
@@ -97,6 +102,19 @@ def test_links_lead_somewhere() -> None:
         assert len(paths) > 10 or path.name != "README.md"
         assert not [link for link in paths if not (path.parent / link).exists()]
     assert DOCS and all(f"(docs/{path.name})" in README for path in DOCS)
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *DOCS, *EXAMPLES], ids=lambda path: path.name)
+def test_commands_have_their_options(path: Path) -> None:
+    """Lines that are a command, also in the docstrings of examples; of training, the values are checked, too."""
+    text = path.read_text(encoding="utf-8").replace("\\\n", "")
+    names = "|".join(COMMANDS)
+    for line in re.findall(rf"^ *(?:\.venv/bin/|nice -n 15 )?treespec ((?:{names}) .*)$", text, flags=re.MULTILINE):
+        name, *arguments = shlex.split(line, comments=True)
+        options = COMMANDS[name].make_context(name, arguments).params
+        if name == "train":
+            del options["as_json"]
+            TrainingSettings(**{key: value for key, value in options.items() if value is not None}).check()
 
 
 @pytest.mark.slow

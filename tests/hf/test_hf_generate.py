@@ -232,6 +232,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"prompt_lookup_num_tokens": 3}, ConfigError, "prompt lookup is always on"),
     ({"output_attentions": True, "return_dict_in_generate": True}, ConfigError, "output_attentions"),
     ({"watermarking_config": WatermarkingConfig()}, ConfigError, "watermarking_config"),
+    ({"assistant_ensemble_weight": 0.5}, ConfigError, "assistant_ensemble_weight"),
     ({"drafts": "lookup"}, ConfigError, "valid: a list"),
     ({"drafts": [3]}, ConfigError, "3 is neither"),
     ({"token_streamer": print}, ConfigError, "put and end"),

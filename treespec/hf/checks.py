@@ -62,7 +62,8 @@ def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: 
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample"):
         raise ConfigError(f"generation mode {mode!r}; valid: greedy search and sampling, with num_beams=1")
-    for name in ("guidance_scale", "watermarking_config", "constraints", "force_words_ids"):
+    unsupported = "guidance_scale watermarking_config constraints force_words_ids assistant_ensemble_weight"
+    for name in unsupported.split():
         value = getattr(config, name, None)
         if value is not None and not (name == "guidance_scale" and value == 1):
             raise ConfigError(f"{name}={value!r} is not supported with token trees; omit it")

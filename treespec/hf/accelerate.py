@@ -27,11 +27,12 @@ def accelerate(
 ) -> Any:
     """Make a model's `generate` (also in pipelines) decode with token trees, until `restore(model)`.
 
-    Arguments and results are those of transformers' `generate`: greedy decoding returns the same tokens, sampling has
-    the same distribution. `streamer=` is supported and ended even on errors, `assistant_model=` becomes another draft,
-    and `tokenizer=` is used for `stop_strings=` and, with `assistant_tokenizer=`, to connect the two vocabularies.
-    Other features such as beam search raise an error. Calls may override `drafts=`, `spec=` and `exact=`; calls with
-    another `custom_generate=` go to transformers.
+    Arguments and results are those of transformers' `generate`: greedy decoding returns the same tokens, except where
+    rounding decides between close logits (frequent in 16 bits), and sampling has the same distribution. `streamer=` is
+    supported and ended even on errors, `assistant_model=` becomes another draft, and `tokenizer=` is used for
+    `stop_strings=` and, with `assistant_tokenizer=`, to connect the two vocabularies. Other features such as beam
+    search raise an error. Calls may override `drafts=`, `spec=` and `exact=`; calls with another `custom_generate=` go
+    to transformers.
 
     Args:
         model: a `PreTrainedModel` in eval mode. Weights and code are not modified; `generate` is set on this instance.

@@ -70,8 +70,8 @@ def generate(
 
     The model is neither copied nor modified, and other threads may run it meanwhile. It computes in its own dtype even
     under `torch.autocast` (with a warning); cast the model to change that. Greedy tokens equal those of
-    `model.generate` without autocast; sampled tokens have its distribution and depend only on `torch.manual_seed`, not
-    on the drafts.
+    `model.generate` without autocast, except where rounding decides between close logits (frequent in 16 bits); sampled
+    tokens have its distribution and depend only on `torch.manual_seed`, not on the drafts.
 
     Args:
         model: a `PreTrainedModel` in eval mode.

@@ -93,9 +93,10 @@ def test_a_tree_does_not_depend_on_the_rounds_before(spec: SpecConfig) -> None:
 @pytest.mark.usefixtures("equal_trust")
 def test_a_pause_is_caught_up() -> None:
     """Rounds without drafting leave a gap in the SSMs' caches; the next tree does not show it."""
-    llm = tiny_llm(ssms=(0, 1))
+    llm = open_llm(tiny()[0], tiny()[1][:2])
     (prompt,) = random_prompts((40,))
     spec = SpecConfig(nodes=24, max_depth=4, sources=("ssm",))
+    llm.engine.host.rounds.most_rounds = 1  # so that each round is planned
     plans = llm.engine.host.planner.draft_plans
     calls = 0
 
@@ -105,8 +106,7 @@ def test_a_pause_is_caught_up() -> None:
         result = plans(requests, *others)
         return [type(plan)(0, 0, 1) for plan in result] if 3 < calls < 9 else result
 
-    each_planned = mock.patch.object(llm.engine.host.rounds, "most_rounds", 1)
-    with watch(llm.engine) as rounds, each_planned, mock.patch.object(llm.engine.host.planner, "draft_plans", paused):
+    with watch(llm.engine) as rounds, mock.patch.object(llm.engine.host.planner, "draft_plans", paused):
         (output,) = llm.generate(prompt, greedy(40), spec=spec)
     assert len(output.outputs[0].token_ids) == 40
     assert [len(each.tree) for each in rounds[3:8]] == [1] * 5

@@ -55,7 +55,7 @@ class Engine:
         self.observers = RoundObservers()  # called after every round, once per request
         self.clock = StageClock()
         self._failures: Failures = {}  # drafter failures of this round, by request
-        self._deferred: list[Callable[[], None]] = []  # updates of committed rounds, which `run_deferred` makes
+        self._deferred: list[Callable[[], None]] = []  # post-round updates for `run_deferred`
 
     def step(self) -> list[Request]:
         """Run one round. Return its requests; finished ones have a `finish_reason`."""
@@ -78,12 +78,12 @@ class Engine:
         self._grow()
         self._launch_next()
         self.clock.enter("update")
-        self._decode(batch.decode)
+        self._detokenize(batch.decode)
         self.clock.enter("idle")
         return batch.decode
 
     def _grow(self) -> None:
-        """Reserve the pages of the next round, before it is launched. Where too few are free, preempt requests."""
+        """Reserve the pages of the next round before its launch; preempt requests if too few are free."""
         while (request := self.scheduler.grow()) is not None:
             self.run_deferred()
             if (ssms := self.sources.ssms) is not None:
@@ -96,7 +96,7 @@ class Engine:
     def _launch_next(self) -> None:
         """Launch the next round at the end of this one, so that the device computes while the caller reads the outputs.
 
-        Not if a waiting request could join the round, or if a request in it is executed step by step.
+        Does nothing if a waiting request could join the round, or a running one is not decoded by captured rounds.
         """
         captured, running = self.captured, self.scheduler.running
         if captured is None or not running or self.scheduler.can_admit:
@@ -104,8 +104,8 @@ class Engine:
         if not any(request.needs_prefill or not captured.serves(request) for request in running):
             captured.launch(list(running), bool(self.scheduler.waiting), self.clock)
 
-    def _decode(self, requests: Sequence[Request]) -> None:
-        """Decode the new tokens of requests, which end at a token that the tokenizer fails to decode."""
+    def _detokenize(self, requests: Sequence[Request]) -> None:
+        """Convert new tokens to text. A request ends with an error if the tokenizer fails."""
         for request in requests:
             try:
                 request.decode()

@@ -29,16 +29,16 @@ class VerifiedRequest:
     request: Request  # until commit, `tokens` and `context_len` are those before the round
     path: np.ndarray  # int64 [1 + accepted], the accepted nodes, root first; the target's K/V are compacted to it
     tokens: list[int]  # the accepted drafted tokens, then the target's own
-    tree_source: TokenTree | Callable[[], TokenTree]  # the verified tree, or what builds it, in a captured round
-    # Target logits at the path's nodes, [1 + accepted, vocab]; None if the request asks for no log-probabilities, or if
-    # they are computed already
+    tree_source: TokenTree | Callable[[], TokenTree]  # the verified tree, or, in a captured round, a function for it
+    # For a request with log-probabilities, the target's logits at the path's nodes, [1 + accepted, vocab]; or their
+    # log-probabilities as in `LogprobRows.packed`
     path_logits: Tensor | None = None
-    logprobs: np.ndarray | None = None  # those of the path's nodes, as of `LogprobRows.packed`; None as above
-    score_ssms: Callable[[], None] | None = None  # scores SSMs on what they read in a captured round, if anything
+    logprobs: np.ndarray | None = None
+    score_ssms: Callable[[], None] | None = None  # scores the SSMs on the tokens that they read in a captured round
 
     @property
     def tree(self) -> TokenTree:
-        """The verified tree. That of a captured round is built when it is learned from."""
+        """The verified tree; that of a captured round is built on first access."""
         if not isinstance(self.tree_source, TokenTree):
             self.tree_source = self.tree_source()
         return self.tree_source
@@ -80,7 +80,7 @@ class StageClock:
     def since(self, mark: tuple[float, ...], read: float) -> tuple[RoundSeconds, float]:
         """Return the seconds from a mark to the start of the current stage, `read` of them for prefilling the SSMs.
 
-        First by the parts that the planner models, then those of cross-tokenizer drafts, which have another cost model.
+        The seconds of cross-tokenizer drafts, which have another cost model, are returned separately.
         """
         whole, draft, forward, others = (now - then for now, then in zip(self.mark(), mark, strict=True))
         return RoundSeconds(draft - read, read, forward, whole - draft - forward - others), others
@@ -88,22 +88,22 @@ class StageClock:
 
 @dataclass
 class Execution:
-    """A round of a batch: what its steps have decided so far, for those that follow and for the engine."""
+    """State of a batch's round, filled in by its steps."""
 
     requests: Sequence[Request]
     plans: Sequence[DraftPlan]  # by request
     verified: list[VerifiedRequest] = field(default_factory=list)
-    failed: list[tuple[Request, str]] = field(default_factory=list)  # they end in this round, with these errors
-    undecided: list[Request] = field(default_factory=list)  # the next executor must run them; not committed
-    proposals: list[Proposals] = field(default_factory=list)  # sources' trees, of which they commit accepted nodes
-    reading: list[Request] = field(default_factory=list)  # their SSMs still read the prompt, so that none drafts
+    failed: list[tuple[Request, str]] = field(default_factory=list)  # requests that end in this round, and their errors
+    undecided: list[Request] = field(default_factory=list)  # uncommitted requests, left to the next executor
+    proposals: list[Proposals] = field(default_factory=list)  # of each source that proposed a tree
+    reading: list[Request] = field(default_factory=list)  # requests without drafts because their SSMs read the prompt
     failures: Failures = field(default_factory=dict)  # requests whose drafter failed; they end after this round
     planner: Planner | None = None  # learns from the round; None for a round that captured graphs
     planned: PlannedRound | None = None  # the planner's round
-    overlaps: bool = False  # whether learning from this round may wait until the device computes the next one
+    overlaps: bool = False  # whether drafters may be updated while the device computes the next round
     drafted: Drafted = field(default_factory=Drafted)
     rows: int | None = None  # rows of the target pass as the planner counts them; None = all nodes of all trees
-    seconds: RoundSeconds | None = None  # measured by the executor, where rounds overlap; None = the clock's
+    seconds: RoundSeconds | None = None  # as measured by the executor; None: by the engine's clock
 
     def add(self, proposals: Proposals) -> None:
         """Add the proposals of a source."""
@@ -172,8 +172,7 @@ class Executor(ABC, Generic[ExecutionT]):
     def serves(self, request: Request) -> bool:
         """Return whether this executor can decode a request.
 
-        Depends on the request only, never on the batch: on its parameters, so that one executor produces all of its
-        tokens but those of rounds left undecided, and on whether it can go on after such a round.
+        Never depends on the batch, so that a request changes executors only after a round that was left undecided.
         """
 
     @abstractmethod
@@ -195,7 +194,7 @@ class Executor(ABC, Generic[ExecutionT]):
     def overlap(
         self, execution: ExecutionT, others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
     ) -> None:
-        """Do what can be done while a device computes the round; nothing without one. Arguments as of `run`."""
+        """Run host work while a device computes the round; arguments as in `run`. Does nothing by default."""
 
     @abstractmethod
     def verify(self, execution: ExecutionT, clock: StageClock) -> None:
@@ -203,7 +202,7 @@ class Executor(ABC, Generic[ExecutionT]):
 
     @abstractmethod
     def commit(self, execution: ExecutionT, clock: StageClock) -> None:
-        """Compact the target's K/V to the accepted paths, and drop those of requests without one."""
+        """Compact the target's K/V to the accepted paths."""
 
     def drop_finished(self) -> None:
-        """Wait for the device if all requests that it computes for have ended, and forget their round."""
+        """If all requests of the launched round have ended, wait for the device and discard the round."""

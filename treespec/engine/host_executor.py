@@ -30,7 +30,7 @@ class HostExecutor(Executor[HostExecution]):
 
     def __init__(self, runner: Runner, planner: Planner, sources: DraftSources, max_model_len: int):
         self.runner, self.planner, self.sources, self.max_model_len = runner, planner, sources, max_model_len
-        # Runs rounds whose steps are all compiled; None to take each step here
+        # Runs whole rounds in C++; None: Python runs every step
         self.rounds: NativeRounds | None = NativeRounds(runner, sources)
 
     def run(
@@ -51,7 +51,7 @@ class HostExecutor(Executor[HostExecution]):
         self.forward(execution, clock)
         self.verify(execution, clock)
         self.commit(execution, clock)
-        if self.rounds.has_declined:  # the planner's costs leave out what C++ did
+        if self.rounds.has_declined:  # exclude the time of the declined call from the planner's costs
             execution.seconds, _ = clock.since(began, execution.drafted.read_seconds)
         return execution
 
@@ -109,7 +109,7 @@ class HostExecutor(Executor[HostExecution]):
         """Run one target pass over all nodes of all requests. A request with non-finite logits fails alone.
 
         A drafted token may overflow where the target's own tokens would not, and its NaN reaches other nodes as
-        0 * NaN. Such a tree is therefore dropped, and its root is passed again on zeroed slots, as in plain decoding.
+        0 * NaN. Such a tree is therefore dropped, and its root is recomputed on zeroed slots, as in plain decoding.
         Under "rejection" and "traversal" this conditions on the drawn tokens; it is the only case that changes their
         distribution.
         """
@@ -192,7 +192,7 @@ def merge_proposals(request: Request, trees: Sequence[TokenTree]) -> TokenTree:
     if len(tree) > request.spec.max_nodes:
         raise DraftError(
             f"{', '.join(tree.source_names)} drew {len(tree)} nodes at random for request {request.request_id}, none "
-            f"of which may be left out; nodes={request.spec.max_nodes} allows so many, the root included"
+            f"of which may be left out; nodes={request.spec.max_nodes} is the limit, the root included"
         )
     return tree
 
@@ -203,10 +203,9 @@ def _pruned(request: Request, tree: TokenTree) -> TokenTree:
 
 
 def forced_tree(request: Request, max_depth: int, max_model_len: int) -> TokenTree:
-    """Return a chain of the tokens that the request's grammar forces next, at most `max_depth` of them if fixed.
+    """Return a chain of the tokens that the request's grammar forces next; only the root without forced tokens.
 
-    Forced tokens cost nothing, so adaptive trees keep them even while drafting is paused. Return only the root if the
-    request has no grammar, or its grammar allows several next tokens.
+    `max_depth` limits fixed trees only: forced tokens cost nothing, so adaptive trees keep them while drafting pauses.
     """
     root = request.tokens[-1]
     grammar = request.restriction.grammar if request.restriction is not None else None

@@ -13,10 +13,10 @@ WHOLE_TREE = "tree"
 
 @dataclass
 class SourceCounts:
-    """What a source drafted in all rounds."""
+    """Drafted and accepted tokens of a source, in all rounds."""
 
-    num_drafts: int = 0  # trees with a node of it
-    num_tokens: int = 0  # these nodes
+    num_drafts: int = 0  # number of trees with nodes from this source
+    num_tokens: int = 0  # number of these nodes
     accepted: list[int] = field(default_factory=list)  # entry i is the number of accepted nodes at depth i + 1
 
 
@@ -26,7 +26,7 @@ class Stats:
 
     A request, including a rejected one, is counted when it ends. `rounds`, `num_preemptions` and `accepted_lengths`
     (number of verified trees by accepted drafted tokens) are updated in every round, as is `drafts`: by source, and of
-    whole trees under `WHOLE_TREE`. `prefill_tokens` includes what preempted requests computed again.
+    whole trees under `WHOLE_TREE`. `prefill_tokens` includes tokens that preempted requests recomputed.
     """
 
     requests: int = 0
@@ -81,7 +81,7 @@ class Stats:
         """Return the counters as JSON-serialisable values, and ratios of them.
 
         `acceptance_length`, also as `avg_tokens_per_round`, is tokens per target pass of a request; `acceptance_rate`
-        is accepted over drafted tokens, those of the verified trees. Both are 0 before the first pass or draft.
+        is accepted over drafted tokens in verified trees. Both are 0 before the first pass or draft.
         """
         drafted = self.nodes_verified - self.target_passes
         length = self.generated_tokens / self.target_passes if self.target_passes else 0.0

@@ -1,8 +1,8 @@
-"""Rounds on a CPU in one call of C++, several of them ahead of the engine.
+"""Runs several rounds on a CPU in one C++ call, ahead of the engine.
 
 C++ runs the next rounds of a batch one after another, with the planner's decisions for the first one. The engine then
 commits them, learns from them and reports them one by one. A pass over the weights evicts Python's code and objects
-from the processor's caches, which are now loaded once for several rounds.
+from the processor's caches; several rounds per call reload them once.
 """
 
 import copy
@@ -45,7 +45,7 @@ _BROKEN = 2  # `Rounds.declined` if an SSM's probabilities are not finite
 
 
 class _Place(NamedTuple):
-    """Where a request is in its text. Rounds that were run for another place are of no use."""
+    """Progress of a request; rounds that C++ ran from another place are discarded."""
 
     context_len: int
     num_preemptions: int
@@ -103,9 +103,9 @@ class NativeRounds:
         self._without_ssms = CompiledGrowth(["ssm"], SeedEvidence())
         self._ahead = deque[_Round]()
         self._batch: Sequence[Request] = ()  # the requests of these rounds
-        self._seconds = 0.0  # of one of them, on average
+        self._seconds = 0.0  # mean duration of these rounds
         self.has_declined = False  # whether C++ has just declined a round
-        # Number of rounds to take by the host's steps after C++ has declined one; it doubles with every further call
+        # Number of rounds that Python runs after C++ has declined one; it doubles each time
         self._pause_left = self._pause = 0
 
     @property
@@ -115,7 +115,7 @@ class NativeRounds:
     def next(self, requests: Sequence[Request]) -> "HostExecution | None":
         """Return the next round that C++ has run, of all or some of these requests; None if there is none.
 
-        Requests that have joined wait for the rounds ahead, which take no time.
+        Requests that joined the batch since then wait for the rounds ahead, whose commits take little time.
         """
         if not self._ahead:
             return None
@@ -137,7 +137,7 @@ class NativeRounds:
         return execution
 
     def run(self, execution: "HostExecution", max_model_len: int, clock: StageClock) -> "HostExecution | None":
-        """Run a planned round, and maybe further ones; return it, or None if it takes the steps of `HostExecutor`."""
+        """Run a planned round, and maybe further ones; return it, or None if `HostExecutor` must run its steps."""
         self._ahead.clear()
         self.has_declined = False
         if self._pause_left:
@@ -316,7 +316,7 @@ def _places(requests: Sequence[Request]) -> list[_Place]:
 
 
 def _is_native(request: Request) -> bool:
-    """Whether C++ can verify a request's trees without the host, which reads no logits."""
+    """Return whether C++ can verify a request's trees: the host needs no logits, and there is no adapter."""
     is_walked = walk_rule(request, request.draws_at_random) >= 0 and request.params.logprobs is None
     return is_walked and request.adapter is None and request.restriction is None
 

@@ -41,8 +41,8 @@ class RoundRecord:
         plain_reasons: why nothing was drafted, empty if something was. "off": speculation is off. "room": only one more
             token fits. "reading": the SSMs still read the prompt. "drafting_cost": a draft level is not expected to
             pay. "drafting_paused": it did not pay or was not expected to, and is reconsidered later.
-            "model_free_paused": the same of sources without a model. "nothing_proposed": by the sources that were
-            asked. "cut": none of the proposed nodes is expected to pay, or is allowed.
+            "model_free_paused": likewise for sources without a model. "nothing_proposed": the sources that were asked
+            proposed nothing. "cut": none of the proposed nodes is expected to pay, or is allowed.
     """
 
     request_id: str

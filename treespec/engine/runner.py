@@ -26,11 +26,11 @@ class Choices(NamedTuple):
 
     # int64 [1 + accepted], root first: the accepted nodes; empty if a logit is not finite
     path: np.ndarray
-    # The target's token after the path, to which its K/V are then moved; -1 if the request's sampler must choose it and
-    # go on
+    # The target's token after the path, whose K/V are then compacted already; -1 if the request's sampler must continue
+    # the walk
     next_token: int
     pass_logits: Tensor  # [total nodes, vocab], of all requests of the pass
-    first: int  # its rows of this request's nodes begin here and end before `last`
+    first: int  # rows first to last - 1 are this request's
     last: int
 
     @property
@@ -80,7 +80,7 @@ class Runner:
         captured: CapturedPasses | None = None,  # captured tree passes; None to launch all kernels one by one
     ):
         self.target, self.cache, self.max_rows, self.captured = target, cache, max_rows, captured
-        # Hidden states that heads read, and states of recurrent layers, take further calls.
+        # Storing hidden states for heads, or recurrent states, takes further calls.
         is_one_call = captured is None and cache.features is None and cache.states is None
         self._compiled = target.compiled if is_one_call else None
         self._pools = None if target.compiled is None else kv_pools(cache.target_pools)
@@ -89,8 +89,8 @@ class Runner:
     def prefill(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
         """Prefill the next `counts[i]` tokens of each request in one pass: of the prompt, or of a preempted request.
 
-        Computes logits only for requests with `prompt_logprobs`, which get those of the following tokens. The last
-        token is left to decoding. Sets `error` of a request whose logits are not finite.
+        The last token is left to decoding. Logits are computed only for `prompt_logprobs`. Sets `error` of a request
+        whose logits are not finite.
         """
         if not requests:
             return
@@ -111,7 +111,7 @@ class Runner:
             request.num_prefilled += count
 
     def score_prompt(self, request: Request, hidden: Tensor, count: int) -> None:
-        """Append log-probabilities of the prompt tokens that follow these rows, from logits with the bits of decoding.
+        """Append log-probabilities of the prompt tokens that follow these rows; logits are bit-identical to decoding's.
 
         `hidden`, [num_rows, hidden_size], are the final states from `context_len` on. RequestError: non-finite logits.
         """
@@ -158,7 +158,7 @@ class Runner:
     ) -> tuple[list[np.ndarray], list[int]]:
         """The reference of `walk`, on any device.
 
-        It leaves the tokens of requests with a sampler to that. Of their rows, only one logit is checked: a hidden
+        Leaves the tokens of requests with a sampler to the sampler. In their rows, only one logit is checked: a hidden
         state that is not finite makes all of its logits so, and samplers check the rows that they read.
         """
         paths, next_tokens, first = list[np.ndarray](), list[int](), 0
@@ -183,7 +183,7 @@ class Runner:
         return TreeBatch([column.tolist() for column in columns], first_rows, contexts, pages, first_rotations, rules)
 
     def logits(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> Tensor:
-        """[total nodes, vocab] logits of a tree pass, in the model's dtype."""
+        """Return the logits of a tree pass, [total nodes, vocab], in the model's dtype."""
 
         def launch() -> Tensor:  # all kernels one by one
             rows = [tree_rows(request, tree) for request, tree in zip(requests, trees, strict=True)]
@@ -199,7 +199,7 @@ class Runner:
         return launch() if logits is None else logits
 
     def round_arguments(self, num_positions: int) -> dict[str, Any] | None:
-        """Return the target's part of a `Rounds` (rounds_cpu.h) at positions below this number; None if it has none."""
+        """Return the target's fields of `Rounds` (rounds_cpu.h), for positions below this one; None if unsupported."""
         compiled = self._compiled
         if compiled is None or not compiled.has_tree_logits or self.max_rows is not None or self._pools is None:
             return None
@@ -211,7 +211,7 @@ class Runner:
             torch.cuda.synchronize(self.target.device)
 
     def run_pass(self, rows: list[RequestRows], tokens: np.ndarray) -> Tensor:
-        """Return final hidden states, [num tokens, hidden_size], and write what heads read. Exact up to `max_rows`."""
+        """Return final hidden states, [num tokens, hidden_size], and store features. Exact up to `max_rows` rows."""
         ids = torch.from_numpy(tokens).to(self.target.device)
         pool, features = self.cache.pools[0], self.cache.features
         layout = self.target.plan(rows, pool)

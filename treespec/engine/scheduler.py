@@ -39,9 +39,9 @@ def rank(request: Request) -> tuple[int, int]:
 class Scheduler:
     """Admits waiting requests in the order of `rank`, as slots and pages become free.
 
-    A request reserves all pages that it can need if as many are there for each of `max_num_seqs` requests. Another one
-    reserves those of its next round, and grows by pages. Where none is free, the running request of the last rank is
-    preempted: it frees its pages, keeps its tokens, and computes them again once it is readmitted.
+    A request that would fit into the cache `max_num_seqs` times reserves all pages that it can need. A longer one
+    reserves those of its next round, and grows page by page. If no page is free, the running request of the last rank
+    is preempted: it frees its pages, and recomputes its tokens once it is readmitted.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []
         self._num_added = 0
-        self._row_seconds = math.inf  # of a prompt row in the last prefill; at first unknown, so chunks are small
+        self._row_seconds = math.inf  # time per prompt row in the last prefill; at first unknown, so chunks are small
 
     @property
     def is_idle(self) -> bool:
@@ -199,8 +199,10 @@ class Scheduler:
         return self.cache.can_reserve(slots, shared)
 
     def _reclaim(self, slots: int, held: np.ndarray, group: PromptGroup | None) -> bool:
-        """Drop prompt pages that other groups keep until enough are free, those of later groups first. Return whether
-        they are. The next sample of such a group prefills the prompt again."""
+        """Drop prompt pages kept by other groups, latest group first, until enough are free; return whether they are.
+
+        The next sample of such a group prefills the prompt again.
+        """
         for other in reversed(self.waiting):
             if other.group is not None and other.group.kept is not None and other.group is not group:
                 if self.cache.can_reserve(slots, held):
@@ -238,8 +240,10 @@ class Scheduler:
         request.pages, request.reserved_len = pages, len(pages) * PAGE_SIZE - self.scratch
 
     def keep_state(self, request: Request) -> None:
-        """Keep a copy of the recurrent state after a prefill pass: at the end of a group's prompt for its waiting
-        samples, because the leader's moves on, and at the end of a page for later requests."""
+        """Keep a copy of the recurrent state after a prefill pass, which the request itself goes on to change.
+
+        At the end of a group's prompt it is for waiting samples, at the end of a page for later requests.
+        """
         group, states, length = request.group, self.cache.states, request.context_len
         if states is None or request.state is None:
             return
@@ -249,13 +253,13 @@ class Scheduler:
             states.keep(request.page_keys[length // PAGE_SIZE - 1], request.state)
 
     def _forks(self, group: PromptGroup | None) -> bool:
-        """Whether the next sample of a group finds its prompt computed; a recurrent layer's part of it may be gone."""
+        """Whether the next sample of a group finds its prompt computed; its recurrent state may have been dropped."""
         if group is None or group.leader is None:
             return False
         return self.cache.states is None or self.cache.states.find(group.group_id) is not None
 
     def _shared(self, request: Request) -> Prefix:
-        """Return the pages that a waiting request would share: its leader's full ones, its group's, or a prefix's."""
+        """Return the full pages that a waiting request would share: its leader's, its group's, or a cached prefix's."""
         group, prefixes = request.group, self.cache.prefixes
         if group is not None and group.kept is not None:
             return Prefix(group.kept, NO_LENGTHS)
@@ -331,7 +335,7 @@ class Scheduler:
     def _leave(self, request: Request, scrub: bool) -> None:
         """Free a request's pages, or keep the prompt's for the waiting samples of its group.
 
-        The state of recurrent layers after the prompt is kept only while a sample runs, which bounds their number.
+        The recurrent state after the prompt is kept only while a sample runs, which bounds the number of states.
         """
         group, request.state = request.group, None
         if group is not None and group.leader is request:
@@ -365,7 +369,7 @@ class Scheduler:
                     self._drop(request.group)
 
     def find(self, request_id: str) -> list[Request]:
-        """The unfinished samples of a user's request."""
+        """Return the unfinished samples of a user's request."""
         return [request for request in [*self.running, *self.waiting] if request.output_id == request_id]
 
     def check_integrity(self) -> None:

@@ -78,7 +78,7 @@ class DraftSource(ABC):
 
     @property
     def held(self) -> set[str]:
-        """Ids of the requests that it keeps state of: those it was asked for and has not released."""
+        """Ids of the requests with state in this source: those it was asked for and has not released."""
         return set()
 
     def may_draft(self, request: Request) -> bool:

@@ -39,7 +39,7 @@ from treespec_kernels.launch.graph_capture import GraphMemory, capture_replay
 
 logger = logging.getLogger("treespec")
 
-# Constant for a request:
+# Fields of `RoundInput` that must not change between consecutive rounds.
 _LASTING = "temperature", "draft_temperature", "rng_seed", "sample", "max_len", "adapter", "state_slot"
 
 

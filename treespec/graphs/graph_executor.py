@@ -37,7 +37,7 @@ class GraphExecution(Execution):
     seed_trees: list[TokenTree | None] = field(default_factory=list)  # proposals of model-free sources
     batch: BatchRound = field(init=False)
     results: Callable[[], list[RoundResult]] = field(init=False)  # waits for the device; results by request
-    runs_ahead: bool = False  # whether the next target pass is launched, which replays the tokens that this one commits
+    runs_ahead: bool = False  # whether the next target pass is launched; it replays the tokens committed in this one
     host_seconds: float = 0.0  # seconds that the device waited for the launch
     decided: list[RoundResult] = field(default_factory=list)  # results of this round
 
@@ -49,7 +49,7 @@ class GraphExecutor(Executor[GraphExecution]):
         self.runner, self.sources, self.rounds, self.max_model_len = runner, sources, rounds, max_model_len
         self.ssms = None if sources.ssms is None else CapturedSsms(sources.ssms)
         self._steady, self._last = 0, list[Request]()  # number of rounds since the batch changed, and the batch
-        self._waited: float | None = None  # when the last round's results arrived, if `launch` follows in the same step
+        self._waited: float | None = None  # arrival time of the last round's results, for a `launch` in the same step
 
     def serves(self, request: Request) -> bool:
         params, spec = request.params, request.spec

@@ -16,14 +16,14 @@ from treespec_kernels.linear.row_linear import ChosenRows, RowLinearConfig, chos
 from treespec_kernels.linear.row_linear_config import interpretable
 
 NO_ADAPTER = 1 << 30  # slot of rows without an adapter
-MAX_RANK = 64  # of adapters on a GPU, unless `max_lora_rank` says more
+MAX_RANK = 64  # default of `max_lora_rank` on a GPU
 
 
 @dataclass(frozen=True, eq=False)
 class FusedUpdates:
-    """Updates of one adapter, in the form of `RequestRows.adapter`."""
+    """Low-rank updates of one adapter, a value of `RequestRows.adapter`."""
 
-    layers: Sequence[dict[str, LowRank]]  # by layer and product, as of `fused_updates`
+    layers: Sequence[dict[str, LowRank]]  # by layer and product, from `fused_updates`
 
     @property
     def nbytes(self) -> int:
@@ -31,7 +31,7 @@ class FusedUpdates:
 
 
 class SlotLimits(NamedTuple):
-    """Most adapters of a pass, and their largest rank."""
+    """Maximum number of adapters in a pass, and their maximum rank."""
 
     adapters: int
     rank: int
@@ -71,7 +71,7 @@ class AdapterSlots:
                     for name, (down, up) in shapes.items()
                 }
             )
-        self._held: dict[int, FusedUpdates] = {}  # by slot, the one used longest ago first
+        self._held: dict[int, FusedUpdates] = {}  # by slot, least recently used first
         self._count, self._target, self._dtype = limits.adapters, target_of(device), dtype
 
     @property
@@ -79,9 +79,9 @@ class AdapterSlots:
         return FusedUpdates(self.layers).nbytes
 
     def of(self, adapters: Sequence[FusedUpdates | None]) -> list[int]:
-        """Return the slots of adapters, at most as many as there are; `NO_ADAPTER` for None.
+        """Return the slot of each adapter, `NO_ADAPTER` for None; at most as many different adapters as slots.
 
-        Adapters that have none are copied to the slots used longest ago, after the passes launched so far.
+        Adapters without a slot replace the least recently used ones, after the passes launched so far.
         """
         asked = list(dict.fromkeys(adapter for adapter in adapters if adapter is not None))
         assert len(asked) <= self._count, f"{len(asked)} adapters in {self._count} slots"
@@ -99,7 +99,7 @@ class AdapterSlots:
     def _copy(self, adapter: FusedUpdates, slot: int) -> None:
         for slots, updates in zip(self.layers, adapter.layers, strict=True):
             for name, (down, up) in slots.items():
-                down[slot].zero_()  # also its A: an infinity that the adapter before left would become NaN
+                down[slot].zero_()  # not only B: 0 times an infinity left in A would be NaN
                 up[slot].zero_()
                 if name in updates:
                     new_down, new_up = updates[name]
@@ -117,8 +117,8 @@ class AdapterSlots:
         if (pair := self.layers[layer].get(product)) is None:
             return
         down, up = pair
-        most = max(1, min(8, down.shape[2] // 512))  # splits of K: A has few outputs
-        inner = chosen_linear_triton(x, down, rows, config=self._config(down, most), pdl=pdl)
+        split_k = max(1, min(8, down.shape[2] // 512))  # A has few outputs
+        inner = chosen_linear_triton(x, down, rows, config=self._config(down, split_k), pdl=pdl)
         chosen_linear_triton(inner, up, rows, config=self._config(up, 1), residual=out, out=out, pdl=pdl)
 
     def _config(self, weight: Tensor, split_k: int) -> RowLinearConfig:

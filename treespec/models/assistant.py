@@ -24,7 +24,7 @@ from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.linear.linear import Linear, LinearImpl
 from treespec_weights.assistants import AssistantForm, AssistantWeights
 
-_TARGETS = -1  # `LayerSizes.kv_of` of layers that read the K/V of a layer of the target
+_KV_OF_TARGET = -1  # `LayerSizes.kv_of` of layers that read the target's K/V
 
 
 def assistant_config(form: AssistantForm, target: object, max_model_len: int | None) -> ModelConfig:
@@ -40,8 +40,8 @@ def assistant_config(form: AssistantForm, target: object, max_model_len: int | N
             f"{form.folder}: vocab_size is {config.shape.vocab_size}, that of the target {target.shape.vocab_size}; "
             "use the assistant of this target"
         )
-    sizes = tuple(layer._replace(kv_of=_TARGETS) for layer in config.shape.sizes)
-    # As in transformers, whose windows have one key more, because none is the query's own.
+    sizes = tuple(layer._replace(kv_of=_KV_OF_TARGET) for layer in config.shape.sizes)
+    # As in transformers, windows have one more key, because queries have no key of their own.
     layers = tuple(kind._replace(window=kind.window and kind.window + 1) for kind in config.layers)
     config = replace(config, shape=replace(config.shape, sizes=sizes), layers=layers)
     for i in range(config.shape.num_layers):
@@ -65,7 +65,7 @@ def _planes_of(target: ModelConfig, config: ModelConfig, i: int) -> slice:
 
 
 class _AssistantLayers(Decoder):
-    """The layers of an assistant, in the passes of either subclass."""
+    """Base of an assistant's decoders, whose layers read K/V of the target."""
 
     _target: ModelConfig
 
@@ -73,22 +73,22 @@ class _AssistantLayers(Decoder):
         return [_planes_of(self._target, self.config, i) for i in layers]
 
     def _positions(self, rows: RequestRows) -> np.ndarray:
-        return super()._positions(rows) + 1  # the root's, behind the tokens that are read
+        return super()._positions(rows) + 1  # the root's position follows those of the tokens that are read
 
     def plan(self, requests: list[RequestRows], kv: Tensor) -> Any:
         """Plan a pass whose rows attend to the tokens before their roots only; `kv` is the target's pool."""
         planned = list[RequestRows]()
         for rows in requests:
-            if rows.is_chain:  # of roots
+            if rows.is_chain:  # every row is a root
                 planned += [RequestRows.chain(last, 1, rows.pages, rows.max_len) for last in rows.positions.tolist()]
-            else:  # below one root: all see the same tokens, the last one in the only slot of a tree
+            else:  # nodes below one root: all attend to the same tokens, the last of which is in tree slot 0
                 same, sees = np.zeros(rows.num_rows, dtype=np.int64), np.ones((rows.num_rows, 1), dtype=bool)
                 planned.append(RequestRows(rows.context_len, same, same, sees, same[:1], rows.pages, rows.max_len))
         return super().plan(planned, kv)
 
 
 class AssistantDecoder(_AssistantLayers):
-    """The layers in eager passes."""
+    """An assistant's layers in eager passes."""
 
     def __init__(self, target: ModelConfig, config: ModelConfig, weights: dict[str, Tensor], impl: LinearImpl):
         self._target = target
@@ -96,7 +96,7 @@ class AssistantDecoder(_AssistantLayers):
 
 
 class TritonAssistantDecoder(_AssistantLayers, TritonDecoder):
-    """The layers on Triton kernels; arguments as of `TritonDecoder`."""
+    """An assistant's layers on Triton kernels; arguments as in `TritonDecoder`."""
 
     def __init__(self, target: ModelConfig, config: ModelConfig, *arguments: Any):
         self._target = target
@@ -105,7 +105,7 @@ class TritonAssistantDecoder(_AssistantLayers, TritonDecoder):
 
 
 class TokenGroups(NamedTuple):
-    """Groups of tokens, of which the head scores those with the largest scores of their centroids."""
+    """Groups of tokens; the head scores only the groups whose centroids have the largest scores."""
 
     centroids: Linear
     tokens: Tensor  # int64 [groups, tokens of each]
@@ -128,9 +128,9 @@ class AssistantHead(FeatureHead):
         self,
         form: AssistantForm,
         weights: AssistantWeights,
-        decoder: AssistantDecoder | TritonAssistantDecoder,  # of these weights and a result of `assistant_config`
+        decoder: AssistantDecoder | TritonAssistantDecoder,  # built from `weights.decoder` and `assistant_config`
         target: Decoder,
-        pool: Tensor,  # the target's
+        pool: Tensor,  # the target's K/V
         columns: Sequence[int],  # as in `FeatureHead`
         impl: LinearImpl,
     ):

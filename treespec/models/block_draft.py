@@ -24,12 +24,12 @@ class Unread(NamedTuple):
     """The tokens of a request that a block draft has not read."""
 
     tokens: Sequence[int]  # committed tokens and, last, the root
-    start: int  # position of the first of them
-    pages: np.ndarray  # of the request
+    start: int  # position of the first token
+    pages: np.ndarray
     # The target's states from position `start` - `BlockDraft.offset` to that before the root, [num states, number of
     # layers, hidden_size]; None for drafts that read none
     states: Tensor | None
-    max_len: int  # of the request, as in `RequestRows`
+    max_len: int  # as in `RequestRows`
 
     @property
     def root(self) -> int:
@@ -49,7 +49,7 @@ class BlockDraft(DecoderWrapper, ABC):
         self.block = self.max_depth = block
         self.plan_key = ("block", *decoder.plan_key)
         self.uses_node_tokens = uses_node_tokens  # whether predictions also depend on the node's; see `for_tokens`
-        # The call that grows trees takes the block's predictions.
+        # Compiled growth runs no pass of the draft: its predictions are inputs.
         self.entries = None if uses_node_tokens else PassEntries(0, 0, 0, 0, 0, 0, 0, 0)
 
     @property
@@ -68,7 +68,7 @@ class BlockDraft(DecoderWrapper, ABC):
     def forward_block(self, unread: Sequence[Unread], kv: Tensor) -> Tensor:
         """Read the committed tokens, and predict the depths below the roots.
 
-        Returns hidden states for `logits`, [len(unread) * block, hidden_size]: row d of a request is of depth d + 1.
+        Returns hidden states for `logits`, [len(unread) * block, hidden_size]; a request's row d predicts depth d + 1.
         """
 
     def for_tokens(self, tokens: np.ndarray) -> Self:
@@ -106,9 +106,9 @@ class MarkovBias:
 
     def __init__(
         self,
-        embed: Tensor,  # of the target's tokens, [vocab_size, rank]
-        out: AnyLinear,  # of [rank] to the rows of the vocabulary head
-        gate: AnyLinear | None,  # of hidden state and embedding, [hidden_size + rank] to [rank]; None for none
+        embed: Tensor,  # embeddings of the target's tokens, [vocab_size, rank]
+        out: AnyLinear,  # projects [rank] to the rows of the vocabulary head
+        gate: AnyLinear | None,  # projects hidden state and embedding, [hidden_size + rank], to [rank]
     ):
         self._embed, self._out, self._gate = embed, out, gate
         self.nbytes = embed.nbytes + out.nbytes + (0 if gate is None else gate.nbytes)
@@ -146,8 +146,8 @@ class DFlashDraft(BlockDraft):
         # A row predicts the token after its position; otherwise the one at its position, and the root's row predicts
         # nothing
         predicts_next: bool,
-        states: StateProjection,  # of the target
-        bias: MarkovBias | None = None,  # of a DSpark draft; None for none
+        states: StateProjection,
+        bias: MarkovBias | None = None,  # only DSpark drafts have one
     ):
         self._embedding, self._rows, self._first = embed, block_size, 0 if predicts_next else 1
         super().__init__(decoder, target, block_size - self._first, uses_node_tokens=bias is not None)
@@ -227,7 +227,7 @@ class ParallelDraft(BlockDraft):
 class ParallelEagle(BlockDraft):
     """A parallel EAGLE head (P-EAGLE): an EAGLE-3 head that predicts several tokens after `block` - 1 mask pairs.
 
-    `mask_states` are a mask pair's, in place of the target's, [number of layers, hidden_size].
+    `mask_states`, [number of layers, hidden_size], replace the target's states in a mask pair.
     """
 
     offset = 1

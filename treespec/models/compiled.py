@@ -145,7 +145,7 @@ class CompiledDecoder(Decoder):
         self.entries = self.model.entries if config.logit_cap is None else None  # with a cap, `probs` takes more calls
 
     def _take_layers(self, weights: Weights) -> Iterator[CompiledLayerWeights]:
-        """Yield the layers' weights, and drop those of one layer from memory when the next one is asked for."""
+        """Yield each layer's weights; they are dropped from memory before the next layer."""
         config, shape = self.config, self.config.shape
         planes = shape.planes(range(shape.num_layers))
         for i, kind in tracked(f"packing {config.folder.name}", [*enumerate(config.layers)]):

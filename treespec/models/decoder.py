@@ -142,7 +142,7 @@ class Decoder:
     entries: PassEntries | None = None  # entry points for calls from another library
     per_layer: PerLayerInputs | None = None
     head_vocabulary: HeadVocabulary | None = None  # tokens of a reduced head, set after loading
-    embed_blocks: Blocks | None = None  # of a GGUF file, in place of `embed`
+    embed_blocks: Blocks | None = None  # embeddings in the blocks of a GGUF file, dequantised by `embed`
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Decoder:
             drop_mapped([embed])
         self.dtype, self.device = unquantized.dtype, unquantized.device
         self.embed_scale = config.embed_scale_in(self.dtype)
-        self.first_scale = self.embed_scale / config.stream_scale  # of embeddings in the residual stream
+        self.first_scale = self.embed_scale / config.stream_scale  # factor on embeddings in the residual stream
         positions = weights.pop("positions", None)
         self.positions = None if positions is None else positions[config.rules.extra_positions :].clone()
         self.rotations = tuple(RotaryEmbedding(rope, self.device, shape.widest_head) for rope in config.ropes)
@@ -241,7 +241,7 @@ class Decoder:
         return sum(weights.nbytes for weights in stored if weights is not None)
 
     def layer_subset(self, max_window: int) -> tuple["Decoder", int]:
-        """Return a decoder whose first layers include every kind, for the self-test, and their planes of the cache.
+        """Return a decoder with a layer of every kind, for the self-test, and its number of cache planes.
 
         Layers whose weights are stored in different forms are of different kinds. Windows are clipped so that short
         contexts suffice.
@@ -413,9 +413,9 @@ class Decoder:
         rotation: tuple[Tensor, ...],
         layout: Pass,
         cache: Tensor,  # the layer's planes of the pool
-        number: int | None,  # of a recurrent layer among those
+        number: int | None,  # index among the recurrent layers; None for other layers
         qkv: Tensor | None,  # the layer's projections, if they are given
-        num_rows: int,  # number of rows before those of padding
+        num_rows: int,  # number of rows without padding
     ) -> None:
         """Run one layer in place on the stream."""
         h = stream.norm(layer.mlp_norm) if self.config.parallel else None  # the MLP does not see the attention output
@@ -460,7 +460,7 @@ class Decoder:
         return self._apply("o", layer, out.to(self.dtype), layout)
 
     def _apply(self, name: str, layer: Any, x: Tensor, layout: Pass, activation: str | None = None) -> Tensor:
-        """Apply a product of a layer or mixer, with the updates of the rows that have any, and then an activation."""
+        """Apply a product of a layer or mixer, add the low-rank updates of adapters' rows, and apply an activation."""
         linear = getattr(layer, name)
         y: Tensor = linear(x) if activation is None else linear.activated(x, activation)
         for adapter, first, num_rows in layout.updated:
@@ -496,12 +496,12 @@ class Decoder:
         return qkv[:, :heads].to(self.attention.cache_dtype)
 
     def _norm_heads(self, layer: Layer, qkv: Tensor) -> None:
-        """Normalise queries, keys and values, [num_rows, heads, head_dim], in place, as far as the layer does."""
+        """Normalise the heads that have a norm in this layer in place; `qkv` is [num_rows, heads, head_dim]."""
         if layer.head_norm is None:
             return
         qk = qkv[:, : len(layer.head_norm)]
         heads_and_weights = [(qk, layer.head_norm)]
-        if self.config.shape.wide_qk_norm:  # the heads of a projection are one
+        if self.config.shape.wide_qk_norm:  # one norm over all heads of Q, and one over those of K
             sizes = (self.heads, layer.kv_heads)
             heads_and_weights = [
                 (heads.view(len(qk), 1, -1), weight.view(1, -1))

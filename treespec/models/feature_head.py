@@ -22,7 +22,7 @@ AnyLinear = Linear | CompiledLinear
 
 
 class DecoderWrapper:
-    """The interface of a draft's decoder, but for `forward`; with the vocabulary head of `target`, if given."""
+    """Base of drafts around a decoder, with the vocabulary head of `target`, if given."""
 
     block: int | None = None
     keeps_kv = True
@@ -90,9 +90,10 @@ class FeatureHead(DecoderWrapper, ABC):
 
 
 class PairHead(FeatureHead):
-    """Base of heads with norms of both parts of a pair; `norm_output`: its features are outputs after the final norm.
+    """Base of heads that normalise both parts of a pair.
 
-    `pairs` returns the inputs of the layers. If these include projections, the first layer has no `qkv`.
+    `pairs` returns the inputs of the layers; if these include projections, the first layer has no `qkv`. With
+    `norm_output`, features of drafted tokens are outputs after the final norm.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Eagle3Head(PairHead):
 class EagleHead(FeatureHead):
     """An EAGLE-1 or EAGLE-2 head: its features are the target's output states, and its vocabulary head the target's.
 
-    Without a `target`, `decoder` has the rows of that head that are used. `fc` projects [embedding, feature] to the
+    Without a `target`, `decoder` has a copy of some rows of that head. `fc` projects [embedding, feature] to the
     residual stream; the embeddings are [vocab_size, hidden_size].
     """
 

@@ -150,10 +150,7 @@ def _take_matrix(weights: Weights, name: str) -> Any:
 def take_products(
     weights: Weights, prefix: str, names: Iterable[str], products: Products, joins: bool = True
 ) -> dict[str, Any]:
-    """Pop those of these products that there are, and their biases; None for missing ones.
-
-    `joins` is that of `take_projection`.
-    """
+    """Pop these products and their biases, None for missing ones; `joins` as in `take_projection`."""
     taken: dict[str, Any] = {}
     for name in names:
         if name in products:
@@ -171,11 +168,11 @@ def take_mlp(weights: Weights, prefix: str, products: Products, joins: bool = Tr
 
 
 def take_layer(weights: Weights, i: int, products: Products, joins: bool = True) -> dict[str, Any]:
-    """Pop layer i: its products and their biases, and the norms of its inputs.
+    """Pop layer i: its products and their biases, and the norms of its inputs; `joins` as in `take_projection`.
 
-    `joins` is that of `take_projection`. Parts that the family lacks are None. The first layer of a draft head has no
-    `qkv`: the head computes these projections. Those of a mixer remain. The MLP of a sparse layer is its shared expert,
-    and `take_experts` pops the others.
+    Parts that the family lacks are None. The first layer of a draft head has no `qkv`: the head computes these
+    projections. A mixer's parameters remain. The MLP of a sparse layer is its shared expert, and `take_experts` pops
+    the others.
     """
     prefix = f"layers.{i}."
     layer = take_products(weights, prefix, ("qkv", "attn_gate", "o", "mix_out"), products, joins)
@@ -185,7 +182,7 @@ def take_layer(weights: Weights, i: int, products: Products, joins: bool = True)
 
 
 def take_inputs(weights: Weights, i: int) -> dict[str, Any]:
-    """Pop the matrices and the norm of layer i's own inputs, and its factor on the stream; None for missing ones."""
+    """Pop the weights of layer i's per-layer input, and its factor on the stream; None for missing ones."""
     prefix, inputs = f"layers.{i}.", dict[str, Any]()
     for name in ("input_gate", "input_out"):
         inputs[name] = take_projection(weights, prefix, (name,)) if prefix + name in weights else None
@@ -200,7 +197,7 @@ class ExpertWeights(NamedTuple):
     correction: Tensor | None
     shared_scale: Tensor | None
     experts: list[dict[str, Any]]  # as of `take_mlp`
-    latent: dict[str, Any] | None  # the projections `latent_in` and `latent_out`, with biases (None)
+    latent: dict[str, Any] | None  # the projections `latent_in` and `latent_out`, whose biases are None
     # Only with `Experts.beside`: factors on the experts' weights, [num_experts], and the norms `NORMS_OF_EXPERTS`
     scales: Tensor | None
     norms: dict[str, Tensor]
@@ -227,13 +224,12 @@ def take_experts(weights: Weights, i: int, count: int, products: Products, joins
 
 
 class Layer:
-    """Weights of one layer, as of `take_layer`.
+    """Weights of one layer, from `take_layer`.
 
-    `index` is the layer's; `rope` and `query_rope` index the cos of keys and queries in `Pass.rotation`, `window` the
-    plan in `Pass.attention`.
+    `rope` and `query_rope` index the cos of keys and queries in `Pass.rotation`, `window` the plan in `Pass.attention`.
     """
 
-    mixer: Any = None  # what a recurrent layer has in place of attention, or beside it
+    mixer: Any = None  # `StateMixer` or `ConvMixer` of a recurrent layer, instead of attention or beside it
 
     def __init__(self, weights: Weights, i: int, config: ModelConfig, make_linear: LinearMaker, min_rows: int):
         layer, experts = take_layer(weights, i, EAGER) | take_inputs(weights, i), config.shape.experts

@@ -27,10 +27,10 @@ class Rope(NamedTuple):
     inv_freq: Tensor  # fp32 [head_dim / 2]
     scale: Tensor  # fp32 [head_dim / 2], factor on cos and sin (YaRN)
     rotary_dim: int
-    short: "Rope | None" = None  # longrope (arXiv 2402.13753): that of requests of at most `short_context` positions
-    short_context: int = 0  # 0 if all requests have the same
+    short: "Rope | None" = None  # longrope (arXiv 2402.13753): rope of requests of at most `short_context` positions
+    short_context: int = 0  # 0 if all requests have the same rope
     interleaved: bool = False
-    growth: tuple[float, int] | None = None  # of queries: beta and length of `FamilyRules.scaled_queries`
+    growth: tuple[float, int] | None = None  # beta and length of `FamilyRules.scaled_queries`, for queries
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -92,7 +92,7 @@ class LayerKind(NamedTuple):
     rope: int  # index into the model's ropes
     window: int | None  # visible positions, including the row's own; None = all
     recurrent: bool = False  # whether it has a state of fixed size in place of attention
-    query_rope: int | None = None  # of the queries; None = that of the keys
+    query_rope: int | None = None  # rope of the queries; None = that of the keys
     sparse: bool = False  # whether its MLP is a mixture of experts
     without_mlp: bool = False
     mlp_only: bool = False  # neither attention nor a state
@@ -235,7 +235,7 @@ def _rope(
 
 
 def positive(folder: Path, name: str, value: Any, kind: type) -> Any:
-    """Return a value of config.json as an int or float; ModelError unless it is such a positive number."""
+    """Return a positive number of config.json as an int or float. Raises ModelError for any other value."""
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float) or not value > 0:
         raise ModelError(f"{folder}: {name}={value!r} in config.json; expected a positive {kind.__name__}")
     return kind(value)

@@ -30,7 +30,7 @@ def updates_by_matrix(
     sizes = {name: size[0] for name, size in config.shape.parameters().items() if len(size) == 2}
     ups: dict[str, Tensor] = {name: torch.empty(size, 0, dtype=dtype, device="cpu") for name, size in sizes.items()}
     ups |= {name: up for name, (_, up) in matrices.items()}
-    prepare(config, ups)  # the order of q and k within a head, and values that are keys
+    prepare(config, ups)  # permutes the rows of q and k, and copies keys that serve as values
     if (recurrent := config.shape.recurrent) is not None and recurrent.tiled:
         _tile_heads(recurrent, downs, ups)
     layers: list[dict[str, list[LowRank]]] = []
@@ -60,7 +60,7 @@ def _tile_heads(shape: RecurrentShape, downs: dict[str, Tensor], ups: dict[str, 
 
 
 def fused_updates(config: ModelConfig, matrices: Mapping[str, LowRank], products: Products) -> list[dict[str, LowRank]]:
-    """Return `updates_by_matrix` with those of a product in one: A is stacked, and B is block-diagonal."""
+    """Return `updates_by_matrix` fused by product: A is stacked, and B is block-diagonal."""
     layers = updates_by_matrix(config, matrices, products)
     return [{name: _joined(pairs) for name, pairs in layer.items()} for layer in layers]
 
@@ -85,9 +85,9 @@ class Updates:
         return sum(matrix.nbytes for layer in self.layers for pair in layer.values() for matrix in pair)
 
     def of(self, layer: int, product: str, x: Tensor) -> Tensor | None:
-        """Return the update of a layer's product with all rows x [num_rows, inputs]; None without one.
+        """Return the update of a layer's product for rows x [num_rows, inputs]; None without one.
 
-        Adapters compute all rows of a pass, whose number is one for which linear layers are row-invariant.
+        `x` are all rows of the pass, even those without the adapter: linear layers are row-invariant for their number.
         """
         if (pair := self.layers[layer].get(product)) is None:
             return None

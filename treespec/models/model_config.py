@@ -32,7 +32,7 @@ class ModelConfig:
     parallel: bool  # attention and MLP read the same residual stream (parallel block)
     query_scale: float  # factor on attention scores
     score_cap: float | None  # soft cap c of scores, x -> c tanh(x / c); None = none
-    logit_cap: float | None  # of logits
+    logit_cap: float | None  # soft cap of logits
     logit_scale: float  # factor on logits, applied with the weight of the final norm
     embed_scale: float  # factor on embeddings
     # Factor on what layers add to the residual stream. The decoder divides the whole stream by it instead: norms undo
@@ -41,24 +41,24 @@ class ModelConfig:
     ropes: tuple[Rope, ...]  # rotary embeddings; () for learned positions
     layers: tuple[LayerKind, ...]  # by layer, its rope and window
     max_positions: int
-    dtype: torch.dtype  # of the stored weights
+    dtype: torch.dtype  # dtype of the stored weights
     eos_token_ids: tuple[int, ...]  # tokens that end a text
     quantization: QuantScheme | None = None  # the checkpoint's own
-    head_rows: int | None = None  # of a draft's reduced head; None = the vocabulary
+    head_rows: int | None = None  # rows of a draft's reduced head; None = one per token
     value_scale: float = 1.0  # factor on the values of attention
-    step_scale: float = 1.0  # on Mamba 2's time steps, before their bias
-    factors: tuple[tuple[str, float], ...] = ()  # on parameters of layers, by their names in a layer (`prepare`)
+    step_scale: float = 1.0  # factor on Mamba 2's time steps, before their bias
+    factors: tuple[tuple[str, float], ...] = ()  # parameter names in a layer and factors on them, see `prepare`
 
     @property
     def num_parameters(self) -> int:
-        """Number of values, of a reduced head those that it has."""
+        """Number of parameters, without the missing rows of a reduced head."""
         rows, shape = self.head_rows, self.shape
         whole = shape.vocab_size if "lm_head" in shape.parameters() else 0
         return shape.num_parameters() + (0 if rows is None else (rows - whole) * shape.hidden_size)
 
     @property
     def without_kernel(self) -> str | None:
-        """What no Triton kernel computes of this model, or None if kernels compute all of it."""
+        """The part of this model without a Triton kernel, or None if there is a kernel for everything."""
         if self.shape.recurrent is not None and self.shape.recurrent.beside:
             return "recurrent states beside attention in a layer"
         latent = self.shape.experts is not None and self.shape.experts.latent_size
@@ -81,7 +81,7 @@ class ModelConfig:
 
     @cached_property
     def short_context(self) -> int:
-        """Most positions of a request that longrope's short factors serve; 0 if all requests have the same factors."""
+        """Maximum positions of a request with longrope's short factors; 0 if all requests have the same factors."""
         return max((rope.short_context for rope in self.ropes), default=0)
 
     def first_rotation(self, max_len: int) -> int:

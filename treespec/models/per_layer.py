@@ -1,4 +1,4 @@
-"""Inputs of each layer made of a token and its embedding (Gemma 4)."""
+"""Per-layer inputs: an additional input of each layer, computed from a row's token (Gemma 4)."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from treespec_weights.blocks import Blocks, Weights
 
 
 class PerLayerInputs:
-    """Inputs of all layers: (norm(W x) + e) / sqrt(2), of a token's embedding x and its row e of a table of its own."""
+    """Inputs of all layers: (norm(W x) + e) / sqrt(2), for a token's embedding x and its row e of a second table."""
 
     def __init__(self, weights: Weights, config: ModelConfig, make_linear: LinearMaker):
         self._dtype = make_linear.dtype
@@ -32,7 +32,7 @@ class PerLayerInputs:
 
 
 class TritonPerLayerInputs(PerLayerInputs):
-    """The same on Triton kernels, from a table on the device."""
+    """`PerLayerInputs` on Triton kernels, with the table on the device."""
 
     def __call__(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         assert isinstance(self.embed, Tensor)
@@ -54,8 +54,8 @@ def take_input_table(
 ) -> tuple[Tensor | Blocks, Tensor, float, float]:
     """Pop the table and the norm's weight, and return them with a factor on the table and the norm's epsilon.
 
-    The norm's weight and the factor include 1 / sqrt(2), and the epsilon that the product was divided by
-    sqrt(hidden_size). The table of a mapped file stays mapped, since a pass reads few of its rows.
+    The weight and the factor include 1 / sqrt(2). The epsilon is scaled, because the norm's input lacks the model's
+    division by sqrt(hidden_size). The table of a mapped file stays mapped, since a pass reads few of its rows.
     """
     gain, size = weights.pop("input_norm").float() * 0.5**0.5, config.shape.per_layer_size
     scale = float(torch.tensor(size**0.5, dtype=dtype, device="cpu")) * 0.5**0.5

@@ -13,13 +13,13 @@ from treespec_kernels.recurrent.mixer_rows import MixerSizes
 from treespec_kernels.recurrent.request_state import StateShape
 from treespec_weights.blocks import Weights
 
-# Of compiled passes:
+# Limits of compiled passes:
 MAX_KERNEL = 16  # tokens of a convolution
-STATE_LANES = 16  # sizes of keys and values are multiples of it
+STATE_LANES = 16  # divides the sizes of keys and values
 
 
 def recurrent_sizes(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of `Architecture` that recurrent layers have; {} without any."""
+    """Return `Architecture`'s fields for recurrent layers; {} in models without them."""
     shape = config.shape.recurrent
     if shape is None:
         return {}
@@ -36,7 +36,7 @@ def _epsilon(config: ModelConfig) -> float:
 
 
 def take_mixer(weights: Weights, prefix: str, config: ModelConfig) -> dict[str, Any]:
-    """Pop the parameters of a layer's recurrent mixer, as `CompiledLayerWeights` has them."""
+    """Pop the parameters of a layer's recurrent mixer, by field of `CompiledLayerWeights`."""
     shape = config.shape.recurrent
     assert shape is not None
     names = present(COMPILED["mix"], prefix, weights)
@@ -85,7 +85,7 @@ def _take_product(weights: Weights, prefix: str, name: str, make_linear: LinearM
 
 
 class StateMixer:
-    """A layer with a short convolution and a state per head, up to its output projection. `index` is the layer's."""
+    """Mixer with a short convolution and a state per head, without the output projection."""
 
     def __init__(self, weights: Weights, i: int, config: ModelConfig, make_linear: LinearMaker):
         shape = config.shape.recurrent
@@ -118,7 +118,7 @@ class StateMixer:
 
 
 class ConvMixer:
-    """LFM2's gated convolution, up to its output projection. `index` is the layer's."""
+    """LFM2's gated convolution, without the output projection."""
 
     def __init__(self, weights: Weights, i: int, config: ModelConfig, make_linear: LinearMaker):
         self.index, self._dtype, prefix = i, make_linear.dtype, f"layers.{i}."

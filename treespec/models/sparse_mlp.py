@@ -50,7 +50,7 @@ class SparseMlp(NamedTuple):
     correction: Tensor | None  # fp32 [num_experts]
     experts: list[Expert]
     shared_scale: Linear | None
-    latent: tuple[AnyLinear, AnyLinear] | None  # before and after the experts other than the shared one
+    latent: tuple[AnyLinear, AnyLinear] | None  # projections before and after the experts other than the shared one
     min_rows: int  # as in `Decoder`
     scales: Tensor | None = None  # fp32 [num_experts], factors on the weights
     norms: Mapping[str, Norm] = MappingProxyType({})  # with `Experts.beside`, as in `ExpertWeights`

@@ -87,8 +87,8 @@ class SpeculatorStep(NamedTuple):
     """Weights of an MLPSpeculator for one depth."""
 
     embed: Tensor  # [vocab_size, inner]
-    project: AnyLinear  # of the state before, to [inner]
-    gain: Tensor  # of the norm, [inner]
+    project: AnyLinear  # projects the previous state to [inner]
+    gain: Tensor  # weight of the norm, [inner]
     shift: Tensor
 
 

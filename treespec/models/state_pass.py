@@ -33,10 +33,10 @@ from treespec_kernels.recurrent.state_update import (
 
 
 class StatePass(ABC):
-    """Rows of a pass of recurrent layers: replayed ones, of which only the inputs are kept, then the pass's own.
+    """Rows of a pass of recurrent layers: replayed rows, then the pass's own.
 
-    Replayed rows are the tokens that the requests have committed since their states were stored, or the ancestors of a
-    tree's later level, which earlier passes computed. Layers are numbered among the recurrent ones.
+    Replayed rows were computed by earlier passes, which kept only their inputs: tokens committed since the requests'
+    states were stored, or the ancestors of a tree's later level. Layers are numbered among the recurrent ones.
 
     Attributes:
         taps: the inputs that each row's convolution reads, int64 [num_replayed + num_rows, history + 1].
@@ -49,8 +49,7 @@ class StatePass(ABC):
 
     @abstractmethod
     def exchange(self, layer: int, new_inputs: Tensor) -> Tensor:
-        """Store the inputs of the pass's rows, [num_rows, width], and return all that its rows read, as `taps` indexes
-        them."""
+        """Store the inputs of the pass's rows, [num_rows, width]; return all inputs that `taps` index."""
 
     @abstractmethod
     def update(
@@ -85,11 +84,9 @@ class _Rows(NamedTuple):
     num_rows: int  # the pass's own rows
     commits: int  # as in `StateRows`
     earlier: int  # tree slots that earlier passes computed
-    # Of all inputs, stored ones first: the index of the input before on its path, and the number of rows between the
-    # state and it, negative in the history; int64 [stored + num_rows]
-    before: np.ndarray
-    depths: np.ndarray
-    again: np.ndarray  # bool [stored], the stored inputs of replayed rows
+    before: np.ndarray  # int64 [stored + num_rows], each input's predecessor on its path; stored inputs come first
+    depths: np.ndarray  # int64 [stored + num_rows], each input's distance from the state; negative in the history
+    again: np.ndarray  # bool [stored], whether an input's row is replayed
 
     @classmethod
     def of(cls, rows: RequestRows) -> "_Rows":
@@ -159,7 +156,7 @@ class RequestStates(StatePass):
         first, first_new = 0, self.num_replayed
         for request, rows in enumerate(self._requests):
             computed = np.flatnonzero(np.append(rows.again, np.ones(rows.num_rows, dtype=bool)))
-            numbers = np.full(rows.stored + rows.num_rows, ~request)  # of the rows of its inputs
+            numbers = np.full(rows.stored + rows.num_rows, ~request)  # row number of each input
             numbers[computed] = [*range(first, first + rows.replayed), *range(first_new, first_new + rows.num_rows)]
             parents[numbers[computed]] = numbers[rows.before[computed]]
             depths[numbers[computed]] = rows.depths[computed]
@@ -171,7 +168,7 @@ class RequestStates(StatePass):
     def _state_paths(self, parents: Sequence[int], last: Mapping[int, int]) -> StatePaths:
         """List the rows of `_parents` request by request, in preorder; see `round_plan_ref`.
 
-        A state that a later child needs is kept in a place for it, by the number of such states above it.
+        A state that a later child needs is kept in scratch memory, in the place after those kept above it.
         """
         order, starts, kept, num_kept = list[int](), [0], dict[int, int](), 0
         below: dict[int, list[int]] = {}
@@ -236,7 +233,7 @@ class RequestStates(StatePass):
 class RoundStates(StatePass):
     """Rows of trees in passes of one shape, such as those of captured rounds.
 
-    They advance the stored states by the replayed rows, and the host, which does not wait for them, their lengths.
+    A pass advances the stored states by the replayed rows; the host, which does not wait for it, advances the lengths.
     """
 
     def __init__(

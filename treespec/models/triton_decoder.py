@@ -77,14 +77,14 @@ class PassKernels:
         shape = config.shape
         self.config, self.weights, self.attention, self.exact = config, weights, attention, exact
         self.dtype = weights.embed.dtype
-        self._numbers: Sequence[int] = range(len(config.layers))  # of the layers
-        self.mixers: list[StateMixer | ConvMixer | None] = [None] * len(config.layers)  # of recurrent layers
+        self._numbers: Sequence[int] = range(len(config.layers))  # indices of the layers in the whole model
+        self.mixers: list[StateMixer | ConvMixer | None] = [None] * len(config.layers)  # set for recurrent layers
         self.inputs: TritonPerLayerInputs | None = None
         kinds, dtype = config.attentions, attention.cache_dtype
         # Distinct shapes of the layers' attention; a pass has a plan for each.
         self.shapes = [AttentionShape(shape.num_heads, heads, size, dtype, window) for heads, size, window in kinds]
         for attention_shape in self.shapes:
-            attention.config(attention_shape)  # `configs` then know which of them are not tuned
+            attention.config(attention_shape)  # records untuned shapes in `configs`
         of_layers = [config.attention_of(i) for i in self._numbers]
         self._plans = [kinds.index(kind) if kind in kinds else 0 for kind in of_layers]  # 0: without attention
         self.caches = shape.cache_places(self._numbers)  # planes that each layer reads
@@ -92,7 +92,7 @@ class PassKernels:
         learned = shape.learned_positions - config.rules.extra_positions  # per model; below 1 = none
         self._last_position = learned - 1
         self._first_positions = torch.arange(weights.groups, device=weights.embed.device)[:, None] * learned
-        # Without the dimension of the groups for a single model.
+        # The weights of a single model have no group dimension.
         self._layers = [layer.map(self._squeezed) for layer in weights.layers]
         self._linear = [
             {
@@ -287,9 +287,9 @@ class PassKernels:
         return rms_norm_triton(x, norm, residual=stream, bias=bias, pdl=self.pdl)
 
     def _add(self, i: int, mixed: Tensor, norm: Norm, stream: Tensor, layout: TritonPass) -> Tensor:
-        """Add the output projection of mixed rows to the stream in place, and return the normed input of what follows.
+        """Add the output projection of mixed rows to the stream in place; return the next block's normed input.
 
-        In a parallel block, what follows does not see the attention output.
+        In a parallel block, that is the MLP's input, without the attention output.
         """
         layer = self._layers[i]
         if not self.config.parallel:
@@ -307,7 +307,7 @@ class PassKernels:
         i: int,
         qkv: Tensor,
         layout: TritonPass,
-        planes: Tensor,  # of the layer whose K/V it reads
+        planes: Tensor,  # cache of the layer whose K/V it reads
     ) -> Tensor:
         """Return the heads' outputs, [rows, num_heads * head_dim], of projections or their partial sums."""
         layer, config, norm, rows = self._layers[i], self.config, None, layout.num_rows
@@ -351,7 +351,7 @@ class PassKernels:
         return {"bias": layer.gate_up_bias if name == "gate_up" else None, "silu_gate": gated, "activation": activation}
 
     def _updated(self, i: int, name: str, x: Tensor, layout: TritonPass, product: Tensor | None = None) -> Tensor:
-        """Return a layer's product, by default its `_partials`; the first of them has the updates of adapters."""
+        """Return a layer's product, by default its `_partials`, with adapters' updates added (to the first of them)."""
         if product is None:
             product = self._partials(x, getattr(self._layers[i], name), self._linear[i][name])
         if self.adapters is not None and layout.adapters is not None:
@@ -369,7 +369,7 @@ class PassKernels:
         stream: Tensor,
         experts: StackedExperts | None,
         configs: tuple[RowLinearConfig, ExpertConfigs],
-        slots: Tensor,  # of the rows, 0 for padding
+        slots: Tensor,  # cache slot of each row, 0 for padding
         shared: Tensor | None,  # partial sums of the shared expert, or its product by cuBLAS
     ) -> Tensor:
         """Return the output of a sparse layer's MLP, [rows, hidden_size].
@@ -383,7 +383,7 @@ class PassKernels:
         of_router = h.to(experts.router.dtype)
         if shape.beside:
             assert shared is not None
-            total = torch.full_like(stream, 0.0)  # by a kernel: a launch that may overlap the one before follows
+            total = torch.full_like(stream, 0.0)  # a kernel, not a memset, because a launch with PDL follows
             self._norm(shared, norm(None, post_weight=experts.shared_post_norm), total)
             of_router, h = (self._norm(stream, norm(w)) for w in (experts.router_norm, experts.experts_norm))
             shared = None
@@ -446,7 +446,7 @@ class TritonDecoder(Decoder):
         configs: KernelConfigs,  # tuned for this device
         exact: bool,  # False uses cuBLAS
         num_positions: int,  # maximum number of positions
-        adapters: SlotLimits | None = None,  # of the adapters of requests; None if requests have none
+        adapters: SlotLimits | None = None,  # limits of LoRA adapters; None without adapters
     ):
         self._configs, self._exact, self.triton_attention = configs, exact, attention
         super().__init__(config, weights, attention, "triton", min_rows=1)

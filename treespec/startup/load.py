@@ -156,11 +156,6 @@ def libraries_folder() -> Path:
     return costs.cache_folder() / "compiled"
 
 
-def _is_quantized(config: ModelConfig) -> bool:
-    """Return whether a checkpoint's layers stay quantised in memory."""
-    return config.quantization is not None and not config.quantization.floating
-
-
 @dataclass(frozen=True)
 class Loader:
     """Loads the models of an engine."""
@@ -176,8 +171,8 @@ class Loader:
     # quantise the target's activations to int8 before products with quantised weights; compiled passes only
     integer: bool = False
     adapters: SlotLimits | None = None  # limits of the target's LoRA adapters on Triton kernels; None without
-    shared: Weights = field(default_factory=dict)  # rows of the target's head, until a draft head has them
-    _scorers: list[Decoder] = field(default_factory=list)  # the draft head that has them, which the others use
+    shared: Weights = field(default_factory=dict)  # rows of the target's head, until the first draft head takes them
+    _scorers: list[Decoder] = field(default_factory=list)  # this draft head, whose vocabulary head the others use
     _modules: dict[Source, nn.Module] = field(default_factory=dict)
     _layers: dict[MtpForm, nn.Module] = field(default_factory=dict)
 
@@ -288,7 +283,7 @@ class Loader:
     ) -> tuple[Decoder, Decoder | None]:
         """Return the decoder of a head's layers, and the one whose vocabulary head it uses, None for its own.
 
-        A head without one uses the target's, or if that is cut, the copy that the first such head has.
+        A head without one uses the target's, or, if that is reduced, the copy that the first such head took.
         """
         config, scorers = head.decoder, self._scorers if tokens is not None else [target]
         assert isinstance(config, ModelConfig)
@@ -453,8 +448,8 @@ class Loader:
 
     def _library(self, config: ModelConfig, quantization: str | None) -> CDLL | None:
         """Return the library for an eager decoder's quantised layers, or None if unneeded or impossible to build."""
-        eager = self.linear != "compiled" and self.configs is None
-        if not eager or (quantization is None and not _is_quantized(config)):
+        eager, scheme = self.linear != "compiled" and self.configs is None, config.quantization
+        if not eager or (quantization is None and (scheme is None or scheme.floating)):
             return None
         try:
             if self.device.type != "cpu" or self.dtype not in DTYPES:

@@ -39,7 +39,7 @@ class MemoryPlan:
     """Memory sizes of an engine."""
 
     max_model_len: int  # maximum positions of a request
-    max_nodes: int  # most nodes of a request's tree
+    max_nodes: int  # maximum nodes of a request's tree
     scratch: int  # KV slots after a request's committed slots, for its tree and its drafts
     prefill_chunk: int  # prompt rows per step
     largest_pass: int  # rows of the largest pass

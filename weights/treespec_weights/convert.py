@@ -94,7 +94,7 @@ def convert_checkpoint(
 
     Writes tensors one by one into `<destination>.partial`, and renames it at the end. If writing fails or the process
     is killed, finished files remain there for `resume`, and `destination` does not exist. An MTP layer is converted
-    with the model, and not quantised, unless there are several, or another layout or fewer layers are asked for.
+    with the model, but not quantised; it is left out if there are several, and with another layout or fewer layers.
 
     Args:
         source: a folder or GGUF file that `verify` accepts; not modified.

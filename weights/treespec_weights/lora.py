@@ -24,7 +24,7 @@ _UPDATED = re.compile(
     r"|mix|mix_(q|k|v|gate|out)|beta|decay)"
 )
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
-# What a class of transformers calls the model before its layers, which may be neither what checkpoints call it
+# Prefixes of layer names in transformers' modules, which may differ from those in checkpoints
 _BASE = re.compile(r"^(model\.language_model|language_model\.model|model|backbone)\.(?=layers\.)")
 _MERGE = "merge the adapter into the model (merge_and_unload of peft)"
 # Config keys that change more than B A: values without effect, and the meaning of others.
@@ -38,7 +38,7 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "alora_invocation_tokens": (([],), "an activated LoRA begins within the prompt"),
     "use_qalora": ((False,), "QALoRA averages the inputs of groups"),
 }
-# Config keys, and the keys of values for single modules, by regular expressions for the ends of module names
+# Config keys, and the keys of their exceptions: values by regular expressions for the ends of module names
 _PATTERNS = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}
 _OF_TENSORS = {
     "lora_embedding_": "an update of the embedding, which is not a product of rows",
@@ -146,7 +146,7 @@ def _match(
             problems.append(Problem("unexpected", repr(name), f"not supported: {meaning}; {_MERGE}"))
             continue
         module, side = match.groups()
-        if module not in placements and ".experts" not in module:  # whose tensors PEFT names by parameters of a module
+        if module not in placements and ".experts" not in module:  # PEFT names experts' tensors by parameters
             reason = unexpected_reason(f"{module}.weight", shape, rules)
             problems.append(Problem("unexpected", repr(name), f"does not fit the model: {reason}"))
         elif module not in placements or not all(map(_UPDATED.fullmatch, placements[module].params)):

@@ -62,7 +62,7 @@ class Transform:
             raise OverflowError(str(error)) from error
 
     def config(self, config: dict[str, Any], unquantised: str | None = None) -> dict[str, Any]:
-        """Return the result's config.json; `unquantised` is a beginning of names of tensors that stay as they are."""
+        """Return the result's config.json; `unquantised` is a name prefix of tensors that are not quantised."""
         if self.dtype is not None:
             older = {key: value for key, value in config.items() if key != "torch_dtype"}
             config = older | {"dtype": str(self.dtype).removeprefix("torch.")}

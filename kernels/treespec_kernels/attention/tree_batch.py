@@ -32,8 +32,8 @@ class RequestRows:
     pages: np.ndarray  # int64 [num_pages], the request's pages in logical order
     # Maximum number of positions of the request; its rotations may depend on it
     max_len: int = sys.maxsize
-    adapter: Any = None  # the model's form of an adapter, whose updates the rows' products have; None for none
-    state: StateRows | None = None  # of recurrent layers, of which a pass changes it; None in models without any
+    adapter: Any = None  # low-rank updates for the rows' products, from `Decoder.updates`, or None
+    state: StateRows | None = None  # state of recurrent layers, updated by the pass; None without such layers
 
     @classmethod
     def chain(
@@ -140,7 +140,7 @@ class RequestRows:
 
 
 class UpdatedRows(NamedTuple):
-    """Consecutive rows of a pass whose products have the low-rank updates of an adapter."""
+    """Consecutive rows of a pass that use an adapter's low-rank updates."""
 
     adapter: Any
     first: int
@@ -148,7 +148,7 @@ class UpdatedRows(NamedTuple):
 
 
 def updated_rows(requests: Iterable[tuple[Any, int]]) -> list[UpdatedRows]:
-    """Return the rows of each adapter, from the adapter, or None, and the number of rows of each request."""
+    """Return the rows of each adapter, given each request's adapter (or None) and number of rows."""
     updated: list[UpdatedRows] = []
     first = 0
     for adapter, num_rows in requests:

@@ -12,8 +12,8 @@ constexpr int64_t STACKED = 4, SCORED = LANES == 16 ? 4 : 2;
 // Queries with sums of values in registers, and vectors of each.
 constexpr int64_t MOST = LANES < 16 || HEAD_VECS > 8 ? 1 : HEAD_VECS > 5 ? 2 : 4;
 constexpr int64_t WEIGHED = LANES == 16 ? HEAD_VECS : HEAD_VECS % 8 == 0 ? 8 : HEAD_VECS % 4 == 0 ? 4 : 2;
-// Positions from which several threads share the attention of a head, and the dimensions of which a thread then adds the
-// values: those of a cache line.
+// Minimum positions for several threads to share the attention of a head, and the dimensions in which one thread then
+// adds the values: a cache line.
 constexpr int64_t LONG = 512;
 constexpr int64_t SLICE = HEAD_DIM % (64 / int64_t(sizeof(scalar))) ? HEAD_DIM : 64 / int64_t(sizeof(scalar));
 constexpr int64_t SLICES = HEAD_DIM / SLICE;

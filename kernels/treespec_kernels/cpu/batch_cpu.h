@@ -2,12 +2,12 @@
 
 extern "C" {
 
-struct UpdatedRows {  // rows whose products have the low-rank updates of one adapter
+struct UpdatedRows {  // rows that use an adapter's low-rank updates
     const void* layers;  // LayerUpdates of each layer
     int64_t first, count;
 };
 
-struct RequestState {  // of recurrent layers, and the request's rows of the pass (request_state.py)
+struct RequestState {  // a request's recurrent states, and its rows of the pass (request_state.py)
     float* matrices;  // [num_layers, state_heads, key_dim, value_dim]
     void* inputs;     // [num_layers, stored_rows, channels + rates * state_heads] in the model's dtype
     const int64_t* parents;  // [earlier + num_rows], the parent of each slot of the tree; -1 for none
@@ -39,7 +39,7 @@ struct Batch {
     int64_t num_states;
     const UpdatedRows* updated;  // [num_updated]
     int64_t num_updated;
-    const RequestState* requests;  // of recurrent layers; null without any
+    const RequestState* requests;  // [num_requests]; null without recurrent layers
     int64_t num_requests;
 };
 
@@ -53,7 +53,7 @@ struct TreeRows {  // whole trees of a pass, one after another
     const int64_t* pages;
 };
 
-struct Choice {  // of a token from a row of logits, with a request's temperature, truncation and noise
+struct Choice {  // choice of a token from a row of logits, with a request's temperature, truncation and noise
     int64_t (*choose)(const Choice* choice);  // `treespec_choose`, which the decoder's library does not contain
     const void* logits;  // [width], fp32, or bf16 if is_bf16
     int64_t is_bf16, width;
@@ -72,12 +72,12 @@ struct KvPool {  // [outer, num_pages, heads, page_size, row_bytes], contiguous
     int64_t outer, num_pages, heads, row_bytes;
 };
 
-struct Walks {  // of the trees of a pass, by its logits, [num_rows, width] in the model's dtype
-    const void* logits;
+struct Walks {  // walks of a pass's trees
+    const void* logits;  // [num_rows, width] in the model's dtype
     int64_t width, num_pools, threads;
     const KvPool* pools;    // [num_pools], to compact
-    // Outputs: the path of tree t, and the tokens after its nodes, from first_row[t] on, -1 after a node whose token is
-    // left to the caller; and the number of its nodes, 0 if the tree has logits that are not finite
+    // Outputs. paths, tokens: the path of tree t, and the token after each of its nodes, from first_row[t] on; -1: the
+    // caller must choose this token. lengths: nodes of the path of each tree, 0 if its logits are not finite
     int64_t *paths, *tokens, *lengths;
 };
 

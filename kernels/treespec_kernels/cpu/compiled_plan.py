@@ -27,7 +27,7 @@ class CompiledPlan(NamedTuple):
     pages: Tensor  # int64, pages of all requests
     paths: Tensor  # int64, slots of tree nodes, in position order
     positions: Tensor  # int64 [num_rows], rows of the rotations
-    states: "PlannedStates | None" = None  # of recurrent layers; None in models without any
+    states: "PlannedStates | None" = None  # states of recurrent layers; None without such layers
 
 
 def state_addresses(state: RecurrentState) -> tuple[int, int]:
@@ -36,7 +36,7 @@ def state_addresses(state: RecurrentState) -> tuple[int, int]:
 
 
 class PlannedStates:
-    """The requests' states of recurrent layers in a pass, which changes them."""
+    """Recurrent states of a pass's requests, which the pass updates."""
 
     def __init__(self, requests: Sequence[RequestRows]):
         self._requests, self._parents = requests, [rows.parents for rows in requests]

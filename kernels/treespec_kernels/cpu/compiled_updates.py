@@ -51,7 +51,7 @@ class CompiledUpdates:
 
 
 def set_updated(batch: ctypes.Structure, updated: Sequence[UpdatedRows]) -> None:
-    """Set the rows of a pass with the updates of adapters."""
+    """Set the rows of a pass that use adapters."""
     batch.num_updated = 0
     if updated:
         rows_of_adapters = [STRUCTS["UpdatedRows"](rows.adapter.address, rows.first, rows.num_rows) for rows in updated]

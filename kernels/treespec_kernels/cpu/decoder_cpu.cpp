@@ -98,8 +98,8 @@ struct Linear {
     const float* bias;   // padded to whole panels, or null
     const Linear* rest;  // the next matrix of a product of several, or null
     int64_t inputs, outputs, stride;  // stride: outputs of all matrices of the product
-    // Of quantised weights (code 0: others): Code, inputs per scale, FactorForm, whether there are minima, the index of
-    // the table, and what all integers have too much.
+    // Quantised weights (code 0: others): Code, inputs per scale, FactorForm, whether there are minima, index of the
+    // table, and excess of all integers.
     int64_t code, group, factors, has_min, table;
     float base;
     int64_t integer;  // whether activations are quantised too (integer_cpu.h)
@@ -117,10 +117,10 @@ struct Norm {
     const float *weight, *bias;  // bias may be null; weight is null if the model family has no such norm
 };
 
-struct Experts {  // of a sparse layer; one form for all experts
+struct Experts {  // experts of a sparse layer, all in one form
     const Linear *gate_up, *down;  // [count]
     Linear router, shared_scale;   // [hidden] -> [count], padded to a multiple of 16; shared_scale: to 16, if any
-    Linear latent_in, latent_out;  // before and after the experts other than the shared one, if any
+    Linear latent_in, latent_out;  // projections before and after the experts other than the shared one, if any
     const float* correction;       // [padded count], added to the scores by which experts are chosen, or null
     int64_t count, top_k, scoring, normalized, groups, chosen_groups;  // as in `Experts` (experts.py)
     float scale;
@@ -133,27 +133,27 @@ struct Layer {
     Norm attn_norm, mlp_norm, attn_post_norm, mlp_post_norm;
     const float* head_norm;  // [normed_heads, head size], or null
     const float* sinks;      // [heads], or null
-    Linear qkv, o, gate_up, down;  // gate_up, down: of a sparse layer, those of its shared expert, if it has one
-    Linear mix, mix_out;           // of a recurrent layer: the projections that `RecurrentRows` mixes, and of its output
+    Linear qkv, o, gate_up, down;  // gate_up, down: in a sparse layer, the shared expert's, if it has one
+    Linear mix, mix_out;           // recurrent layer: inputs of `RecurrentRows`, and its output projection
     const Experts* experts;  // null for a dense layer
     // Convolution of a recurrent layer, [kernel, channels], null in other layers; and its bias, [channels], or null
     const float *conv, *conv_bias;
-    // Of layers with a state per head, [state_heads]; skip: only of Mamba 2. gain: [value_dim], of Mamba 2 of all heads
+    // Layers with a state per head, [state_heads]; skip: Mamba 2 only. gain: [value_dim], for Mamba 2 of all heads
     const float *dt_bias, *rate, *skip, *gain;
     int64_t query_rope, rope;  // indices of the ropes of queries and of keys
     int64_t window;            // number of positions that a row attends to, 0: all
     // K/V: their heads, parts of HEAD_DIM of a head, first plane in the cache, and whether the layer writes them. Of the
     // heads of Q, K and V, the first `normed_heads` are normalised by `head_norm`.
     int64_t kv_heads, parts, plane, owns_kv, normed_heads;
-    Linear input_gate, input_out;  // of the layer's own inputs, if it has any
+    Linear input_gate, input_out;  // for the per-layer input, if the layer has one
     Norm input_norm;
-    int64_t index;  // of the layer in the whole model
+    int64_t index;  // index in the whole model
     float scalar;   // factor on the residual stream after the layer
 };
 
-struct Update {  // of a product W x, of one matrix or several: W x + B A x, with the A of all of them in one
-    Linear down;        // A, without outputs if there is no update
-    const Linear* ups;  // the B of each matrix, without inputs if it has no update
+struct Update {  // low-rank update of a product W x of one matrix or several: W x + B A x
+    Linear down;        // A of all matrices, concatenated; without outputs if there is no update
+    const Linear* ups;  // B of each matrix, without inputs if it has no update
     int64_t count;
 };
 
@@ -161,8 +161,8 @@ struct LayerUpdates {  // low-rank updates of an adapter (LoRA)
     Update qkv, o, gate_up, down, mix, mix_out, input_gate, input_out;
 };
 
-struct Pairing {  // what a draft head makes of a token and the feature of the token before it
-    // of a pair, [2 * hidden]: the residual stream, or the first layer's projections [(heads + 2 * kv_heads) * HEAD_DIM]
+struct Pairing {  // how a draft head combines a token and the feature of the token before it, a pair
+    // [2 * hidden] to the residual stream, or to the first layer's projections [(heads + 2 * kv_heads) * HEAD_DIM]
     const Linear* product;
     const void* embed;  // [vocab, hidden]; in blocks of a GGUF file if `embed_type` is not 0
     int64_t embed_type;
@@ -178,7 +178,7 @@ struct Model {
     int64_t embed_type;       // the blocks' number in GGUF files
     const scalar* positions;  // learned positions [positions, hidden], or null
     Norm final_norm;
-    // Inputs of layers: (norm(product of the embedding) + row of the table times input_scale), [layers, input_size].
+    // Per-layer inputs: norm(product of the embedding) + row of the table times input_scale, [layers, input_size].
     const void* input_embed;
     int64_t input_type, input_size;  // input_type: as embed_type; input_size: 0 for none
     Linear input_project;
@@ -190,7 +190,7 @@ struct Model {
     int64_t kernel, channels, key_heads, state_heads, key_dim, value_dim, tiled, rates, mixer_norm;
     float mixer_eps, beta_scale, step_scale, value_scale, norm_eps, query_scale, embed_scale, score_cap;
     int64_t wide_head_norm, norm_after_rope;
-    int64_t widest_head;  // of the layers, a multiple of HEAD_DIM; 0: HEAD_DIM
+    int64_t widest_head;  // head size of the widest layer, a multiple of HEAD_DIM; 0: HEAD_DIM
 };
 
 }  // extern "C"
@@ -206,7 +206,7 @@ enum FactorForm { FLOATS, HALVES, CODES };  // fp32, fp16, or int8 times an fp16
 #include "recurrent_cpu.h"
 #include "experts_cpu.h"
 
-// Writes a row of blocks of a table of `width` values a row to `to`.
+// Dequantises a row of a table in blocks, with `width` values per row, to `to`.
 void read_blocks(const void* table, int64_t type, int64_t row, int64_t width, float* to) {
     const BlockFormat& format = format_of(type);
     dequantize_row(type, (const uint8_t*)table + row * (width / format.values * format.bytes), width, to);
@@ -258,10 +258,10 @@ class Pass {
         return h;
     }
 
-    // Makes the inputs of all layers.
+    // Computes the per-layer inputs.
     void make_inputs() const {
         const int64_t width = model.input_project.stride, size = model.input_size;
-        float* const made = at_least(layer_inputs, n * width);  // of this thread
+        float* const made = at_least(layer_inputs, n * width);  // taken here, because it is thread_local
         norm({}, h);
         linear(model.input_project, h, n, made, STORE, threads);
         for_rows([&](int64_t r) {
@@ -396,7 +396,7 @@ class Pass {
                               load<vec>(x + r * hidden + i));
     }
 
-    // Adds what a recurrent layer, the `index`-th one, mixes of the normalised rows `h` to the residual stream.
+    // Adds the output of a recurrent layer, the `index`-th one, for the normalised rows `h` to the residual stream.
     void mix(const Layer& layer, RecurrentRows& recurrent, int64_t index) {
         multiply(layer, &Layer::mix, &LayerUpdates::mix, h, y, STORE);
         if (layer.gain) recurrent.mix_heads(layer, index, y, layer.mix.stride, a, threads);
@@ -468,7 +468,7 @@ class Pass {
             return add(layer, &Layer::down, &LayerUpdates::down, layer.mlp_post_norm);
         static thread_local std::vector<float> memory;
         const Linear& scale = layer.experts->shared_scale;
-        float* const scales = at_least(memory, n * scale.stride);  // of this thread
+        float* const scales = at_least(memory, n * scale.stride);  // taken here, because it is thread_local
         linear(scale, h, n, scales, STORE, threads);
         multiply(layer, &Layer::down, &LayerUpdates::down, a, y, STORE);
         for_rows([&](int64_t r) {
@@ -484,7 +484,7 @@ class Pass {
         const Experts& of = *layer.experts;
         multiply(layer, &Layer::down, &LayerUpdates::down, a, y, STORE);
         dense.assign(2 * n * hidden, 0.0f);
-        float *const sums = dense.data(), *const routed = sums + n * hidden;  // of this thread
+        float *const sums = dense.data(), *const routed = sums + n * hidden;  // taken here, because it is thread_local
         add_normed(y, of.shared_post_norm, sums);
         router_rows.resize(n * hidden);
         norm(of.router_norm, router_rows.data());
@@ -497,7 +497,7 @@ class Pass {
     // Adds the outputs of the experts of the normalised rows `h`, which the router chooses by other rows, to `sums`.
     void add_experts(const Experts& of, const scalar* router_rows, float* sums) {
         static thread_local Routed routed;
-        Routed& to = routed;  // of this thread
+        Routed& to = routed;  // taken here, because it is thread_local
         const int64_t k = of.top_k, size = of.down->inputs, step = of.gate_up->stride, outputs = of.router.stride;
         const int64_t ends = of.gate_up->inputs;  // width of an expert's inputs and outputs
         const bool latent = of.latent_in.weight;
@@ -532,7 +532,7 @@ class Pass {
         if (latent) linear(of.latent_out, to.latent.data(), n, sums, ADD, threads);
     }
 
-    // Adds what a layer makes of its own inputs to the residual stream, and scales the stream.
+    // Adds the output for a layer's per-layer input to the residual stream, and scales the stream.
     void finish(const Layer& layer) {
         if (const int64_t size = layer.input_out.weight ? model.input_size : 0) {
             norm({}, h);
@@ -719,7 +719,7 @@ void treespec_walk(const TreeRows* trees, const Walks* walks) {
     std::vector<uint8_t> greedy(num_rows);
     for (int64_t t = 0; t < trees->num_trees; t++)
         std::fill_n(greedy.begin() + trees->first_row[t], trees->first_row[t + 1] - trees->first_row[t], !trees->rules[t]);
-    Largest* const best = at_least(memory, num_rows);  // of this thread
+    Largest* const best = at_least(memory, num_rows);  // taken here, because it is thread_local
     parallel(int(walks->threads), num_rows, [&](int64_t r) {
         const scalar* row = (const scalar*)walks->logits + r * width;
         best[r] = greedy[r] ? largest(row, width) : Largest{to_float(row[0]), 0};

@@ -56,37 +56,37 @@ class CompiledLayerWeights(NamedTuple):
     mlp_post_norm: Tensor | None = None
     sinks: Tensor | None = None  # [num_heads], scores of attention sinks
     experts: CompiledExperts | None = None
-    # Of a recurrent layer: the projections to the convolution's inputs, beta (not of Mamba 2), decay and mix_gate, or
-    # LFM2's three, and that of its output. These and the rest are None in other layers
+    # Recurrent layers only, up to `gain`. mix: projections to the convolution's inputs, beta (not Mamba 2), decay and
+    # mix_gate, or LFM2's three; mix_out: output projection
     mix: Weight | Sequence[Weight] | None = None
     mix_bias: Tensor | None = None
     mix_out: Weight | Sequence[Weight] | None = None
     mix_out_bias: Tensor | None = None
     conv: Tensor | None = None  # [kernel, channels]
     conv_bias: Tensor | None = None  # [channels]
-    dt_bias: Tensor | None = None  # of a layer with a state per head, [state_heads]
-    rate: Tensor | None = None  # the factor of softplus in the logarithm of the decay, [state_heads]
-    skip: Tensor | None = None  # of Mamba 2: factor on the value that is added to the output, [state_heads]
-    gain: Tensor | None = None  # of the norm of its output, [value_dim], of Mamba 2 [state_heads * value_dim]
-    # Where layers are unequal:
+    dt_bias: Tensor | None = None  # [state_heads]; this and the next three: layers with a state per head
+    rate: Tensor | None = None  # factor of softplus in the logarithm of the decay, [state_heads]
+    skip: Tensor | None = None  # Mamba 2's factor on the value that is added to the output, [state_heads]
+    gain: Tensor | None = None  # weight of the output norm, [value_dim]; of Mamba 2's, [state_heads * value_dim]
+    # If layers are of unequal sizes:
     num_kv_heads: int | None = None  # None for the architecture's
-    parts: int = 1  # head sizes of the library in its head size
-    plane: int | None = None  # first plane of its K/V in the cache; None for that after the planes before, of one each
+    parts: int = 1  # its head size, as a multiple of the library's
+    plane: int | None = None  # first cache plane of its K/V; None if every layer has one plane
     owns_kv: bool = True  # whether it writes K/V, instead of reading those of an earlier layer
-    input_gate: Weight | Sequence[Weight] | None = None  # of the layer's own inputs (`InputTable`)
+    input_gate: Weight | Sequence[Weight] | None = None  # this and the next two: for per-layer inputs (`InputTable`)
     input_out: Weight | Sequence[Weight] | None = None
     input_norm: Tensor | None = None
     scalar: Tensor | None = None  # factor on the residual stream after the layer, [1]
 
 
 class InputTable(NamedTuple):
-    """What makes the inputs of all layers of a token: norm(project x) + embed[token] * scale, x being its embedding."""
+    """Weights of per-layer inputs, norm(project x) + embed[token] * scale, where x is the token's embedding."""
 
     embed: Tensor | BlockWeight  # [vocab, num_layers * size]
     project: Weight | Sequence[Weight]  # [num_layers * size, hidden_size]
-    gain: Tensor  # of the norm, [size]
+    gain: Tensor  # weight of the norm, [size]
     scale: float
-    eps: float  # of the norm
+    eps: float  # epsilon of the norm
 
 
 class Architecture(NamedTuple):
@@ -103,18 +103,18 @@ class Architecture(NamedTuple):
     embed_scale: float = 1.0  # factor on the embeddings
     score_cap: float | None = None  # soft cap c: scores x become c tanh(x / c); None for no cap
     wide_head_norm: bool = False  # the norms of q and k are each over all heads together
-    norm_after_rope: bool = False  # and follow the rotation
+    norm_after_rope: bool = False  # the norms of q and k follow the rotation
     output_gate: bool = False  # attention is multiplied by the sigmoid of further projections, after those of V
-    kernel: int = 1  # this and the rest: of recurrent layers, as in `RecurrentShape`
-    channels: int = 0  # of the convolution
+    kernel: int = 1  # recurrent layers from here to `step_scale`, as in `RecurrentShape`
+    channels: int = 0  # channels of the convolution
     key_heads: int = 0
     state_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
     tiled: bool = False
     rates: int = 0
-    mixer_eps: float = 0.0  # of the norm of a recurrent layer's output
-    mixer_norm: bool = True  # Mamba 2's outputs are normalised; without it they are multiplied by `gain` only
+    mixer_eps: float = 0.0  # epsilon of the output norm
+    mixer_norm: bool = True  # whether Mamba 2's outputs are normalised, or only multiplied by `gain`
     beta_scale: float = 1.0
     step_scale: float = 1.0  # factor on Mamba 2's time steps, before their bias
     value_scale: float = 1.0  # factor on the values of attention
@@ -212,7 +212,7 @@ class CompiledModel:
     def __init__(
         self,
         library: ctypes.CDLL,  # from `build`, for this head size and dtype
-        dtype: torch.dtype,  # of hidden states
+        dtype: torch.dtype,
         architecture: Architecture,
         embed: Tensor | BlockWeight,  # embeddings [vocab, hidden]
         positions: Tensor | None,  # learned positions [positions, hidden], or None
@@ -221,10 +221,10 @@ class CompiledModel:
         head: Weight | Sequence[Weight],  # weight of the LM head, [vocab, hidden]
         num_threads: int,  # number of threads of a pass; bits do not depend on it
         integer: bool = False,  # quantise activations to int8 before products with quantised weights
-        inputs: InputTable | None = None,  # of layers with inputs of their own
+        inputs: InputTable | None = None,  # for per-layer inputs
     ):
         self._library, self._threads, self.num_ropes = library, num_threads, architecture.num_ropes
-        # Of the last pass over whole trees: rotation, cache and the struct with their addresses
+        # From the last pass over whole trees: rotation, cache and the struct with their addresses
         self._cached_batch: tuple[Tensor, Tensor, Any] | None = None
         self._round_arguments: tuple[Any, Any, dict[str, int]] | None = None
         self._integer = integer
@@ -394,7 +394,7 @@ class CompiledModel:
         return logits
 
     def _tree_batch(self, rotation: Tensor, kv: Tensor) -> ctypes.Structure:
-        """Return the arguments of a pass over whole trees, without these."""
+        """Return the arguments of a pass over whole trees, without the trees."""
         if self._cached_batch is None or self._cached_batch[0] is not rotation or self._cached_batch[1] is not kv:
             assert rotation.is_contiguous() and rotation.dtype == torch.float32 and kv.is_contiguous()
             arguments = {"rotation": rotation.data_ptr(), "cache": kv.data_ptr(), "num_pages": kv.shape[2]}
@@ -486,7 +486,7 @@ class CompiledModel:
 
     @property
     def entries(self) -> PassEntries | None:
-        """For passes run by another library; None if this one cannot compute `probs` in one call."""
+        """Entry points for another library; None if this one cannot compute `probs` in one call."""
         if self.vocab_size % LANES:
             return None
         return PassEntries(

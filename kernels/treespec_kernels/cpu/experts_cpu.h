@@ -20,7 +20,7 @@ void mask_groups(const Experts& of, float* choice) {
         best[g] = first + second;
     }
     for (int64_t left = of.groups - of.chosen_groups; left > 0; left--) {
-        int64_t worst = 0;  // of equal ones the last
+        int64_t worst = 0;  // the last one of equal groups
         for (int64_t g = 1; g < of.groups; g++)
             if (best[g] <= best[worst]) worst = g;
         best[worst] = INFINITY;
@@ -28,11 +28,11 @@ void mask_groups(const Experts& of, float* choice) {
     }
 }
 
-// Writes a row's experts, best first, and their weights. scores: the router's outputs, which are overwritten; choice: room
-// for as many.
+// Writes a row's experts, best first, and their weights. scores: the router's outputs, overwritten; choice: a buffer of
+// the same size.
 void choose_experts(const Experts& of, float* scores, float* choice, int64_t* chosen, float* weights) {
     const int64_t width = of.router.stride;
-    std::fill(scores + of.count, scores + width, of.scoring == SIGMOID ? 0.0f : -INFINITY);  // of padding
+    std::fill(scores + of.count, scores + width, of.scoring == SIGMOID ? 0.0f : -INFINITY);  // padding
     if (of.scoring == SOFTMAX) to_probs(scores, 1, width);
     for (int64_t i = 0; i < width; i += LANES) {
         vec score = load<vec>(scores + i);

@@ -39,7 +39,7 @@ def growth_library(compiler: tuple[str, ...], folder: Path) -> ctypes.CDLL:
 
 
 class DraftInputs(NamedTuple):
-    """Inputs from one draft to a call that grows trees."""
+    """Inputs of one draft to a call that grows trees."""
 
     # Features for a draft head's first pass, [num_rows, hidden_size] in its dtype: first for the committed tokens, tree
     # by tree, then for the roots; None for an SSM
@@ -47,7 +47,7 @@ class DraftInputs(NamedTuple):
     # Probabilities of a block draft, which runs no pass and has read all tokens, float32 [num_trees, depths, width],
     # without temperature and noise; None for other drafts
     block_probs: np.ndarray | None = None
-    # Of recurrent layers, by tree: the addresses and sizes of the state, and `replayed`; None without any
+    # By tree, addresses and sizes of the recurrent state, and `replayed`; None without recurrent layers
     states: ctypes.Array[ctypes.Structure] | None = None
 
 

@@ -17,31 +17,31 @@ inline vec sigmoid(vec x) { return 1.0f / (1.0f + exp(-x)); }
 
 // Rows of a pass of recurrent layers, the same for all of them.
 class RecurrentRows {
-    struct Step {  // one update: that of a slot of the tree, from the state in buffer `from` to the one in `to`
+    struct Step {  // update of the state in buffer `from` by a tree slot, to buffer `to`
         int64_t slot, from, to;
     };
-    struct Of {  // a request
+    struct Plan {  // a request's updates
         const RequestState* state;
-        std::vector<Step> steps;  // of the tree; buffer 0 is the stored state, the others are scratch
-        int64_t buffers;          // scratch buffers
-        int64_t first;            // its first row among all rows: replayed ones, earlier slots and the pass's own
+        std::vector<Step> steps;  // updates of the tree; buffer 0 is the stored state, the others are scratch
+        int64_t buffers;          // number of scratch buffers
+        int64_t first;            // its first row among all rows: replayed rows, earlier slots and the pass's own
     };
 
     const Model& model;
     const Batch& batch;
-    // width: inputs of a token; rated: heads in whole vectors; row_size: what `make` makes of the inputs; total: rows with
-    // replayed ones and earlier slots
+    // width: inputs of a token; rated: heads, rounded up to whole vectors; row_size: outputs of `make`; total: rows,
+    // including replayed ones and earlier slots
     const int64_t history, channels, width, rated, row_size, inner, total;
-    std::vector<Of> requests;
-    std::vector<std::pair<int64_t, int64_t>> rows;  // request, and index among its rows, of those to compute
+    std::vector<Plan> requests;
+    std::vector<std::pair<int64_t, int64_t>> rows;  // rows to compute: request, and index among its rows
     static inline thread_local std::vector<scalar> fresh_rows;
     static inline thread_local std::vector<float> made_rows, mixed_rows;
 
-    // Sets the order of a request's updates: the last child of a node replaces its state, the others are computed before
-    // it in a further buffer. So a chain has one buffer, and a tree as many as nodes of a path have other children.
-    // Committed rows are a chain before the tree, which replaces the stored state. Of earlier slots, only ancestors of
-    // the pass's rows are computed.
-    void order(Of& of) {
+    // Sets the order of a request's updates. A node's last child overwrites its state; the others come before it, in a
+    // further buffer. So a chain has one buffer, and a tree one more for each node of a path with other children.
+    // Committed rows are a chain before the tree, which overwrites the stored state. Of earlier slots, only ancestors
+    // of the pass's rows are computed.
+    void order(Plan& of) {
         const RequestState& state = *of.state;
         const int64_t slots = state.earlier + state.num_rows;
         std::vector<std::vector<int64_t>> children(slots);
@@ -57,19 +57,19 @@ class RecurrentRows {
             const int64_t to = replaces && slot != state.commits ? from : from + 1;
             of.steps.push_back({slot, from, to});
             of.buffers = std::max(of.buffers, to);
-            // The last child, which comes first, is computed after the others.
+            // The last child comes first in `children`, so it is popped last.
             for (int64_t child : children[slot]) open.push_back({child, to});
         }
     }
 
     // Sets the inputs that the convolution of a request's row reads, from the most recent one back.
-    void find_taps(const Of& of, int64_t layer, int64_t row, const scalar** taps) const {
+    void find_taps(const Plan& of, int64_t layer, int64_t row, const scalar** taps) const {
         const RequestState& state = *of.state;
         const scalar* kept = (const scalar*)state.inputs + layer * state.stored_rows * width;
         int64_t i = 0;
         for (int64_t slot = row - state.replayed; slot >= 0 && i <= history; slot = state.parents[slot])
             taps[i++] = slot < state.earlier ? kept + (history + slot) * width : fresh_row(state, slot - state.earlier);
-        int64_t place = history + (i ? state.replayed - 1 : row);  // among the kept inputs
+        int64_t place = history + (i ? state.replayed - 1 : row);  // index of a kept input
         for (; i <= history; i++) taps[i] = kept + place-- * width;
     }
 
@@ -167,7 +167,7 @@ class RecurrentRows {
     }
 
     // Runs a request's updates of some columns of one head.
-    void run_head(const Layer& layer, const Of& of, int64_t index, int64_t head, int64_t column) const {
+    void run_head(const Layer& layer, const Plan& of, int64_t index, int64_t head, int64_t column) const {
         static thread_local std::vector<float> scratch;
         const RequestState& state = *of.state;
         const int64_t size = model.key_dim * model.value_dim, columns = std::min(COLUMNS, model.value_dim - column);
@@ -187,10 +187,10 @@ class RecurrentRows {
 
     // Keeps the inputs that the next pass reads.
     void keep(int64_t layer) const {
-        for (const Of& of : requests) {
+        for (const Plan& of : requests) {
             const RequestState& state = *of.state;
             scalar* kept = (scalar*)state.inputs + layer * state.stored_rows * width;
-            const int64_t old = std::max(history - state.commits, int64_t(0));  // of the history, kept already
+            const int64_t old = std::max(history - state.commits, int64_t(0));  // inputs of the history to keep
             std::memmove(kept, kept + (state.replayed + state.commits) * width, old * width * sizeof(scalar));
             scalar* to = kept + (old + state.earlier) * width;
             for (int64_t own = state.commits - (history - old); own < state.num_rows; own++, to += width)
@@ -275,7 +275,7 @@ class RecurrentRows {
                 store(fresh + r * width + i, load<vec>(row) * load<vec>(row + 2 * channels));
             }
         parallel(threads, int64_t(rows.size()), [&](int64_t row) {
-            const Of& of = requests[rows[row].first];
+            const Plan& of = requests[rows[row].first];
             const int64_t own = rows[row].second - of.state->replayed - of.state->earlier, r = row_of(*of.state, own);
             if (own < 0) return;
             const scalar* taps[16];

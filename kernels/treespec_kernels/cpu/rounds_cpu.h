@@ -10,7 +10,7 @@
 extern "C" {
 
 struct Rounds {
-    int64_t num_rounds;  // at most
+    int64_t num_rounds;  // maximum number of rounds
     // Functions of the target's library, and their arguments; `walks` without logits and outputs
     int64_t (*tree_logits)(const void* model, const void* head, Batch* batch, const TreeRows* trees, void* logits);
     void (*walk)(const TreeRows* trees, const Walks* walks);
@@ -18,8 +18,8 @@ struct Rounds {
     Batch* batch;
     const Walks* walks;
     int64_t logit_bytes;
-    // Searches without texts and outputs, [num_trees], and whether to search, [num_rounds, num_trees]. most_found: most
-    // nodes of a search. window: number of last tokens of a text to search. max_seeds: nodes that SSMs extend
+    // Searches without texts and outputs, [num_trees], and whether to search, [num_rounds, num_trees]. most_found:
+    // maximum nodes of a search. window: last tokens of a text to search. max_seeds: maximum nodes that SSMs extend
     int64_t (*lookup)(const Search* search);
     Search* searches;
     const int64_t* searched;
@@ -40,8 +40,8 @@ struct Rounds {
     double first_gain, start_cost, rate;
     const double* seconds;
     int64_t num_cut, explore;
-    double bias, slope, least_prob, most_prob;  // of the seeds' evidence ratios
-    int64_t declined;  // output, as `Batched::run` tells
+    double bias, slope, least_prob, most_prob;  // parameters of the seeds' evidence ratios
+    int64_t declined;  // output, see `Batched::run`
     // Outputs, valid until the thread's next call: the rounds as `Recorded` writes them
     int64_t num_ints, num_doubles;
     const int64_t* ints;
@@ -52,7 +52,7 @@ struct Rounds {
 
 namespace {
 
-constexpr size_t KEPT_BYTES = 32 << 20;  // of logits, for the next pass
+constexpr size_t KEPT_BYTES = 32 << 20;  // maximum size of a logit buffer to keep for the next pass
 
 struct Columns {  // a tree before its cut
     std::vector<int64_t> tokens, parents, depths, slots, draw_nodes, draw_sources;
@@ -78,7 +78,7 @@ class Batched {
 
     Rounds& r;
     Trees& t;
-    const int64_t count;  // of trees
+    const int64_t count;  // number of trees
     Recorded& recorded;
     std::vector<int64_t> context, room;
     // As in Trees, and `valid` before the round, [num_drafts, num_trees]

@@ -33,7 +33,7 @@ _PAIRS = 1024  # pairs per step of `group_rows`
 
 @dataclass(frozen=True)
 class Routing:
-    """How a router chooses experts: the fields of `treespec_weights.experts.Experts` with these names."""
+    """Parameters of a router: the fields of `treespec_weights.experts.Experts` with these names."""
 
     count: int
     top_k: int

@@ -15,11 +15,14 @@ from treespec_kernels.linear.activations import sigmoid, silu, softplus
 from treespec_kernels.linear.rms_norm import norm_heads
 from treespec_kernels.recurrent.state_update import causal_conv_ref
 
-_L2_EPS = 1e-6  # of the norms of queries and keys
+_L2_EPS = 1e-6  # epsilon of the norms of queries and keys
 
 
 class MixerSizes(NamedTuple):
-    """Kind and sizes of a layer. Mamba 2's names are C and B of groups, x, and state and head size."""
+    """Kind and sizes of a layer.
+
+    Mamba 2 calls queries, keys and values C, B and x, key heads groups, `key_dim` state size, `value_dim` head size.
+    """
 
     delta: bool  # a Gated DeltaNet (arXiv 2412.06464); otherwise a layer of Mamba 2 (arXiv 2405.21060)
     key_heads: int
@@ -27,13 +30,13 @@ class MixerSizes(NamedTuple):
     heads: int
     value_dim: int
     doubled: bool = False  # beta of a Gated DeltaNet is up to 2
-    # Of Mamba 2, not in kernels of a GPU:
+    # Mamba 2 only, and not in Triton kernels:
     step_scale: float = 1.0  # factor on time steps, before their bias
     normed: bool = True  # whether outputs are normalised, or only multiplied by the gains
 
 
 class MixedRows(NamedTuple):
-    """What updates the states, fp32."""
+    """Inputs of the state update, fp32."""
 
     qk: Tensor  # [num_rows, 2 * key_heads, key_dim], queries, then keys
     v: Tensor  # [num_rows, heads, value_dim]
@@ -126,7 +129,7 @@ def mix_rows_triton(
 def gate_rows_ref(
     out: Tensor, v: Tensor, gate: Tensor, gain: Tensor, skip: Tensor | None, sizes: MixerSizes, eps: float
 ) -> Tensor:
-    """Return the rows' outputs from what the states give for their queries, [num_rows, heads * value_dim].
+    """Gate and normalise the outputs of the state update; return [num_rows, heads * value_dim].
 
     A Gated DeltaNet norms each head and then multiplies by the SiLU of the gate; Mamba 2 adds the skipped values,
     multiplies, and then norms each group. Changes `out`.
@@ -134,9 +137,9 @@ def gate_rows_ref(
     Args:
         out, v: fp32 [num_rows, heads, value_dim].
         gate: [num_rows, heads * value_dim], of the result's dtype.
-        gain: fp32, [value_dim] of a Gated DeltaNet, else [heads * value_dim].
-        skip: fp32 [heads], None of a Gated DeltaNet.
-        eps: of the norm.
+        gain: fp32 weight of the norm, [value_dim] for a Gated DeltaNet, else [heads * value_dim].
+        skip: fp32 [heads]; None for a Gated DeltaNet.
+        eps: epsilon of the norm.
     """
     factor = silu(gate.float())
     if skip is None:

@@ -11,11 +11,11 @@ class StateShape(NamedTuple):
     """Sizes of a request's state."""
 
     num_layers: int
-    matrix: tuple[int, int, int]  # of a layer's state: heads, key_dim, value_dim; all 0 if there is only a convolution
+    matrix: tuple[int, int, int]  # a layer's state: heads, key_dim, value_dim; all 0 if there is only a convolution
     history: int  # tokens before the current one that the convolution reads
     width: int  # inputs of a token that a layer keeps: those of the convolution, then the rates of all heads
-    num_nodes: int  # most rows of a token tree
-    dtype: torch.dtype  # of the inputs
+    num_nodes: int  # maximum rows of a token tree
+    dtype: torch.dtype  # dtype of the inputs
 
     @property
     def nbytes(self) -> int:
@@ -36,12 +36,12 @@ class StateShape(NamedTuple):
 
 
 class StateTensors(NamedTuple):
-    """States in one memory, whose address captured graphs contain."""
+    """States of several requests in shared tensors, whose addresses captured graphs contain."""
 
     matrices: Tensor  # fp32 [num_slots, num_layers, heads, key_dim, value_dim]
     inputs: Tensor  # [num_slots, num_layers, history + num_nodes, width]
     history: int
-    scratch: Tensor | None = None  # of `state_update_triton`; None allocates it in each pass
+    scratch: Tensor | None = None  # for `state_update_triton`; None allocates it in each pass
 
     @property
     def states(self) -> list["RecurrentState"]:
@@ -52,10 +52,10 @@ class StateTensors(NamedTuple):
 class RecurrentState:
     """State of a request's recurrent layers after `length` committed tokens.
 
-    A pass does not keep the states of a tree's nodes, which are as large as `matrices`, but their inputs. The next pass
-    computes the states of the accepted path again, with the same bits, and only the last one is stored. `inputs` are
-    those of the last `history` of the `length` tokens, then those of the tokens accepted since, or of the tree's nodes.
-    A pass over a later level of a tree, as drafts run them, computes the states of its nodes' ancestors again, too.
+    The state of a tree's node is as large as `matrices`, so a pass keeps the nodes' inputs instead. The next pass
+    recomputes the states of the accepted path, with the same bits, and stores only the last one. `inputs` are those of
+    the last `history` of the `length` tokens, then those of the tokens accepted since, or of the tree's nodes. A pass
+    of a draft over a later level also recomputes the states of its nodes' ancestors.
     """
 
     scratch: Tensor | None = None  # as in `StateTensors`
@@ -68,14 +68,14 @@ class RecurrentState:
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Make it the state before the first token."""
+        """Reset to the state before the first token."""
         self.length = 0
         self.matrices.zero_()
         self.inputs[:, : self.history] = 0
 
     @torch.inference_mode()
     def copy_from(self, other: "RecurrentState") -> None:
-        """Make it the state after the same `length` tokens."""
+        """Copy the state after the other's `length` tokens, without later inputs."""
         self.length = other.length
         self.matrices.copy_(other.matrices)
         self.inputs[:, : self.history] = other.inputs[:, : self.history]
@@ -105,4 +105,4 @@ class StateRows(NamedTuple):
     """A request's state in a pass."""
 
     state: RecurrentState
-    commits: int = 0  # the pass's first rows that are committed tokens, such as a prompt's, after which it is stored
+    commits: int = 0  # number of leading rows with committed tokens, such as a prompt's; the state after them is kept

@@ -15,8 +15,8 @@ from treespec_kernels.launch.rows import FLOAT_TYPES
 from treespec_kernels.launch.triton_launch import block_of, load_kernels
 from treespec_kernels.recurrent.state_update import StatePaths
 
-_CHANNELS = 128  # per program
-_NODES = 16  # compared with all nodes at once
+_CHANNELS = 128  # channels per program
+_NODES = 16  # number of nodes that are compared with all nodes at once
 
 
 class RoundPlan(NamedTuple):

@@ -14,8 +14,8 @@ from treespec_kernels.launch.arguments import check_arguments
 from treespec_kernels.launch.rows import FLOAT_TYPES
 from treespec_kernels.launch.triton_launch import block_of, load_kernels
 
-_COLUMNS = 8  # of a state per program, which is one warp: no sum over keys waits for another one
-_CHANNELS = 256  # per program of a convolution
+_COLUMNS = 8  # columns of a state per program of one warp, so that sums over keys need no other warp
+_CHANNELS = 256  # channels per program of a convolution
 
 
 class Level(NamedTuple):

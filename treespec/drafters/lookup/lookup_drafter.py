@@ -91,7 +91,7 @@ _owners = itertools.count(1)
 
 
 def _is_searched(misses: int) -> bool:
-    """Whether the search after so many, this one included, is not skipped."""
+    """Return whether to run a search; `misses` counts the searches since an accepted proposal, this one included."""
     return misses <= BACKOFF_MISSES or misses % (2 if misses <= 4 * BACKOFF_MISSES else 4) == 0
 
 
@@ -230,7 +230,7 @@ class LookupDrafter(DraftSource):
             self._text(request).misses += depth > 0
 
     def _searched(self, request: Request, text: "_Text") -> tuple[bool, int | None]:
-        """Return whether to search the request's own text, and its owner id in the history if to search that."""
+        """Return whether to search the request's own text, and its owner id, or None to skip the history."""
         spec = request.spec
         return spec.allows("lookup", "lookup"), text.owner if spec.allows("suffix", "suffix") else None
 
@@ -266,20 +266,18 @@ class LookupDrafter(DraftSource):
     def _commit(
         self, searches: dict[str, tuple[TokenTree, Matches]], requests: Sequence[Request], paths: Sequence[np.ndarray]
     ) -> None:
-        for request, path in zip(requests, paths, strict=True):
-            self._count(request, *searches[request.request_id], path)
-
-    def _count(self, request: Request, tree: TokenTree, matches: Matches, path: np.ndarray) -> None:
         """Count trials and hits among the children of every accepted node."""
-        if len(path) > 1:
-            self.texts[request.request_id].misses = 0
-        if (request_counts := self.own_counts.get(request.request_id)) is None:
-            request_counts = self.own_counts[request.request_id] = Counts()
-        if self._compiled is not None:
-            self._compiled.count(tree.parents, matches, path, request_counts.cells)
-            return
-        for counts in (self.counts, request_counts):
-            counts.cells += _count(tree, matches, path)
+        for request, path in zip(requests, paths, strict=True):
+            tree, matches = searches[request.request_id]
+            if len(path) > 1:
+                self.texts[request.request_id].misses = 0
+            if (request_counts := self.own_counts.get(request.request_id)) is None:
+                request_counts = self.own_counts[request.request_id] = Counts()
+            if self._compiled is not None:
+                self._compiled.count(tree.parents, matches, path, request_counts.cells)
+                continue
+            for counts in (self.counts, request_counts):
+                counts.cells += _count(tree, matches, path)
 
     def release(self, request: Request) -> None:
         """Release a request's state, after adding its output to the history."""

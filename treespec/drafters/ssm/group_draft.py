@@ -99,7 +99,7 @@ class GroupDraft(ABC):
         model: GroupModel,
         cache: KVCache,  # the engine's cache; pool `ssm` + 1 is the draft's
         is_compared: bool,  # whether to score the draft on the tokens that it reads, because the group has other drafts
-        states: StatePool | None = None,  # of its recurrent layers; None without any
+        states: StatePool | None = None,  # states of its recurrent layers; None without such layers
     ):
         self.ssm, self.cache, self.pool, self.states = ssm, cache, cache.pools[1 + ssm], states
         self.model, self.is_compared, self.max_depth = model, is_compared, model.max_depth
@@ -131,7 +131,7 @@ class StepDraft(GroupDraft):
     model: StepModel
 
     def read(self, chains: Sequence[Chain], counts: Sequence[int]) -> Rows | None:
-        if not self.model.keeps_kv:  # only the tokens after which it is scored
+        if not self.model.keeps_kv:  # compute only the rows to score
             chains = [(r, stop - count, stop) for (r, _, stop), count in zip(chains, counts, strict=True) if count]
             counts = [count for count in counts if count]
         if not chains:
@@ -194,7 +194,7 @@ class StepDraft(GroupDraft):
         return SsmProbs(self.ssm, rows, scores.probs, scores.tokens)
 
     def _rows(self, chains: Sequence[Chain], has_roots: bool) -> list[RequestRows]:
-        """Return the rows of a pass over committed tokens, and the roots behind them, if it has any."""
+        """Return the rows of a pass over committed tokens, with a root at the end of each chain if `has_roots`."""
         rows = rows_of(self.model, chains)
         if self.states is None:
             return rows

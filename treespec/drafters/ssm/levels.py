@@ -41,7 +41,7 @@ class PlannedLevels:
     def plan(self, ssm: int, rows: np.ndarray, states: Mapping[int, StateRows]) -> Pass:
         """Lay out an SSM's pass over the newest level's `rows`: int64, ascending, all or none of each tree's.
 
-        `states`, by tree, are those of its recurrent layers; empty without any.
+        `states`, by tree, are the states of the SSM's recurrent layers; empty without such layers.
         """
         tree_ids = np.unique(self._row_trees[rows]).tolist()
         key = self._models[ssm].plan_key, tuple(tree_ids)

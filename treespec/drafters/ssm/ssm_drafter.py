@@ -265,8 +265,8 @@ class SsmDrafter:
         """Initialise samples that share the prompt's pages, with the group's mixture weights after the prompt.
 
         The prompt is marked as read, so no SSM writes to its shared pages. A preempted sample keeps its own weights.
-        SSMs with recurrent layers begin with a copy of the state after it. Where that has made room for others, they
-        read the prompt again, and write what its pages hold.
+        SSMs with recurrent layers start from a copy of the state after the prompt. If that copy has been evicted, they
+        read the prompt again, and write the values that its pages already hold.
         """
         for request in requests:
             assert request.group is not None
@@ -288,7 +288,7 @@ class SsmDrafter:
         requests: Sequence[Request],
         plans: Sequence[DraftPlan],
         rule: LevelRule,
-        num_positions: int,  # the rounds' positions are below it
+        num_positions: int,  # greater than all positions of the rounds
         num_seeds: int,  # maximum number of seeds of all trees of a round
     ) -> DraftModels | None:
         """Select SSMs, and set `growth` for the next rounds, in which C++ grows trees; None if it cannot."""
@@ -335,7 +335,7 @@ class SsmDrafter:
         # By active SSM, its probabilities of the tokens after those that it read, and after the accepted slots
         scores: Mapping[int, tuple[np.ndarray, np.ndarray]],
     ) -> None:
-        """Set a request's state to that after a prepared round has grown a tree over its seeds."""
+        """Update a request's state after C++ has grown its tree in a prepared round."""
         state = self.state(request)
         self._score_accepted(request, state)
         for ssm, (of_read, _) in scores.items():
@@ -377,7 +377,7 @@ class SsmDrafter:
 
     @property
     def held(self) -> set[str]:
-        """Ids of the requests that it keeps state of."""
+        """Ids of the requests with state in this drafter."""
         return {*self._states, *self._evicted}.union(*(pool.holders for pool in self.state_pools.values()))
 
     def lengths(self, request: Request) -> np.ndarray:

@@ -92,7 +92,7 @@ _PRODUCTS = {
     "up": "gate",
     "mix_gate": "mix_q",
     "decay": "beta",
-}  # parameters whose product is fused with another one's
+}  # parameter -> parameter whose product it is fused into
 _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<stem>.*?)(\.(?P<kind>weight|bias))?", re.DOTALL)  # matches any name
 
 

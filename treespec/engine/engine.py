@@ -270,7 +270,7 @@ class Engine:
 
 
 def _add_logprobs(verified: Sequence[VerifiedRequest], emitted: Sequence[list[int]], library: CDLL | None) -> None:
-    """Append the log-probabilities of emitted tokens to the requests that ask for them, together for equal counts.
+    """Append the log-probabilities of emitted tokens to the requests that ask for them, in one batch per `count`.
 
     `library` as in `packed_logprobs`.
     """

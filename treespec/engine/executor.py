@@ -141,7 +141,7 @@ class Executor(ABC, Generic[ExecutionT]):
     _launched: ExecutionT | None = None
 
     def launch(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> None:
-        """Begin a round of these requests, which the next `run` ends. Arguments as of `run`."""
+        """Begin a round, which the next `run` ends; arguments as in `run`."""
         assert self._launched is None, "a round is in flight"
         execution = self.plan(list(requests), others_wait, clock)
         self.propose(execution, clock)
@@ -181,7 +181,7 @@ class Executor(ABC, Generic[ExecutionT]):
 
     @abstractmethod
     def plan(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> ExecutionT:
-        """Let the planner limit the trees. Arguments as of `run`."""
+        """Let the planner limit the trees. Arguments as in `run`."""
 
     @abstractmethod
     def propose(self, execution: ExecutionT, clock: StageClock) -> None:

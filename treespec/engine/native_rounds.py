@@ -54,7 +54,7 @@ class _Place(NamedTuple):
 class _Round(NamedTuple):
     """A round that C++ has run and the engine has not committed."""
 
-    places: list[_Place]  # of the requests before it
+    places: list[_Place]  # by request, before the round
     execution: "HostExecution"
     drafted: list["_Drafted"]
 

@@ -36,8 +36,8 @@ class RoundRecord:
         bonus: the target's token after the path; None if the output ended inside the path.
         index: of the sample, as in `CompletionOutput.index`.
         seconds: duration of the round, for all of its requests.
-        target_seconds: of the target pass; in captured rounds, of verification and commit too.
-        draft_seconds: of drafts that run a model.
+        target_seconds: duration of the target pass; in captured rounds, with verification and commit.
+        draft_seconds: duration of drafts that run a model.
         plain_reasons: why nothing was drafted, empty if something was. "off": speculation is off. "room": only one more
             token fits. "reading": the SSMs still read the prompt. "drafting_cost": a draft level is not expected to
             pay. "drafting_paused": it did not pay or was not expected to, and is reconsidered later.

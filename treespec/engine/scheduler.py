@@ -50,7 +50,7 @@ class Scheduler:
         max_num_seqs: int,
         prefill_chunk: int,  # prompt rows per step
         scratch: int,  # slots per request for the token tree
-        short_context: int = 0,  # of the target, as in `ModelConfig`
+        short_context: int = 0,  # the target's `ModelConfig.short_context`
         max_loras: int = 1,  # different adapters of running requests
     ):
         self.max_loras = max_loras
@@ -93,7 +93,7 @@ class Scheduler:
         return request.max_len > self._short_context
 
     def _salt(self, request: Request) -> bytes:
-        """Return what the K/V of a request's tokens depend on besides the tokens."""
+        """Return a salt for `page_keys`: the rope factors and the adapter that a request's K/V depend on."""
         return (b"long" if self._is_long(request) else b"") + (b"" if request.lora is None else request.lora.digest)
 
     def _wait(self, request: Request) -> None:
@@ -341,7 +341,7 @@ class Scheduler:
         if group is not None and group.leader is request:
             group.leader = next((other for other in self.running if other.group is group), None)
             prefix = request.num_prompt - 1
-            last = request.pages[prefix // PAGE_SIZE : pages_for(prefix)]  # of the prompt, if it is not a full one
+            last = request.pages[prefix // PAGE_SIZE : pages_for(prefix)]  # the prompt's last page, unless it is full
             if group.leader is None and self.cache.states is not None:
                 self._drop(group)
             is_kept = group.leader is None and group.waiting and request.has_verified_prompt

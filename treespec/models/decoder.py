@@ -84,7 +84,7 @@ class Pass:
     attention: Any  # a plan for each of the model's windows
     positions: Tensor | None = None  # int64 [num_rows], for learned positions
     updated: Sequence[UpdatedRows] = ()  # rows with the low-rank updates of adapters, results of `Decoder.updates`
-    states: Any = None  # rows of recurrent layers; None in models without any. The pass changes the requests' states
+    states: Any = None  # a `StatePass`, which updates the requests' recurrent states; None without recurrent layers
 
 
 class StreamInput(NamedTuple):

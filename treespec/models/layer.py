@@ -19,7 +19,7 @@ from treespec_kernels.linear.row_linear import RowLinear
 from treespec_weights.blocks import Blocks, Weights
 
 Products = Mapping[str, tuple[str, ...]]
-"""The matrices of each product of a layer, by their names in it: those that it has are computed together."""
+"""Names of the matrices that are fused into each product of a layer, as far as the layer has them."""
 
 _GATE, _UP = ("gate", "shared.gate"), ("up", "shared.up")
 _QKV, _RATES = ("q", "k", "v"), ("beta", "decay")

@@ -27,8 +27,8 @@ class ModelConfig:
     folder: Path
     rules: FamilyRules
     shape: ModelShape
-    norm_eps: float  # of all norms, for a residual stream divided by `stream_scale`
-    activation: Activation  # of the MLP
+    norm_eps: float  # epsilon of all norms, for a residual stream divided by `stream_scale`
+    activation: Activation  # activation of the MLP
     parallel: bool  # attention and MLP read the same residual stream (parallel block)
     query_scale: float  # factor on attention scores
     score_cap: float | None  # soft cap c of scores, x -> c tanh(x / c); None = none

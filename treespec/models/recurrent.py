@@ -126,7 +126,7 @@ class ConvMixer:
         self.conv = _take_conv(weights, prefix)["conv"]
 
     def __call__(self, product: Callable[[str], Tensor], rows: StatePass, layer: int) -> Tensor:
-        """Return the mixed rows before the output projection, [num_rows, hidden_size]; `product` as of `StateMixer`."""
+        """Return the mixed rows before the output projection, [num_rows, hidden_size]; `product` as in `StateMixer`."""
         before, after, x = product("mix").chunk(3, 1)
         inputs = rows.exchange(layer, before * x)
         mixed = rows.convolve(inputs, rows.taps[rows.num_replayed :], self.conv)

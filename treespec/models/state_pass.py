@@ -250,10 +250,10 @@ class RoundStates(StatePass):
         self._chain: Tensor | None = None  # ancestors of single nodes
         if nodes == 1:
             self._chain = torch.zeros(len(slots), 1, width, dtype=torch.int32, device=slots.device)
-        self._depths: Tensor  # of the rows of the current pass, as in `round_plan_ref`
+        self._depths: Tensor  # depths of the current pass's rows, as in `round_plan_ref`
 
     def place(self, depths: Tensor, ancestors: Tensor | None, spreads: Tensor) -> "RoundStates":
-        """Plan a pass; arguments as of `round_plan_ref`. Single nodes need no ancestors."""
+        """Plan a pass; arguments as in `round_plan_ref`. Single nodes need no ancestors."""
         self._depths, ancestors = depths, self._chain if ancestors is None else ancestors
         assert ancestors is not None, "only single nodes have no ancestors"
         round_plan_triton(self._replayed, depths, ancestors, spreads, out=self._plan)

@@ -196,7 +196,7 @@ class PassKernels:
         layout: TritonPass,  # plan of these rows
         kv: Tensor,  # pool of all G models, [num_planes, 2, num_pages, num_kv_heads, PAGE_SIZE, head_dim]
         num_layers: int | None = None,  # number of layers to run; None = all
-        states: dict[int, Tensor | None] | None = None,  # receives residual streams, as of `record_states`
+        states: dict[int, Tensor | None] | None = None,  # receives residual streams, as in `record_states`
         start: StreamInput | None = None,  # residual stream that the pass begins with
     ) -> Tensor:
         """Write the rows' K/V to their slots and return hidden states after the final norm, [G * rows, hidden_size]."""

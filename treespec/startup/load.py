@@ -298,7 +298,7 @@ class Loader:
         return decoder, scorer
 
     def forget_shared(self) -> None:
-        """Drop what the draft heads of a target share while they are loaded."""
+        """Drop the weights that draft heads share while they are loaded."""
         self.shared.clear()
         self._scorers.clear()
 

@@ -70,7 +70,7 @@ class MarkovWeights(NamedTuple):
 
     embed: Tensor  # token embedding, [vocab, rank]
     out: Tensor  # [rows of the vocabulary head, rank]
-    gate: tuple[Tensor, Tensor] | None  # weight [rank, hidden + rank] and bias [rank]; None for none
+    gate: tuple[Tensor, Tensor] | None  # weight [rank, hidden + rank] and bias [rank], or None
 
 
 class BlockWeights(NamedTuple):

@@ -133,7 +133,7 @@ class TreeBatch:
         self._first_rows, self.num_rows = first_rows, num_rows
         self.num_positions = max(contexts) + max(first_rotations) + num_rows  # at most, in rows of the rotations
         self.struct = _STRUCTS["TreeRows"](num_trees, PAGE_SIZE, *addresses[:-3], address_of(self._pages))
-        self.walk_outputs = addresses[-3:]  # of `Walks`
+        self.walk_outputs = addresses[-3:]  # paths, tokens and lengths of `Walks`
 
     @property
     def sizes(self) -> list[int]:

@@ -109,7 +109,7 @@ struct Linear {
 
 struct Source {  // rows of a matrix, one after another, to be packed
     const uint8_t* values;      // blocks, or integers: int8, or pairs of 4 bits plus 8
-    const float *scale, *zero;  // of integers, [outputs, groups]; zero may be null
+    const float *scale, *zero;  // for integers, [outputs, groups]; zero may be null
     int64_t outputs;
 };
 
@@ -167,7 +167,7 @@ struct Pairing {  // how a draft head combines a token and the feature of the to
     const void* embed;  // [vocab, hidden]; in blocks of a GGUF file if `embed_type` is not 0
     int64_t embed_type;
     Norm embed_norm, feature_norm;
-    // stream: what the residual stream begins with: 0 the feature, 1 the normalised feature, 2 the product
+    // stream: start of the residual stream: 0 the feature, 1 the normalised feature, 2 the product
     int64_t hidden, stream;
     float eps;
 };
@@ -604,8 +604,8 @@ class Pass {
     }
 };
 
-// Sets the slots, and what they attend to, of the rows of whole trees: node i has logical slot context + i. A tree of one
-// row reads all its positions through the pages, like a step of plain decoding.
+// Lays out the rows of whole trees: their slots, and those they attend to. Node i has logical slot context + i. A tree
+// of one row reads all its positions through the pages, like a step of plain decoding.
 class TreeLayout {
     std::vector<int64_t> columns, paths{0};
 

@@ -154,8 +154,9 @@ class PairInputs:
         embed: Tensor | BlockWeight,  # embeddings, [vocab_size, hidden_size], contiguous
         embed_norm: Tensor,  # weights of the RMSNorms, [hidden_size]
         feature_norm: Tensor,
-        eps: float,  # of the norms
-        stream: str,  # what the residual stream begins with, of `STREAMS`; other products are the layer's projections
+        eps: float,  # epsilon of the norms
+        # Start of the residual stream, one of `STREAMS`; unless it is the product, that is the layer's projections
+        stream: str,
         num_threads: int,  # number of threads that share the products
         integer: bool = False,
     ):
@@ -402,7 +403,7 @@ class CompiledModel:
         return self._cached_batch[2]
 
     def round_arguments(self, rotation: Tensor, kv: Tensor, pools: ctypes.Array[Any]) -> dict[str, Any]:
-        """Return the model's part of a `Rounds` (rounds_cpu.h); arguments as of `tree_logits` and `walk`."""
+        """Return the model's part of a `Rounds` (rounds_cpu.h); arguments as in `tree_logits` and `walk`."""
         batch = self._tree_batch(rotation, kv)
         set_updated(batch, ())
         if self._round_arguments is None or self._round_arguments[0] is not pools:

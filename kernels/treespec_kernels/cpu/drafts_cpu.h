@@ -30,7 +30,7 @@ struct Draft {  // an SSM or another draft; `forward`, `probs` and `pairs` are f
     // For a block draft, which runs no pass: probabilities by tree and depth, [num_trees, block_depths, width].
     const float* block_probs;
     int64_t block_depths;
-    // By tree, of recurrent layers: the state, and `replayed` for the first pass; null without any.
+    // By tree, recurrent states, and `replayed` for the first pass; null without recurrent layers.
     const RequestState* states;
     // Outputs. out: [num_rows, width], probabilities after the `num_read` committed tokens that the SSM read (if
     // requested), followed by those of the scored nodes, level by level.
@@ -310,7 +310,7 @@ void score(const Growth& g, const Places& p, Draft& draft, const int64_t* first_
             *column = gathered.data() + gathered.size() - n;
         }
     std::vector<RequestState> states;
-    std::vector<std::vector<int64_t>> parents;  // of the slots, by tree
+    std::vector<std::vector<int64_t>> parents;  // parent of each slot, by tree
     for (int64_t first = 0, last; draft.states && first < n; first = last) {
         const int64_t tree = g.rows.tree_ids[rows[first]], earlier = g.slot_parents[tree].size();
         parents.push_back(g.slot_parents[tree]);

@@ -5,7 +5,7 @@
 // inputs that are kept, and stores the states after them. It then computes its own rows, each from its parent's state,
 // and keeps their inputs. A row has one order of operations, on whatever path it is computed.
 
-// log(1 + exp(x)). log(1 + t) = 2 artanh(s) with s = t / (2 + t), of which the series ends below 1e-8.
+// log(1 + exp(x)). log(1 + t) = 2 artanh(s) with s = t / (2 + t); the series is cut off below 1e-8.
 inline vec softplus(vec x) {
     const vec t = exp(x < 0.0f ? x : -x), s = t / (2.0f + t), square = s * s;
     vec series = splat(1.0f / 15);

@@ -81,7 +81,7 @@ inline bool any(ivec lanes) {
     return set != 0;
 }
 
-// Returns a buffer's memory for at least `count` elements. It never shrinks: `resize` would clear what it adds again.
+// Returns a buffer's memory for at least `count` elements. It never shrinks, because `resize` clears new elements.
 template <class T> inline T* at_least(std::vector<T>& buffer, int64_t count) {
     if (int64_t(buffer.size()) < count) buffer.resize(count);
     return buffer.data();

@@ -115,7 +115,7 @@ def experts_ref(
     products: ExpertProducts,
     routing: Routing,
     *,
-    bias: Tensor | None = None,  # of the router, [num_experts]
+    bias: Tensor | None = None,  # the router's, [num_experts]
     correction: Tensor | None = None,  # as in `route_ref`
     scales: Tensor | None = None,  # fp32 [num_experts], factors on the weights of the chosen experts
     slots: Tensor | None = None,  # int64 [num_rows]; rows of slot 0 are padding, and choose no experts

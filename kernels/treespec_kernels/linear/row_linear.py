@@ -113,7 +113,7 @@ def row_linear_triton(
 
 def default_config(
     weight: Tensor | QuantizedWeight,
-    dtype: torch.dtype,  # of the rows
+    dtype: torch.dtype,  # dtype of the rows
     target: str | None,  # as in `RowLinearConfig.default`
     silu_gate: bool = False,
     at_once: int = 1,  # number of such weights whose programs run at the same time
@@ -157,7 +157,7 @@ def chosen_linear_triton(
     weight: Tensor | QuantizedWeight,
     rows: ChosenRows,
     *,
-    config: RowLinearConfig,  # of the block_m of `rows`
+    config: RowLinearConfig,  # with the block_m of `rows`
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     silu_gate: bool = False,
@@ -274,7 +274,7 @@ def add_splits_triton(
     activation: str | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Add partial sums, and apply what follows a product, as `row_linear_triton` does; returns `out`."""
+    """Add partial sums, and apply bias, activation and residual as in `row_linear_triton`; returns `out`."""
     partials = partials if partials.dim() == 3 else partials[None]
     _add_splits(partials, _Epilogue.of(out, bias, residual, silu_gate, activation), pdl)
     return out

@@ -37,7 +37,7 @@ from treespec_kernels.recurrent.state_update import (
 )
 from treespec_kernels.tuning.testing import path_to, tree_parents
 
-REQUESTS = 3  # of which one is idle
+REQUESTS = 3  # one of them is idle
 KERNEL = 4  # tokens of the convolution
 PLACES = 70  # for inputs of a request
 REPLAYED = (2, 0, 1)  # rows of the first requests

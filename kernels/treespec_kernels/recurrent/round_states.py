@@ -182,7 +182,7 @@ def keep_path_ref(inputs: Tensor, slots: Tensor, paths: Tensor, path_lens: Tenso
     """Compact the inputs of the trees' nodes to the accepted paths, in all layers (reference: any device).
 
     Args:
-        inputs: [num_slots, num_layers, places, channels], as of `RecurrentState`, changed in place.
+        inputs: [num_slots, num_layers, places, channels], as in `RecurrentState`, changed in place.
         slots: [B] int32.
         paths, path_lens: [B, width] and [B] int32, as in `kv_commit_ref`.
     """

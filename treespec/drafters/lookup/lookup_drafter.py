@@ -149,7 +149,7 @@ class LookupDrafter(DraftSource):
         self._library, self._capacity = library, 1 << (history_tokens - 1).bit_length() if history_tokens else 0
         self.prior, self.counts, self._rounds = _prior(), Counts(), 0
         self.own_counts: dict[str, Counts] = {}
-        self.nbytes = BYTES_PER_TOKEN * self._capacity  # of the compiled history, at most
+        self.nbytes = BYTES_PER_TOKEN * self._capacity  # upper bound, for the compiled history
         self.forget()
 
     @property
@@ -205,7 +205,7 @@ class LookupDrafter(DraftSource):
     ) -> "RoundSearches | None":
         """Return the searches of the next rounds, which C++ runs; None without the compiled search.
 
-        Arguments as of `propose`, the number of rounds, and the maximum number of tokens that a round adds to a text.
+        Arguments as in `propose`, the number of rounds, and the maximum number of tokens that a round adds to a text.
         """
         if (compiled := self._compiled) is None:
             return None
@@ -223,7 +223,7 @@ class LookupDrafter(DraftSource):
         return RoundSearches(compiled.address, structs, [*itertools.chain(*zip(*searched, strict=True))], texts)
 
     def count_round(self, requests: Sequence[Request], depths: Sequence[int]) -> None:
-        """Count a round whose searches C++ has run; arguments as of `propose`."""
+        """Count a round whose searches C++ has run; arguments as in `propose`."""
         if any(depths):
             self._decay()
         for request, depth in zip(requests, depths, strict=True):

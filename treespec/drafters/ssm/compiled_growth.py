@@ -116,7 +116,7 @@ class CompiledGrowth:
 
     def prepare(
         self,
-        models: DraftModels | None,  # None if nothing will be drafted; other arguments as of `grow`
+        models: DraftModels | None,  # None if nothing will be drafted; other arguments as in `grow`
         requests: Sequence[Request],
         seeds: Sequence[TokenTree],
         limits: Sequence[TreeLimits],

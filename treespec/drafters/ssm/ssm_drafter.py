@@ -74,7 +74,7 @@ class SsmDrafter:
         requests: Sequence[Request],
         plans: Sequence[DraftPlan],  # plans by request; a plan with 0 levels returns the seed tree
         rule: LevelRule,  # decides before each level whether adaptive trees grow
-        seed_trees: Sequence[TokenTree] | None = None,  # proposals of other sources by request; None for none
+        seed_trees: Sequence[TokenTree] | None = None,  # proposals of other sources by request, or None
     ) -> list[TokenTree]:
         """Return one tree per request, rooted at its last token and merged with its seeds."""
         if seed_trees is None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from ctypes import CDLL
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ import torch
 from treespec.cache.kv_cache import KVCache
 from treespec.drafters.base import Failures
 from treespec.drafters.draft_sources import DraftSources
-from treespec.engine.executor import Execution, Executor, StageClock, VerifiedRequest
+from treespec.engine.executor import DeviceExecutor, Execution, Executor, StageClock, VerifiedRequest
 from treespec.engine.host_executor import HostExecutor
 from treespec.engine.metrics import Stats
 from treespec.engine.round_record import RoundObservers, RoundRecord
@@ -45,11 +44,11 @@ class Engine:
         scheduler: Scheduler,
         sources: DraftSources,
         host: HostExecutor,  # executes requests that no other executor serves
-        captured: Executor[Any] | None = None,  # runs whole rounds on the device; None without CUDA graphs
+        captured: DeviceExecutor | None = None,  # runs whole rounds on the device; None without CUDA graphs
     ):
         self.runner, self.scheduler, self.sources = runner, scheduler, sources
         self.host, self.captured = host, captured
-        self.executors: list[Executor[Any]] = [host] if captured is None else [captured, host]
+        self.executors: list[Executor] = [host] if captured is None else [captured, host]
         self.cache: KVCache = runner.cache
         self.stats = Stats()
         self.observers = RoundObservers()  # called after every round, once per request

@@ -7,7 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -128,45 +127,8 @@ class Execution:
         return (*reasons, "nothing_proposed") if plan.max_depth or not reasons else reasons
 
 
-ExecutionT = TypeVar("ExecutionT", bound=Execution)
-
-
-class Executor(ABC, Generic[ExecutionT]):
-    """Runs rounds of batches.
-
-    The order of the steps is the same wherever the data live. The host executor computes a step when it is called. The
-    graph executor launches the first three, so the device may compute them while the host goes on.
-    """
-
-    _launched: ExecutionT | None = None
-
-    def launch(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> None:
-        """Begin a round, which the next `run` ends; arguments as in `run`."""
-        assert self._launched is None, "a round is in flight"
-        execution = self.plan(list(requests), others_wait, clock)
-        self.propose(execution, clock)
-        self.forward(execution, clock)
-        self._launched = execution
-
-    def run(
-        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
-    ) -> ExecutionT:
-        """Run one round, or end the launched one. Requests that are not in it join the next one.
-
-        Args:
-            requests: prefilled requests that this executor serves, at least one.
-            others_wait: whether the queue holds requests for slots that become free.
-            clock: receives the stages.
-            meanwhile: called while a device computes the round, if the host waits for it.
-        """
-        if self._launched is None:
-            self.launch(requests, others_wait, clock)
-        execution, self._launched = self._launched, None
-        assert execution is not None
-        self.overlap(execution, others_wait, clock, meanwhile)
-        self.verify(execution, clock)
-        self.commit(execution, clock)
-        return execution
+class Executor(ABC):
+    """Runs rounds of batches, step by step: plan, propose, forward, verify and commit."""
 
     @abstractmethod
     def serves(self, request: Request) -> bool:
@@ -180,29 +142,26 @@ class Executor(ABC, Generic[ExecutionT]):
         """Return whether SSMs are expected to pay for a batch of these requests."""
 
     @abstractmethod
-    def plan(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> ExecutionT:
-        """Let the planner limit the trees. Arguments as in `run`."""
+    def run(
+        self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
+    ) -> Execution:
+        """Run one round. Requests that are not in it join the next one.
+
+        Args:
+            requests: prefilled requests that this executor serves, at least one.
+            others_wait: whether the queue holds requests for slots that become free.
+            clock: receives the stages.
+            meanwhile: called while a device computes the round, if the host waits for it.
+        """
+
+
+class DeviceExecutor(Executor):
+    """An executor whose rounds a device computes while the host goes on."""
 
     @abstractmethod
-    def propose(self, execution: ExecutionT, clock: StageClock) -> None:
-        """Draft with every source, and merge the proposals into one tree per request."""
+    def launch(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> None:
+        """Begin a round, which the next `run` ends; arguments as in `run`."""
 
     @abstractmethod
-    def forward(self, execution: ExecutionT, clock: StageClock) -> None:
-        """Run one target pass over all nodes of all requests."""
-
-    def overlap(
-        self, execution: ExecutionT, others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
-    ) -> None:
-        """Run host work while a device computes the round; arguments as in `run`. Does nothing by default."""
-
-    @abstractmethod
-    def verify(self, execution: ExecutionT, clock: StageClock) -> None:
-        """Decide the accepted path of every tree, by the request's rule."""
-
-    @abstractmethod
-    def commit(self, execution: ExecutionT, clock: StageClock) -> None:
-        """Compact the target's K/V to the accepted paths."""
-
     def drop_finished(self) -> None:
-        """If all requests of the launched round have ended, wait for the device and discard the round."""
+        """Wait for the device and discard the launched round, if there is one and all of its requests have ended."""

@@ -25,8 +25,8 @@ class HostExecution(Execution):
     uncompacted: list[VerifiedRequest] = field(default_factory=list)  # paths to which the target's K/V must be moved
 
 
-class HostExecutor(Executor[HostExecution]):
-    """Runs rounds for any request on any device."""
+class HostExecutor(Executor):
+    """Runs rounds for any request on any device; reads trees, scores and paths between the steps."""
 
     def __init__(self, runner: Runner, planner: Planner, sources: DraftSources, max_model_len: int):
         self.runner, self.planner, self.sources, self.max_model_len = runner, planner, sources, max_model_len
@@ -36,22 +36,20 @@ class HostExecutor(Executor[HostExecution]):
     def run(
         self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
     ) -> HostExecution:
-        if self.rounds is None:
-            return super().run(requests, others_wait, clock, meanwhile)
-        if (execution := self.rounds.next(requests)) is not None:
+        if self.rounds is not None and (execution := self.rounds.next(requests)) is not None:
             assert execution.planned is not None
             self.planner.round = execution.planned
             self.planner.count_pauses()
             return execution
         execution = self.plan(requests, others_wait, clock)
-        if (ran := self.rounds.run(execution, self.max_model_len, clock)) is not None:
+        if self.rounds is not None and (ran := self.rounds.run(execution, self.max_model_len, clock)) is not None:
             return ran
         began = clock.mark()
         self.propose(execution, clock)
         self.forward(execution, clock)
         self.verify(execution, clock)
         self.commit(execution, clock)
-        if self.rounds.has_declined:  # exclude the time of the declined call from the planner's costs
+        if self.rounds is not None and self.rounds.has_declined:  # the planner's costs exclude the declined call
             execution.seconds, _ = clock.since(began, execution.drafted.read_seconds)
         return execution
 
@@ -62,6 +60,7 @@ class HostExecutor(Executor[HostExecution]):
         return self.planner.expects_ssms(requests)
 
     def plan(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> HostExecution:
+        """Let the planner limit the trees."""
         clock.enter("merge")
         if (plans := self.planner.last_plans(requests, self.max_model_len, others_wait)) is None:
             unread = self.sources.ssms.unread if self.sources.ssms is not None else None

@@ -8,7 +8,7 @@ import numpy as np
 
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.ssm.captured_ssms import CapturedSsms
-from treespec.engine.executor import Execution, Executor, StageClock, VerifiedRequest
+from treespec.engine.executor import DeviceExecutor, Execution, StageClock, VerifiedRequest
 from treespec.engine.runner import Runner
 from treespec.graphs.batch_round import BatchRound
 from treespec.graphs.capture import Rounds
@@ -42,12 +42,13 @@ class GraphExecution(Execution):
     decided: list[RoundResult] = field(default_factory=list)  # results of this round
 
 
-class GraphExecutor(Executor[GraphExecution]):
+class GraphExecutor(DeviceExecutor):
     """Runs captured rounds for the requests whose parameters they support."""
 
     def __init__(self, runner: Runner, sources: DraftSources, rounds: Rounds, max_model_len: int):
         self.runner, self.sources, self.rounds, self.max_model_len = runner, sources, rounds, max_model_len
         self.ssms = None if sources.ssms is None else CapturedSsms(sources.ssms)
+        self._launched: GraphExecution | None = None  # the round that the next `run` ends
         self._steady, self._last = 0, list[Request]()  # number of rounds since the batch changed, and the batch
         self._waited: float | None = None  # arrival time of the last round's results, for a `launch` in the same step
 
@@ -76,9 +77,26 @@ class GraphExecutor(Executor[GraphExecution]):
         self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
     ) -> GraphExecution:
         self._waited = None
-        return super().run(requests, others_wait, clock, meanwhile)
+        if self._launched is None:
+            self.launch(requests, others_wait, clock)
+        execution, self._launched = self._launched, None
+        assert execution is not None
+        clock.enter("merge")
+        meanwhile()
+        self._launch_following(execution, others_wait)
+        self.verify(execution, clock)
+        self.commit(execution, clock)
+        return execution
+
+    def launch(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> None:
+        assert self._launched is None, "a round is in flight"
+        execution = self.plan(list(requests), others_wait, clock)
+        self.propose(execution, clock)
+        self.forward(execution, clock)
+        self._launched = execution
 
     def plan(self, requests: Sequence[Request], others_wait: bool, clock: StageClock) -> GraphExecution:
+        """Let the planner of the batch's size limit the trees."""
         began = clock.now()
         clock.enter("merge")
         planner = self.rounds.planners[self.rounds.size_for(len(requests))]
@@ -126,14 +144,8 @@ class GraphExecutor(Executor[GraphExecution]):
             began = execution.began if self._waited is None else self._waited
             execution.host_seconds = clock.now() - began - read_seconds
 
-    def overlap(
-        self, execution: GraphExecution, others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
-    ) -> None:
-        clock.enter("merge")
-        meanwhile()
-        self._launch_following(execution, others_wait)
-
     def verify(self, execution: GraphExecution, clock: StageClock) -> None:
+        """Wait for the accepted paths, and divide the waiting time among the stages."""
         began = clock.now()
         execution.decided = execution.results()
         self._waited = clock.now()

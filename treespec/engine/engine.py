@@ -199,7 +199,7 @@ class Engine:
             request.count_accepted(accepted)
             self.stats.count_draft(result.tree, accepted)
         counts = [len(tokens) for tokens in emitted]
-        if execution.planner is not None:
+        if execution.updates_planner:
             requests = [result.request for result in execution.verified]
             trees = [result.tree for result in execution.verified]
             drafted, rows, planned = execution.drafted, execution.rows, execution.planned

@@ -91,14 +91,15 @@ class Execution:
 
     requests: Sequence[Request]
     plans: Sequence[DraftPlan]  # by request
+    planner: Planner
+    planned: PlannedRound  # the planner's round
     verified: list[VerifiedRequest] = field(default_factory=list)
     failed: list[tuple[Request, str]] = field(default_factory=list)  # requests that end in this round, and their errors
     undecided: list[Request] = field(default_factory=list)  # uncommitted requests, left to the next executor
     proposals: list[Proposals] = field(default_factory=list)  # of each source that proposed a tree
     reading: list[Request] = field(default_factory=list)  # requests without drafts because their SSMs read the prompt
     failures: Failures = field(default_factory=dict)  # requests whose drafter failed; they end after this round
-    planner: Planner | None = None  # learns from the round; None for a round that captured graphs
-    planned: PlannedRound | None = None  # the planner's round
+    updates_planner: bool = True  # False for a round whose times say nothing about later ones
     overlaps: bool = False  # whether drafters may be updated while the device computes the next round
     drafted: Drafted = field(default_factory=Drafted)
     rows: int | None = None  # rows of the target pass as the planner counts them; None = all nodes of all trees

@@ -37,7 +37,6 @@ class HostExecutor(Executor):
         self, requests: Sequence[Request], others_wait: bool, clock: StageClock, meanwhile: Callable[[], None]
     ) -> HostExecution:
         if self.rounds is not None and (execution := self.rounds.next(requests)) is not None:
-            assert execution.planned is not None
             self.planner.round = execution.planned
             self.planner.count_pauses()
             return execution
@@ -65,7 +64,7 @@ class HostExecutor(Executor):
         if (plans := self.planner.last_plans(requests, self.max_model_len, others_wait)) is None:
             unread = self.sources.ssms.unread if self.sources.ssms is not None else None
             plans = self.planner.draft_plans(requests, self.max_model_len, unread, others_wait)
-        return HostExecution(requests, plans, planner=self.planner, planned=self.planner.round)
+        return HostExecution(requests, plans, self.planner, self.planner.round)
 
     def propose(self, execution: HostExecution, clock: StageClock) -> None:
         """Draft with every source, and merge the proposals into one tree per request, cut to the nodes worth verifying.
@@ -128,7 +127,7 @@ class HostExecutor(Executor):
                 error = f"the target computed NaN or infinity at position {request.context_len}"
                 execution.failed.append((request, error))
         if self.runner.captured is not None and self.runner.captured.has_captured:
-            execution.planner = None
+            execution.updates_planner = False
 
     def verify(self, execution: HostExecution, clock: StageClock) -> None:
         """Apply each request's verification rule. A request that raises RequestError fails alone."""
@@ -148,7 +147,7 @@ class HostExecutor(Executor):
                 logits = choices.logits[: len(path)] if is_chain else choices.logits[path.tolist()]
             tokens = [*tree.tokens[path[1:]].tolist(), bonus] if len(path) > 1 else [bonus]
             execution.verified.append(verified := VerifiedRequest(request, path, tokens, tree, logits))
-            if choices.next_token < 0:
+            if choices.next_token is None:
                 execution.uncompacted.append(verified)
 
     def commit(self, execution: HostExecution, clock: StageClock) -> None:
@@ -166,11 +165,11 @@ class HostExecutor(Executor):
 def verify_request(request: Request, tree: TokenTree, choices: Choices) -> tuple[np.ndarray, int]:
     """Return the accepted path, int64 [1 + accepted], root first, and the token after it, by the request's rule."""
     sampler, path = request.sampler, choices.path
-    if sampler is None:
+    if choices.next_token is not None:
+        if sampler is not None:
+            sampler.noise.forget(len(request.tokens) + len(path) - 1)
         return path, choices.next_token
-    if choices.next_token >= 0:
-        sampler.noise.forget(len(request.tokens) + len(path) - 1)
-        return path, choices.next_token
+    assert sampler is not None
     if request.draws_at_random and len(tree) > 1:
         return sampler.verify_drawn(request.spec.verification, tree, choices.logits, request.tokens)
     return sampler.walk(tree, choices.logits, request.tokens, request.tokens_left, path.tolist())

@@ -56,11 +56,11 @@ class _Round(NamedTuple):
 
     places: list[_Place]  # by request, before the round
     execution: "HostExecution"
-    drafted: list["_Drafted"]
+    resumed: list["_Resumed"]
 
 
-class _Drafted(NamedTuple):
-    """A request for which SSMs drafted, and the arguments of `SsmDrafter.resume`."""
+class _Resumed(NamedTuple):
+    """Arguments of `SsmDrafter.resume` for a request for which SSMs drafted."""
 
     request: Request
     tree: TokenTree
@@ -115,7 +115,7 @@ class NativeRounds:
     def next(self, requests: Sequence[Request]) -> "HostExecution | None":
         """Return the next round that C++ has run, of all or some of these requests; None if there is none.
 
-        Requests that joined the batch since then wait for the rounds ahead, whose commits take little time.
+        Requests that joined the batch since then wait for the rounds ahead, which are already computed.
         """
         if not self._ahead:
             return None
@@ -123,8 +123,8 @@ class NativeRounds:
         if batch != self._batch or _places(batch) != self._ahead[0].places:
             self._ahead.clear()
             return None
-        _, execution, drafted = self._ahead.popleft()
-        for arguments in drafted:
+        _, execution, resumed = self._ahead.popleft()
+        for arguments in resumed:
             assert self.sources.ssms is not None
             self.sources.ssms.resume(*arguments)
         if (lookup := self._lookup) is not None:
@@ -144,9 +144,7 @@ class NativeRounds:
             self._pause_left -= 1
             return None
         began = clock.now()
-        planner = execution.planner
-        assert planner is not None
-        if (prepared := self._prepare(execution, planner, max_model_len)) is None:
+        if (prepared := self._prepare(execution, max_model_len)) is None:
             return None
         call, growth, _ = prepared
         clock.enter("forward")
@@ -155,7 +153,7 @@ class NativeRounds:
         self.runner.target.growth.treespec_rounds(ctypes.byref(call))
         clock.enter("merge")
         returned = clock.now()
-        planner.num_cuts, self._batch = call.num_cut, list(execution.requests)
+        execution.planner.num_cuts, self._batch = call.num_cut, list(execution.requests)
         self._read(execution, call, growth, clock)
         self._pause = min(2 * self._pause or 1, MOST_PAUSED) if call.declined else 0
         self.has_declined = not self._ahead
@@ -173,11 +171,9 @@ class NativeRounds:
             ran.seconds = ran.seconds._replace(read=ran.drafted.read_seconds, host=ran.seconds.host + host)
         return self.next(execution.requests)
 
-    def _prepare(
-        self, execution: "HostExecution", planner: Planner, max_model_len: int
-    ) -> tuple[Any, CompiledGrowth, Any] | None:
+    def _prepare(self, execution: "HostExecution", max_model_len: int) -> tuple[Any, CompiledGrowth, Any] | None:
         """Return a call's arguments, the growth of its trees and owners of their memory; None if C++ cannot run it."""
-        requests, plans, ssms = execution.requests, execution.plans, self.sources.ssms
+        requests, plans, planner, ssms = execution.requests, execution.plans, execution.planner, self.sources.ssms
         if (
             (lookup := self._lookup) is None
             or any(plan.branching for plan in plans)
@@ -260,7 +256,7 @@ class NativeRounds:
         roots = [request.tokens[-1] for request in requests]
         while reader.has_round:
             [[decided, levels, passes, tree_passes]] = reader.ints(1, 4).tolist()
-            searches, verified, drafted = dict[str, tuple[TokenTree, Matches]](), list[VerifiedRequest](), []
+            searches, verified, resumed = dict[str, tuple[TokenTree, Matches]](), list[VerifiedRequest](), []
             for i, request in enumerate(requests):
                 [[drafts, found, nodes, draws, kept, length]] = reader.ints(1, 6).tolist()
                 tree = seed_tree = TokenTree.root(roots[i])
@@ -278,19 +274,19 @@ class NativeRounds:
                 cut = tree if kept == len(tree.tokens) else tree.keep(chosen)
                 verified.append(VerifiedRequest(request, path, tokens, cut))
                 if drafts:
-                    drafted.append(_Drafted(request, tree, seed_tree, self._scores(request, reader) if decided else {}))
+                    resumed.append(_Resumed(request, tree, seed_tree, self._scores(request, reader) if decided else {}))
             [[draft, forward, walk, whole]] = reader.doubles(1, 4).tolist()
             if not decided:
                 break
             proposals = [lookup.proposals(searches)] if searches and (lookup := self._lookup) is not None else []
-            if self.sources.ssms is not None and drafted:
-                trees = {of.request.request_id: of.tree for of in drafted}
+            if self.sources.ssms is not None and resumed:
+                trees = {of.request.request_id: of.tree for of in resumed}
                 proposals.append(Proposals(trees, partial(self.sources.ssms.commit, is_moved=True)))
             ran = copy.copy(execution)
             ran.verified, ran.proposals, ran.drafted = verified, proposals, Drafted(levels, passes, tree_passes)
             ran.seconds = RoundSeconds(draft, 0.0, forward, whole - draft - forward)
             clock.move("forward", draft=draft, verify=walk, merge=ran.seconds.host)
-            self._ahead.append(_Round(places, ran, drafted))
+            self._ahead.append(_Round(places, ran, resumed))
             roots = [result.tokens[-1] for result in verified]
             places = [
                 _Place(place.context_len + len(result.path), place.num_preemptions)

@@ -26,9 +26,9 @@ class Choices(NamedTuple):
 
     # int64 [1 + accepted], root first: the accepted nodes; empty if a logit is not finite
     path: np.ndarray
-    # The target's token after the path, whose K/V are then compacted already; -1 if the request's sampler must continue
-    # the walk
-    next_token: int
+    # The target's token after the path, whose K/V are then compacted already; None if the request's sampler must
+    # continue the walk
+    next_token: int | None
     pass_logits: Tensor  # [total nodes, vocab], of all requests of the pass
     first: int  # rows first to last - 1 are this request's
     last: int
@@ -137,14 +137,17 @@ class Runner:
         logits = self.logits(requests, trees)
         paths, tokens = self.walk(requests, trees, logits)
         ends = [*accumulate([len(tree.tokens) for tree in trees], initial=0)]
-        return [Choices(*of, logits, ends[i], ends[i + 1]) for i, of in enumerate(zip(paths, tokens, strict=True))]
+        return [
+            Choices(path, None if token < 0 else token, logits, ends[i], ends[i + 1])
+            for i, (path, token) in enumerate(zip(paths, tokens, strict=True))
+        ]
 
     def walk(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], logits: Tensor
     ) -> tuple[list[np.ndarray], list[int]]:
-        """Return `Choices.path` and `Choices.next_token` of each request, and compact the target's K/V to the paths.
+        """Return `Choices.path` and the token after it, or -1, by request; compact the target's K/V to the paths.
 
-        One call of C++ for a compiled target; arguments as those and the result of `logits`.
+        Takes the arguments and the result of `logits`. Runs in one C++ call for a compiled target.
         """
         if self.target.compiled is None or self._pools is None:
             return self.walk_ref(requests, trees, logits)
@@ -199,7 +202,7 @@ class Runner:
         return launch() if logits is None else logits
 
     def round_arguments(self, num_positions: int) -> dict[str, Any] | None:
-        """Return the target's fields of `Rounds` (rounds_cpu.h), for positions below this one; None if unsupported."""
+        """Return the target's fields of `Rounds` (rounds_cpu.h) for contexts of up to `num_positions`, or None."""
         compiled = self._compiled
         if compiled is None or not compiled.has_tree_logits or self.max_rows is not None or self._pools is None:
             return None

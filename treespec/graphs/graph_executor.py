@@ -101,7 +101,7 @@ class GraphExecutor(DeviceExecutor):
         clock.enter("merge")
         planner = self.rounds.planners[self.rounds.size_for(len(requests))]
         plans = planner.draft_plans(requests, self.max_model_len, others_wait=others_wait)
-        return GraphExecution(requests, plans, planner=planner, planned=planner.round, overlaps=True, began=began)
+        return GraphExecution(requests, plans, planner, planner.round, overlaps=True, began=began)
 
     def propose(self, execution: GraphExecution, clock: StageClock) -> None:
         """Let the SSMs read missing tokens, and launch the draft levels over the other sources' proposals."""
@@ -139,7 +139,7 @@ class GraphExecutor(DeviceExecutor):
         batch, read_seconds = execution.batch, execution.drafted.read_seconds
         execution.results = batch.verify()
         if batch.has_captured:
-            execution.planner = None
+            execution.updates_planner = False
         if not batch.has_followed:  # otherwise the device did not wait, or waited between draft levels
             began = execution.began if self._waited is None else self._waited
             execution.host_seconds = clock.now() - began - read_seconds
@@ -160,7 +160,7 @@ class GraphExecutor(DeviceExecutor):
         rows = zip(execution.requests, execution.plans, execution.seed_trees, execution.decided, strict=True)
         for request, plan, seed_tree, result in rows:
             if request.finished:  # finished while the device computed; the planner ignores such rounds
-                execution.planner = None
+                execution.updates_planner = False
                 continue
             request.target_passes += 1
             if request.state is not None:

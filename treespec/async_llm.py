@@ -14,7 +14,7 @@ from typing import Any, Self, Unpack
 
 from treespec.config.configs import SpecConfig
 from treespec.config.vllm_options import CallOptions
-from treespec.errors import ConfigError, RequestError
+from treespec.errors import ConfigError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt, UnreadSamples
 from treespec.llm import LLM, new_requests, refuse_unknown
@@ -133,8 +133,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
             for sample in self._unread.changed():
                 self._unread.take(sample)
         output = factory.output(self._samples, ends)
-        if output.error is not None:
-            raise next((s.exception for s in self._samples if s.failure is not None), RequestError(output.error))
+        for sample in self._samples:
+            sample.raise_error()
         return output
 
 
@@ -302,9 +302,9 @@ class AsyncLLM:
         self._check_open()
         stream = getattr(params, "output_kind", None) is not RequestOutputKind.FINAL_ONLY
         (samples,) = new_requests(self.llm, [prompt], params, *others, stream=stream)
-        if isinstance(samples, RequestOutput):
-            self._submit(partial(self.llm.engine.stats.add_rejected, 1))
-            raise RequestError(samples.error)
+        if samples[0].finished:
+            self._submit(partial(self.llm.engine.stats.add_finished, samples[0]))
+            samples[0].raise_error()
         return samples
 
     def _admit(self, stream: RequestStream, samples: list[Request], creation: _Creation) -> None:

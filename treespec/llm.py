@@ -17,7 +17,7 @@ from treespec.config.configs import SpecConfig
 from treespec.config.engine_options import EngineOptions
 from treespec.config.vllm_options import CALLS, MISSING_METHODS, CallOptions, check_absent
 from treespec.engine.round_record import ObserverHandle, RoundObserver
-from treespec.errors import ConfigError, RequestError, UnsupportedError, reject_unknown, short_repr
+from treespec.errors import ConfigError, UnsupportedError, reject_unknown, short_repr
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.generation_defaults import params_of, stated_params
 from treespec.frontend.requests import Prompt, RequestFactory, UnreadSamples, as_list, log_rejected
@@ -152,19 +152,21 @@ class LLM:
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise ConfigError(f"use_tqdm={short_repr(use_tqdm)}; valid: True, False, or a replacement for tqdm.tqdm")
         with self.between_rounds():
-            entries = new_requests(self, prompts, *arguments)
-            self.engine.stats.add_rejected(sum(isinstance(entry, RequestOutput) for entry in entries))
-        log_rejected(prompts, entries)
-        requests = [request for entry in entries if isinstance(entry, list) for request in entry]
+            by_prompt = new_requests(self, prompts, *arguments)
+            requests = [request for samples in by_prompt for request in samples]
+            for request in requests:
+                if request.finished:  # rejected
+                    self.engine.stats.add_finished(request)
+        valid = [request for request in requests if not request.finished]
+        log_rejected(prompts, by_prompt)
         make_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
-        with make_bar(total=len(requests), desc="outputs") as bar:
-            for _ in self.rounds.run(requests, only_finished=True):
+        with make_bar(total=len(valid), desc="outputs") as bar:
+            for _ in self.rounds.run(valid, only_finished=True):
                 bar.update(1)
         with self.between_rounds():
-            outputs = [self.request_factory.output(entry) if isinstance(entry, list) else entry for entry in entries]
-        completions = [completion for output in outputs for completion in output.outputs]
-        if outputs and all(completion.finish_reason == "error" for completion in completions):
-            raise next((r.exception for r in requests if r.failure is not None), RequestError(outputs[0].error))
+            outputs = [self.request_factory.output(samples) for samples in by_prompt]
+        if requests and all(request.finish_reason == "error" for request in requests):
+            requests[0].raise_error()
         return outputs
 
     def chat(
@@ -240,11 +242,7 @@ class LLM:
         options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
         prompt = streamed(self._tokenizer, prompt, options)
         with self.between_rounds():
-            arguments = sampling_params, spec, tokenization_kwargs, priority, lora_request
-            (samples,) = new_requests(self, [prompt], *arguments, stream=True)
-            if isinstance(samples, RequestOutput):
-                self.engine.stats.add_rejected(1)
-                raise RequestError(samples.error)
+            samples = new_request(self, prompt, sampling_params, spec, tokenization_kwargs, priority, lora_request)
         unread = UnreadSamples(samples)
         for request in self.rounds.run(samples):
             if request not in unread:
@@ -344,8 +342,8 @@ def new_requests(
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     *,
     stream: bool = False,
-) -> list[list[Request] | RequestOutput]:
-    """Return each prompt's samples or, if it is invalid, its finished output with the error.
+) -> list[list[Request]]:
+    """Return each prompt's samples or, if it is invalid, a finished request with the error.
 
     Updates no counters, so that a thread may call it while another one runs a round.
     """
@@ -375,14 +373,23 @@ def new_requests(
         )
     tokenization = Tokenization.resolve(tokenization_kwargs, llm.config.max_model_len)
     loras = _loras(llm, lora_request, len(prompts))
-    entries = [
+    by_prompt = [
         llm.request_factory.requests(prompt, snapshots[id(original)], resolved, stream, tokenization)
         for prompt, original in zip(prompts, params, strict=True)
     ]
-    for entry, value, lora in zip(entries, priorities, loras, strict=True):
-        for sample in entry if isinstance(entry, list) else ():
+    for samples, value, lora in zip(by_prompt, priorities, loras, strict=True):
+        for sample in samples:
             sample.priority, sample.lora = value, lora
-    return entries
+    return by_prompt
+
+
+def new_request(llm: LLM, prompt: Any, *arguments: Any) -> list[Request]:
+    """Return the samples of a prompt whose output is streamed; call it between rounds. Raises RequestError."""
+    (samples,) = new_requests(llm, [prompt], *arguments, stream=True)
+    if samples[0].finished:
+        llm.engine.stats.add_finished(samples[0])
+        samples[0].raise_error()
+    return samples
 
 
 def _loras(llm: LLM, asked: Any, count: int) -> list[Lora | None]:

@@ -5,10 +5,10 @@ from typing import Any, Self, Unpack
 
 from treespec.config.configs import SpecConfig
 from treespec.config.vllm_options import CallOptions
-from treespec.errors import ConfigError, RequestError
+from treespec.errors import ConfigError
 from treespec.frontend.engine_args import EngineArgs
 from treespec.frontend.requests import Prompt
-from treespec.llm import LLM, new_requests, refuse_unknown
+from treespec.llm import LLM, new_request, refuse_unknown
 from treespec.lora import LoRARequest
 from treespec.outputs import RequestOutput
 from treespec.request import Request
@@ -57,11 +57,7 @@ class LLMEngine:
             raise ConfigError(f"request_id={request_id!r} is in use; choose another one")
         llm = self.llm
         with llm.between_rounds():
-            arguments = params, spec, tokenization_kwargs, priority, lora_request
-            (samples,) = new_requests(llm, [prompt], *arguments, stream=True)
-            if isinstance(samples, RequestOutput):
-                llm.engine.stats.add_rejected(1)
-                raise RequestError(samples.error)
+            samples = new_request(llm, prompt, params, spec, tokenization_kwargs, priority, lora_request)
             for sample in samples:
                 sample.output_id = request_id
                 llm.engine.scheduler.add(sample)

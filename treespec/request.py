@@ -100,8 +100,7 @@ class Request:
     ended: FinishReason | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
-    failure: TreespecError | None = None  # the exception behind `error`, if kept
+    error: TreespecError | None = None
     arrival: float = field(default_factory=time.perf_counter)
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -163,11 +162,6 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def exception(self) -> TreespecError:
-        """The exception to raise for a failed request."""
-        return self.failure or RequestError(self.error)
-
-    @property
     def end_tokens(self) -> tuple[int, ...]:
         """Tokens that end this request."""
         return (*(self.params.stop_token_ids or ()), *(() if self.params.ignore_eos else self.eos_token_ids))
@@ -209,8 +203,13 @@ class Request:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def raise_error(self) -> None:
+        """Raise the error of a failed request."""
+        if self.error is not None:
+            raise self.error
+
     def accept(self, tokens: Sequence[int]) -> list[int]:
-        """Return the verified tokens to emit, up to a stop or to a token that cannot be decoded (`failure`)."""
+        """Return the verified tokens to emit, up to a stop or to a token that cannot be decoded (`error`)."""
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         for count, token in enumerate(tokens, start=1):
@@ -219,7 +218,7 @@ class Request:
                 if ends:
                     self.decode()
             except RequestError as error:
-                self.ended, self.failure, ends = "error", error, True
+                self.ended, self.error, ends = "error", error, True
                 unread = token in self.end_tokens and not self.params.include_stop_str_in_output
                 count -= len(self.undecoded) + unread
             if ends:

@@ -371,9 +371,7 @@ def test_what_is_served(params: dict[str, Any], spec: dict[str, Any], served: bo
     llm, _, prompts, _ = scripted(1)
     engine = llm.engine
     assert engine.captured is not None
-    entry = llm.request_factory.requests(
+    request, *_ = llm.request_factory.requests(
         prompts[0], SamplingParams(**params), SpecConfig(**spec), False, Tokenization()
     )
-    assert isinstance(entry, list)
-    request: Request = entry[0]
     assert engine.captured.serves(request) is served

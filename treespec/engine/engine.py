@@ -230,7 +230,7 @@ class Engine:
             if request.finished:
                 continue
             if request.ended is not None:
-                self.finish(request, request.ended, request.failure)
+                self.finish(request, request.ended, request.error)
                 if failure is not None:
                     logger.error("%s; the request had its whole output", failure, exc_info=failure.__cause__)
             elif failure is not None:
@@ -238,13 +238,11 @@ class Engine:
             elif request.num_rounds == 1 and not request.poisoned:
                 self.scheduler.cache_prefix(request)
 
-    def finish(self, request: Request, reason: FinishReason, error: str | TreespecError | None = None) -> None:
+    def finish(self, request: Request, reason: FinishReason, error: TreespecError | None = None) -> None:
         """End a request and free its resources, even if a drafter fails to release it."""
         if request.finished:
             return
         self.run_deferred()
-        if isinstance(error, TreespecError):
-            request.failure, error = error, str(error)
         if self.sources.ssms is not None:
             request.draft_lengths = self.sources.ssms.lengths(request)
         with ExitStack() as releases:

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from treespec.drafters.base import Failures, Proposals
+from treespec.errors import RequestError
 from treespec.planning.draft_plan import Drafted, DraftPlan, PlainReason
 from treespec.planning.planner import PlannedRound, Planner
 from treespec.planning.round_costs import RoundSeconds
@@ -94,7 +95,7 @@ class Execution:
     planner: Planner
     planned: PlannedRound  # the planner's round
     verified: list[VerifiedRequest] = field(default_factory=list)
-    failed: list[tuple[Request, str]] = field(default_factory=list)  # requests that end in this round, and their errors
+    failed: list[tuple[Request, RequestError]] = field(default_factory=list)  # requests that end in this round
     undecided: list[Request] = field(default_factory=list)  # uncommitted requests, left to the next executor
     proposals: list[Proposals] = field(default_factory=list)  # of each source that proposed a tree
     reading: list[Request] = field(default_factory=list)  # requests without drafts because their SSMs read the prompt

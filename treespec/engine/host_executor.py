@@ -125,7 +125,7 @@ class HostExecutor(Executor):
             if not choices[i].finite:
                 request.nodes_verified += len(trees[i])
                 error = f"the target computed NaN or infinity at position {request.context_len}"
-                execution.failed.append((request, error))
+                execution.failed.append((request, RequestError(error)))
         if self.runner.captured is not None and self.runner.captured.has_captured:
             execution.updates_planner = False
 
@@ -139,7 +139,8 @@ class HostExecutor(Executor):
                 path, bonus = verify_request(request, tree, choices)
             except RequestError as error:
                 request.nodes_verified += len(tree)
-                execution.failed.append((request, str(error)))
+                # Its traceback would keep the round's tensors as long as the request.
+                execution.failed.append((request, error.with_traceback(None)))
                 continue
             logits = None
             if request.params.logprobs is not None:  # a chain's rows need no copy

@@ -44,11 +44,6 @@ class Stats:
     accepted_by_source: Counter[str] = field(default_factory=Counter)
     accepted_only_by_source: Counter[str] = field(default_factory=Counter)
 
-    def add_rejected(self, count: int) -> None:
-        """Count prompts rejected before they became requests."""
-        self.requests += count
-        self.failed_requests += count
-
     def count_draft(self, tree: TokenTree, accepted: Sequence[tuple[str, ...]]) -> None:
         """Count the verified tree of a request, and the sources of its accepted nodes, by depth."""
         drafted = len(tree.tokens) - 1

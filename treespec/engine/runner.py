@@ -105,7 +105,7 @@ class Runner:
                 try:
                     self.score_prompt(request, states, request.params.prompt_logprobs)
                 except RequestError as error:
-                    request.error = str(error)
+                    request.error = error
             request.context_len += count
             request.prefill_passes += 1
             request.num_prefilled += count

@@ -10,6 +10,7 @@ import numpy as np
 
 from treespec.cache.kv_cache import NO_PAGES, KVCache, pages_for
 from treespec.cache.prefix_cache import Prefix, page_keys
+from treespec.errors import TreespecError
 from treespec.outputs import FinishReason
 from treespec.planning.draft_plan import MAX_STALL
 from treespec.request import PromptGroup, Request
@@ -351,7 +352,7 @@ class Scheduler:
                 return
         self.cache.release(request.request_id, scrub)
 
-    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+    def finish(self, request: Request, reason: FinishReason, error: TreespecError | None = None) -> None:
         """End a waiting or running request and free its slot and pages."""
         request.finish_reason, request.error, request.finished_at = reason, error, time.perf_counter()
         if request in self.running:

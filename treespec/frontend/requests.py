@@ -66,8 +66,7 @@ class UnreadSamples:
 
     def take(self, request: Request) -> NewTokens:
         """Take a request's new tokens, between rounds. Raises the error of a failed request."""
-        if request.error is not None:
-            raise request.exception
+        request.raise_error()
         start = self._read[request]
         tokens = request.tokens[request.num_prompt + start :]
         self._read[request] += len(tokens)
@@ -98,8 +97,8 @@ class RequestFactory:
 
     def requests(
         self, prompt: Any, params: SamplingParams, spec: SpecConfig, stream: bool, tokenization: Tokenization
-    ) -> list[Request] | RequestOutput:
-        """Return the samples of a prompt. For an invalid prompt, return its finished output with the error."""
+    ) -> list[Request]:
+        """Return the samples of a prompt. For an invalid prompt, return a finished request with the error."""
         prompt_text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         text, tokens = prompt_text if isinstance(prompt_text, str) else None, []
         request_id, ends = new_request_id(), self.eos_token_ids
@@ -122,9 +121,9 @@ class RequestFactory:
                 for sample in samples:
                     sample.detokenizer = self.detokenizer(tokens, params)
         except RequestError as error:
-            failed = Request(tokens, params, spec, text, error=str(error), finish_reason="error")
-            failed.request_id, failed.seed = request_id, params.seed
-            return self.output([failed])
+            failed = Request(tokens, params, spec, text, seed=params.seed, error=error, finish_reason="error")
+            failed.finished_at = failed.arrival
+            return [failed]
         if len(samples) > 1:
             group = PromptGroup()
             for sample in samples:
@@ -272,7 +271,7 @@ class RequestFactory:
             completions,
             finished,
             RequestMetrics.of(samples),
-            next((sample.error for sample in samples if sample.error), None),
+            next((str(sample.error) for sample in samples if sample.error is not None), None),
             prompt_logprobs,
         )
 
@@ -321,19 +320,19 @@ class RequestFactory:
         ]
 
 
-def log_rejected(prompts: Sequence[Any], entries: Sequence[list[Request] | RequestOutput]) -> None:
+def log_rejected(prompts: Sequence[Any], requests: Sequence[Sequence[Request]]) -> None:
     """Log the invalid prompts of a call that also has valid ones. If all are invalid, the call raises an error."""
-    if all(isinstance(entry, RequestOutput) for entry in entries):
+    if all(samples[0].finished for samples in requests):
         return
-    for i, (prompt, entry) in enumerate(zip(prompts, entries, strict=True)):
-        if isinstance(entry, RequestOutput):
-            logger.warning("prompt %d (%s) was refused: %s", i, short_repr(prompt)[:40], entry.error)
+    for i, (prompt, samples) in enumerate(zip(prompts, requests, strict=True)):
+        if samples[0].finished:
+            logger.warning("prompt %d (%s) was refused: %s", i, short_repr(prompt)[:40], samples[0].error)
 
 
 def _fail(request: Request, error: RequestError) -> None:
     """Mark a finished request as failed and keep its first error. A running request is marked when it ends."""
     if request.finished:
-        request.finish_reason, request.error = "error", request.error or str(error)
+        request.finish_reason, request.error = "error", request.error or error
 
 
 @cache

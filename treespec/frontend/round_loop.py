@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from threading import RLock
-from typing import Any
 
 import torch
 
@@ -99,12 +98,13 @@ class RoundLoop:
                     if not goes_on():
                         break
         except BaseException as error:
-            ending: tuple[Any, ...] = ("abort",)  # Ctrl-C
-            if isinstance(error, Exception):
-                ending = "error", f"a round failed: {describe_error(error)}"
             with ExitStack() as ends:
                 for request in list(self._engine.scheduler.running):
-                    ends.callback(self._engine.finish, request, *ending)
+                    if isinstance(error, Exception):
+                        reason = RequestError(f"a round failed: {describe_error(error)}")
+                        ends.callback(self._engine.finish, request, "error", reason)
+                    else:  # Ctrl-C
+                        ends.callback(self._engine.finish, request, "abort")
             raise
         finally:
             self._end_round()

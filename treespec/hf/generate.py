@@ -134,8 +134,7 @@ def generate(
         rows = make_rows(prompts, pads, *row_options, decoder.vocab_size, decoder.device)
         streamer = RowStreamer(ending, input_ids, rows, _pad_token(generation_config))
         for row in llm.rounds.run(rows):
-            if row.error is not None:
-                raise row.exception
+            row.raise_error()
             with llm.rounds.turn():
                 steps = streamer.due()
             streamer.put(steps)

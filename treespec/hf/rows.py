@@ -87,21 +87,21 @@ class Row(Request):
                 self.ended = "stop"
             elif self.num_generated + count >= self.max_tokens:
                 self.ended = "length"
-            if self.failure is not None:
+            if self.error is not None:
                 self.ended = "error"
             if self.ended is not None:
                 return list(tokens[:count])
         return list(tokens)
 
     def _stops(self, ids: Tensor, count: int) -> bool:
-        """Return whether a criterion fires after `count` new tokens. Sets `failure` if one raises."""
+        """Return whether a criterion fires after `count` new tokens. Sets `error` if one raises."""
         try:
             scores = tuple(scores[None] for _, scores in self.recorded(count)) if self.keeps_scores else None
             is_done = self.criteria(ids, scores)
             return bool(is_done.all() if isinstance(is_done, Tensor) else is_done)
         except Exception as error:  # user code may raise anything; only this row fails
-            self.failure = RequestError(f"a stopping criterion failed: {describe_error(error)}")
-            self.failure.__cause__ = error
+            self.error = RequestError(f"a stopping criterion failed: {describe_error(error)}")
+            self.error.__cause__ = error
             return False
 
     def recorded(self, num_more: int = 0) -> list[tuple[Tensor, Tensor]]:

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treespec.errors import RequestError
+from treespec.errors import RequestError, TreespecError
 from treespec.llm import LLM, new_requests
-from treespec.outputs import RequestOutput
 from treespec.planning.round_costs import CostCurve
 from treespec.request import Request
 from treespec.sampling.logprobs import LogprobRows
@@ -99,7 +98,7 @@ class _Continuation(NamedTuple):
     prompt: list[int]
     tokens: list[int]
     logprobs: np.ndarray  # `LogprobRows.packed` by token
-    error: str | None
+    error: TreespecError | None
 
     @classmethod
     def of(cls, request: Request) -> "_Continuation":
@@ -240,13 +239,13 @@ class LessonWriter:
         self._start(i, tokens, params, self._running)
 
     def _start(self, i: int, tokens: list[int], params: SamplingParams, running: dict[int, Request]) -> None:
-        (entry,) = new_requests(self.llm, [{"prompt_token_ids": tokens}], params, "off", None, None)
-        if isinstance(entry, RequestOutput):
-            self._ended[i] = _Continuation(tokens, [], _NO_LOGPROBS, entry.error)
+        ((request,),) = new_requests(self.llm, [{"prompt_token_ids": tokens}], params, "off", None, None)
+        if request.error is not None:
+            self._ended[i] = _Continuation.of(request)
             return
-        (running[i],) = entry
-        running[i].packed_logprobs = []
-        self.llm.engine.scheduler.add(running[i])
+        request.packed_logprobs = []
+        self.llm.engine.scheduler.add(request)
+        running[i] = request
 
     def _is_new(self, i: int, continuation: _Continuation) -> bool:
         """Return whether a lesson's prompt differs from all earlier synthetic prompts, and record it."""

@@ -15,6 +15,7 @@ __all__ = [
     "ExactnessError",
     "KernelError",
     "ModelError",
+    "ParameterError",
     "RequestError",
     "TreespecError",
     "UnsupportedError",
@@ -41,6 +42,10 @@ class CacheMemoryError(ConfigError):
 
 class RequestError(TreespecError):
     """An invalid request: an empty prompt, a prompt longer than the context, a token outside the vocabulary."""
+
+
+class ParameterError(RequestError):
+    """Parameters of a request that leave it without a next token or a finite score, such as a grammar's dead end."""
 
 
 class ModelError(TreespecError):

@@ -10,7 +10,7 @@ import re
 from functools import cache
 from typing import Any
 
-from treespec.errors import RequestError
+from treespec.errors import ParameterError
 from treespec.sampling_params.structured_params import StructuredOutputsParams
 
 MAX_CHARACTERS = 1_000_000  # total over the texts of a choice, or in a JSON schema
@@ -78,7 +78,7 @@ def check_lark(grammar: str) -> None:
     try:
         sizes = {name: expanded(name) for name in spans}
     except RecursionError:
-        raise RequestError(
+        raise ParameterError(
             "structured_outputs: terminals of grammar reference each other in a cycle or too deeply"
         ) from None
     for name, (length, num_parts) in sizes.items():
@@ -126,4 +126,4 @@ def _check_parts(label: str, count: int) -> None:
 
 def _check(label: str, count: int, limit: int, unit: str = "characters", remedy: str = "shorten it") -> None:
     if count > limit:
-        raise RequestError(f"structured_outputs: {label} has {count} {unit}, but the limit is {limit}; {remedy}")
+        raise ParameterError(f"structured_outputs: {label} has {count} {unit}, but the limit is {limit}; {remedy}")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.errors import RequestError
+from treespec.errors import ParameterError, RequestError
 from treespec.sampling.form_limits import check_form, check_lark
 from treespec.sampling_params.structured_params import StructuredOutputsParams, closed_schema
 from treespec.text.prompt_tokenizer import check_text
@@ -77,10 +77,10 @@ class Grammars:
         except RequestError:
             raise
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"structured_outputs: {form.form} cannot be compiled: {error}") from None
+            raise ParameterError(f"structured_outputs: {form.form} cannot be compiled: {error}") from None
         parser = run_with_large_stack(partial(self.build, source), form.form, self.seconds)
         if parser.is_error():
-            raise RequestError(f"structured_outputs: {form.form} cannot be compiled: {_reason(parser)}")
+            raise ParameterError(f"structured_outputs: {form.form} cannot be compiled: {_reason(parser)}")
         return parser
 
     def build(self, source: str, **limits: Any) -> "LLMatcher":
@@ -109,7 +109,7 @@ def _read_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]) 
     try:
         base = LLTokenizer(fast.to_str(), n_vocab=size, eos_token=list(end_tokens))
     except ValueError as error:
-        raise RequestError(f"structured_outputs: llguidance cannot read the model's tokenizer: {error}") from None
+        raise ParameterError(f"structured_outputs: llguidance cannot read the model's tokenizer: {error}") from None
     wrapper = _PlainTextTokenizer(base, vocab_size, end_tokens)
     wrapper.plain = LLTokenizer(TokenizerWrapper(wrapper), eos_token=list(end_tokens))
     return wrapper.plain
@@ -168,7 +168,8 @@ def run_with_large_stack(call: Callable[[], "LLMatcher"], form: str, seconds: fl
     try:
         return result.result(timeout=seconds)
     except TimeoutError:
-        raise RequestError(f"structured_outputs: {form} takes more than {seconds} s to compile; simplify it") from None
+        reason = f"{form} takes more than {seconds} s to compile; simplify it"
+        raise ParameterError(f"structured_outputs: {reason}") from None
 
 
 def _source(form: StructuredOutputsParams) -> str:
@@ -229,7 +230,7 @@ class Grammar:
         """
         path = tuple(ancestors)
         if not self._end_tokens.isdisjoint(path):  # llguidance accepts an end token, but cannot recover from it
-            raise RequestError("structured_outputs: no text may follow an end token")
+            raise ParameterError("structured_outputs: no text may follow an end token")
         self._follow(tokens)
         if path not in self._excluded:
             try:
@@ -278,8 +279,8 @@ class Grammar:
         parser = self._parser.deep_copy()
         count = parser.try_consume_tokens(list(path))
         if count < len(path) and not parser.is_error():
-            raise RequestError(f"structured_outputs: token {path[count]} does not fit the text before it")
+            raise ParameterError(f"structured_outputs: token {path[count]} does not fit the text before it")
         bits = np.frombuffer(parser.compute_bitmask(), dtype=np.uint8)
         if parser.is_error():
-            raise RequestError(f"structured_outputs: {_reason(parser)}")
+            raise ParameterError(f"structured_outputs: {_reason(parser)}")
         return torch.from_numpy(np.unpackbits(bits, count=self._vocab_size, bitorder="little") == 0).to(self._device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from treespec.config.configs import RANDOM_DRAWS
-from treespec.errors import RequestError
+from treespec.errors import ParameterError, RequestError
 from treespec.sampling.noise import Noise
 from treespec.sampling.restriction import Restriction
 from treespec.sampling.transforms import Transforms, truncate_rows
@@ -82,7 +82,8 @@ class Sampler:
     def choose(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
         """Return the token of plain decoding: the argmax of `Transforms.scores`, plus noise if sampled.
 
-        Raises RequestError if a processor failed, no token is left, or the target computed NaN or infinity.
+        Raises RequestError if a processor failed or the target computed NaN or infinity, and ParameterError if no token
+        is left.
         """
         position = len(tokens) + len(ancestors)
         if self._kernel_noise:
@@ -212,10 +213,10 @@ class Sampler:
         if not bool(torch.isfinite(logits.float().max())):
             raise RequestError(f"the target computed NaN or infinity at position {position - 1}")
         if math.isnan(score) or score > 0:
-            raise RequestError(
+            raise ParameterError(
                 f"logit_bias, penalties or logits_processors produced NaN or infinity at position {position}"
             )
-        raise RequestError(
+        raise ParameterError(
             f"no token is left at position {position}: allowed_token_ids, structured_outputs, bad_words, logit_bias, "
             "min_tokens or logits_processors exclude them all"
         )

@@ -15,15 +15,13 @@ from starlette.types import Receive, Scope, Send
 from treespec.async_llm import RequestStream
 from treespec.drawing.recording import picture
 from treespec.engine.round_record import RoundRecord
-from treespec.errors import TreespecError
+from treespec.errors import ParameterError, TreespecError
 from treespec.llm import LLM
 from treespec.outputs import RequestOutput
 from treespec.serve.errors import ServerError
 
 _MOST_UNREAD = 256  # maximum unread rounds; a slow client misses the oldest
 _CONTEXT = 16  # tokens decoded before the root, for the texts of the nodes
-# Beginnings of the errors of rounds that the request's parameters cause, such as a grammar that allows no token.
-_CLIENT_ERRORS = ("structured_outputs: ", "no token is left ", "logit_bias, penalties ")
 
 _Result = TypeVar("_Result")
 
@@ -77,7 +75,7 @@ class Reading:
         except TimeoutError:
             raise ServerError(f"the request took more than {self._seconds:g} s (--request-timeout)", 504) from None
         except TreespecError as error:
-            raise ServerError(str(error), 400 if str(error).startswith(_CLIENT_ERRORS) else 500) from error
+            raise ServerError(str(error), 400 if isinstance(error, ParameterError) else 500) from error
         if any(completion.finish_reason == "abort" for completion in output.outputs):
             raise ServerError("the request was aborted", 503)
         if output.finished:

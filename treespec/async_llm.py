@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, Unpack
 
@@ -20,7 +19,7 @@ from treespec.frontend.requests import Prompt, UnreadSamples
 from treespec.llm import LLM, new_requests, refuse_unknown
 from treespec.lora import LoRARequest
 from treespec.outputs import RequestOutput
-from treespec.request import Request
+from treespec.request import Request, new_request_id
 from treespec.sampling_params import RequestOutputKind, SamplingParams
 from treespec.text.prompt_tokenizer import TokenizerThreads
 
@@ -138,14 +137,6 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return output
 
 
-@dataclass(eq=False)
-class _Creation:
-    """A request that is being created. If it `is_aborted` by then, it ends on admission."""
-
-    request_id: str | None
-    is_aborted: bool = False
-
-
 class AsyncLLM:
     """Runs the engine of an `LLM` for asyncio programs, in one thread, as long as there are requests.
 
@@ -159,11 +150,11 @@ class AsyncLLM:
 
     def __init__(self, llm: LLM):
         self.llm = llm
-        self._streams: dict[int, RequestStream] = {}  # by id(): streams with running requests or a waiting reader
-        self._creations = set[_Creation]()
+        self._streams: dict[str, RequestStream] = {}  # streams with running requests or a waiting reader, by id
+        self._creating: dict[str, bool] = {}  # whether a request that is being created was aborted meanwhile, by id
         self._calls: deque[tuple[Callable[[], object], Future[None]]] = deque()  # calls to make between rounds
         self._wake = threading.Event()
-        self._lock = threading.Lock()  # guards `_is_closed`
+        self._lock = threading.Lock()  # guards `_is_closed` and `_creating`
         self._is_closed = False
         self._creator = TokenizerThreads()  # create requests while another thread runs rounds
         self._thread = threading.Thread(target=self._run, name="treespec-rounds", daemon=True)
@@ -194,10 +185,10 @@ class AsyncLLM:
         Args:
             prompt, sampling_params, spec, tokenization_kwargs, priority, lora_request: as in `LLM.generate`, for one
                 prompt.
-            request_id: id for `abort` and the outputs; None creates one.
+            request_id: id for `abort` and the outputs, which no unfinished request has; None creates one.
 
         Raises:
-            ConfigError: an unknown keyword, or the engine is shut down.
+            ConfigError: an unknown keyword, an id that is in use, or the engine is shut down.
             RequestError, DraftError: the request is invalid, or fails later.
         """
         refuse_unknown(AsyncLLM.generate, vllm_options)
@@ -237,18 +228,21 @@ class AsyncLLM:
         self.llm.rounds.check_threads()
         arguments = spec, tokenization_kwargs, priority, lora_request
         create = partial(self._create, prompt, self._seeded(params), *arguments)
-        self._check_open()
-        creation = _Creation(request_id)
-        self._creations.add(creation)
+        request_id = new_request_id() if request_id is None else request_id
+        with self._lock:
+            self._check_open()
+            if request_id in self._creating or request_id in self._streams:
+                raise ConfigError(f"request_id={request_id!r} is in use; choose another one")
+            self._creating[request_id] = False
         try:
             samples = await asyncio.wrap_future(self._creator.submit(prompt, create))
-            if request_id is not None:
-                for sample in samples:
-                    sample.output_id = request_id
-            stream = RequestStream(self, samples[0].output_id, samples)
-            self._submit(partial(self._admit, stream, samples, creation))
+            for sample in samples:
+                sample.output_id = request_id
+            stream = RequestStream(self, request_id, samples)
+            self._submit(partial(self._admit, stream))
         except BaseException:
-            self._creations.discard(creation)
+            with self._lock:
+                del self._creating[request_id]
             raise
         return stream
 
@@ -307,20 +301,20 @@ class AsyncLLM:
             samples[0].raise_error()
         return samples
 
-    def _admit(self, stream: RequestStream, samples: list[Request], creation: _Creation) -> None:
-        self._streams[id(stream)] = stream
-        for sample in samples:
+    def _admit(self, stream: RequestStream) -> None:
+        self._streams[stream.request_id] = stream
+        for sample in stream._samples:
             self.llm.engine.scheduler.add(sample)
-        self._creations.discard(creation)
-        if creation.is_aborted:
-            self.llm.rounds.end(samples)
+        with self._lock:
+            is_aborted = self._creating.pop(stream.request_id)
+        if is_aborted:
+            self.llm.rounds.end(stream._samples)
 
     def _abort(self, names: set[str]) -> None:
-        for creation in list(self._creations):
-            creation.is_aborted |= creation.request_id in names
-        for stream in self._streams.values():
-            if stream.request_id in names:
-                self.llm.rounds.end(stream._samples)
+        with self._lock:
+            self._creating |= dict.fromkeys(self._creating.keys() & names, True)
+        for name in self._streams.keys() & names:
+            self.llm.rounds.end(self._streams[name]._samples)
 
     def _submit(self, call: Callable[[], object]) -> Future[None]:
         """Schedule a call between rounds. Raises ConfigError after `shutdown`."""

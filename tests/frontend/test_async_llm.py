@@ -179,6 +179,26 @@ async def assert_aborted(stream: AsyncIterator[RequestOutput]) -> None:
     assert outputs[-1].finished and {completion.finish_reason for completion in outputs[-1].outputs} == {"abort"}
 
 
+def test_an_id_in_use_is_refused(engine: AsyncLLM) -> None:
+    """Even while its request is being created. An id is free again when its request has failed or ended."""
+
+    async def reuse() -> None:
+        with pytest.raises(RequestError):
+            await engine.add_request("a", [], greedy(4))
+        adding = asyncio.create_task(engine.add_request("a", "def add(", greedy(200, temperature=1.0)))
+        await asyncio.sleep(0)
+        for _ in range(2):  # the request is being created, and then runs
+            with pytest.raises(ValueError, match="request_id='a' is in use"):
+                await engine.add_request("a", "import os", greedy(4))
+            stream = await adding
+        await engine.abort("a")
+        await assert_aborted(stream)
+        [output] = [output async for output in await engine.add_request("a", "import os", greedy(1))]
+        assert output.request_id == "a"
+
+    run(reuse())
+
+
 @pytest.mark.parametrize("way", [leave, cancel, close_unread, abort, cancel_an_abort, abort_before_it_is_admitted])
 def test_a_request_that_is_left_gives_its_pages_back(engine: AsyncLLM, way: Callable[..., Awaitable[None]]) -> None:
     async def leave_beside_another() -> list[RequestOutput]:

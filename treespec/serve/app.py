@@ -112,9 +112,9 @@ class Server:
             if body.rounds:
                 feed = RoundFeed(self._engine.llm, answer.request_id)
                 ends.callback(feed.close)
-            for prompt in prompts:
+            for index, prompt in enumerate(prompts):
                 stream = await self._engine.add_request(
-                    answer.request_id,
+                    answer.request_id if len(prompts) == 1 else f"{answer.request_id}-{index}",
                     prompt,
                     params,
                     spec=body.speculation,

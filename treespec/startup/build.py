@@ -22,7 +22,10 @@ from treespec.cache.state_pool import StatePool
 from treespec.config.configs import EngineConfig
 from treespec.config.engine_options import EngineOptions
 from treespec.drafters.base import DraftSource
+from treespec.drafters.cross_tokenizer.by_text import TextDrafter
 from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter
+from treespec.drafters.cross_tokenizer.retokenize import Translation
+from treespec.drafters.cross_tokenizer.translated import TranslatedDrafter
 from treespec.drafters.custom_source import CustomSource
 from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.lookup.lookup_drafter import LookupDrafter
@@ -44,12 +47,12 @@ from treespec.models.group_model import GroupModel
 from treespec.models.low_rank import Updates
 from treespec.models.model_config import ModelConfig
 from treespec.planning.planner import Planner
+from treespec.request import Request
 from treespec.startup.cost_measurement import load_planner
 from treespec.startup.load import libraries_folder
 from treespec.startup.memory import MemoryPlan, plan_memory
 from treespec.startup.options import Resolved, local_folder, resolve
 from treespec.startup.selftest import differing_rows, proven_rounds
-from treespec.startup.vocabularies import Draft, cross_tokenizer_drafters
 from treespec.utils.torch_state import one_thread, own_passes
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.cpu.cpu_library import CompileError, find_compiler
@@ -335,16 +338,33 @@ def _load_ssms(resolved: Resolved, plan: MemoryPlan, target: Decoder, cache: KVC
 def _load_cross_tokenizer(
     resolved: Resolved, plan: MemoryPlan, planner: Planner, ssms: SsmDrafter | None
 ) -> list[CrossTokenizerDrafter]:
-    """Load the drafts with another tokenizer than the target's, each with a KV cache of its own."""
+    """Load the drafts with another tokenizer than the target's, translated ones first, each with its own KV cache."""
+    target, drafters = resolved.target, list[CrossTokenizerDrafter]()
 
-    def load(draft: Draft, positions: int) -> tuple[Decoder, KVCache]:
+    def draws_for(name: str, request: Request) -> bool:
+        """Return whether a translated draft draws at random for a request; depends only on the request."""
+        # Random draws cannot be pruned to a node budget, so only one source may draw: a custom drafter, the SSMs or the
+        # first draft.
+        if resolved.drafters or (ssms is not None and ssms.may_draft(request)):
+            return False
+        translated = (d for d in drafters if isinstance(d, TranslatedDrafter) and d.may_draft(request))
+        return (first := next(translated, None)) is not None and first.name == name
+
+    for draft in sorted(resolved.cross_tokenizer, key=lambda draft: draft.connection.kind == "text"):
+        codecs, capacity = draft.connection.codecs, draft.capacity(plan.max_model_len)
+        assert codecs is not None
+        positions = capacity + plan.scratch
         model = resolved.loader.load_draft(draft, positions)
         pages = resolved.options.max_num_seqs * pages_for(positions)
-        return model, KVCache([draft.config.shape], pages, plan.cache_dtype, model.device)
-
-    sizes, has_custom_drafters = (plan.max_model_len, plan.scratch), bool(resolved.drafters)
-    drafts = resolved.cross_tokenizer
-    return cross_tokenizer_drafters(drafts, load, resolved.target, *sizes, planner, ssms, has_custom_drafters)
+        cache = KVCache([draft.config.shape], pages, plan.cache_dtype, model.device)
+        ends = (target.eos_token_ids, draft.config.eos_token_ids)
+        translation = Translation(*codecs, target.shape.vocab_size, draft.vocab_size, ends)
+        arguments = (draft.name, model, cache, translation, capacity, plan.scratch, planner)
+        if draft.connection.kind == "translated":
+            drafters.append(TranslatedDrafter(*arguments, draws_for=partial(draws_for, draft.name)))
+        else:
+            drafters.append(TextDrafter(*arguments))
+    return drafters
 
 
 def _model_free_sources(resolved: Resolved) -> Iterator[DraftSource]:

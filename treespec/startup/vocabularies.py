@@ -4,10 +4,9 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -17,17 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from treespec.adapter.trace import AdapterConfig
-from treespec.cache.kv_cache import KVCache
-from treespec.drafters.cross_tokenizer.by_text import TextDrafter
-from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CAPACITY_FACTOR, CrossTokenizerDrafter
-from treespec.drafters.cross_tokenizer.retokenize import Translation
-from treespec.drafters.cross_tokenizer.translated import TranslatedDrafter
-from treespec.drafters.ssm.ssm_drafter import SsmDrafter
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CAPACITY_FACTOR
 from treespec.errors import CheckpointError, ConfigError, DraftError
-from treespec.models.decoder import Decoder
 from treespec.models.model_config import ModelConfig
-from treespec.planning.planner import Planner
-from treespec.request import Request
 from treespec.startup.cost_measurement import STARTS, cache_folder
 from treespec.text.training_prompts import read_training_prompts
 from treespec.utils.files import replacing
@@ -256,43 +247,3 @@ def _rows_of(matrix: Any, rows: np.ndarray | slice) -> Any:
         matrix.release()  # drops the pages that were read
         return selected
     return matrix[rows if isinstance(rows, slice) else torch.from_numpy(rows).to(matrix.device)]
-
-
-def cross_tokenizer_drafters(
-    drafts: Sequence[Draft],
-    load: Callable[[Draft, int], tuple[Decoder, KVCache]],
-    target: ModelConfig | AdapterConfig,
-    length: int,
-    scratch: int,
-    prices: Planner,
-    ssms: SsmDrafter | None,
-    has_others: bool,
-) -> list[CrossTokenizerDrafter]:
-    """Create the drafters of cross-tokenizer drafts, translated ones first.
-
-    `load` loads a draft's decoder with a cache for a number of positions per concurrent request. A request has at most
-    `length` positions in the target, and `scratch` slots for its tree. `has_others` tells whether there are custom
-    drafters, which may also draw at random.
-    """
-    drafters: list[CrossTokenizerDrafter] = []
-
-    def draws_for(name: str, request: Request) -> bool:
-        """Return whether a translated draft draws at random for a request; depends only on the request."""
-        # Random draws cannot be pruned to a node budget, so only one source may draw: the SSMs or the first draft.
-        if has_others or (ssms is not None and ssms.may_draft(request)):
-            return False
-        translated = (d for d in drafters if isinstance(d, TranslatedDrafter) and d.may_draft(request))
-        return (first := next(translated, None)) is not None and first.name == name
-
-    for draft in sorted(drafts, key=lambda draft: draft.connection.kind == "text"):
-        codecs = draft.connection.codecs
-        assert codecs is not None
-        model, cache = load(draft, draft.capacity(length) + scratch)
-        ends = (target.eos_token_ids, draft.config.eos_token_ids)
-        translation = Translation(*codecs, target.shape.vocab_size, draft.vocab_size, ends)
-        arguments = (draft.name, model, cache, translation, draft.capacity(length), scratch, prices)
-        if draft.connection.kind == "translated":
-            drafters.append(TranslatedDrafter(*arguments, draws_for=partial(draws_for, draft.name)))
-        else:
-            drafters.append(TextDrafter(*arguments))
-    return drafters

@@ -227,7 +227,7 @@ def test_rows_of_a_quantised_head_are_gathered() -> None:
 
 def cutting_small_heads() -> AbstractContextManager[object]:
     """While it lasts, "auto" cuts heads of as many tokens as those of the tests have."""
-    return mock.patch.object(vocabularies, "LEAST_VOCABULARY", VOCAB)
+    return mock.patch.object(vocabularies, "MIN_VOCABULARY", VOCAB)
 
 
 def test_heads_that_can_be_cut() -> None:

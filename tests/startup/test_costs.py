@@ -148,7 +148,7 @@ def test_a_busy_machine_is_measured_for_longer(
         clock.time += times.pop(0)
 
     given = [partial(run, first), partial(run, second)]
-    assert costs.least_seconds(given, 1, 0.6 * intended, told.append, clock=clock) == list(least)
+    assert costs.min_seconds(given, 1, 0.6 * intended, told.append, clock=clock) == list(least)
     assert told[-1] == 1 and len(first) == len(second) == (4 if least == (4, 4) else 0)
 
 

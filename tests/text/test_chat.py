@@ -14,7 +14,7 @@ from tests.helpers.models import embedded_draft, open_llm
 from treespec import LLM, SamplingParams
 from treespec.engine.round_record import RoundRecord
 from treespec.errors import ConfigError, ModelError, RequestError
-from treespec.sampling_params import LEAST_TEMPERATURE
+from treespec.sampling_params import MIN_TEMPERATURE
 from treespec.text.prompt_tokenizer import load_tokenizer
 from treespec_weights import CheckpointError
 from treespec_weights.verify import verify_checkpoint
@@ -342,7 +342,7 @@ def test_the_models_own_parameters(tmp_path: Path) -> None:
         ({"do_sample": True, "temperature": None, "top_k": 0}, SamplingParams(temperature=1.0)),
         (
             {"do_sample": True, "temperature": 1e-6, "top_k": 50.0, "max_new_tokens": 9.0},
-            SamplingParams(temperature=LEAST_TEMPERATURE, top_k=50, max_tokens=9),
+            SamplingParams(temperature=MIN_TEMPERATURE, top_k=50, max_tokens=9),
         ),
     ],
 )

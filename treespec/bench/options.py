@@ -48,8 +48,8 @@ class Options:
     model: str | Path | None = None
     drafts: Sequence[str] | None = None
     prompts: str | Path | None = None
-    samples: int = option(12, least=1)
-    max_tokens: int = option(128, least=2)
+    samples: int = option(12, ge=1)
+    max_tokens: int = option(128, ge=2)
     k_values: Sequence[int] = (3, 5, 7)
     nodes: Sequence[int] = (16,)
     combine: Sequence[str] = ()
@@ -57,8 +57,8 @@ class Options:
     temperature: float = None  # type: ignore[assignment]
     verification: Sequence[str] = ()
     branching: Sequence[int] | None = None
-    repeats: int = option(3, least=1)
-    warmup: int = option(1, least=0)
+    repeats: int = option(3, ge=1)
+    warmup: int = option(1, ge=0)
     peers: bool = True
     only: Sequence[str] = ()
     grow: str | None = None
@@ -66,8 +66,8 @@ class Options:
     keep: str | Path | None = None
     server: str | None = None
     request_rate: float | None = None
-    max_concurrency: int | None = option(None, least=1)
-    threads: int | None = option(None, least=1)
+    max_concurrency: int | None = option(None, ge=1)
+    threads: int | None = option(None, ge=1)
     device: str = "auto"
     dtype: str = "auto"
     compile: bool | str = "auto"

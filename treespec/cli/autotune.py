@@ -39,12 +39,12 @@ class AutotuneOptions:
     """
 
     show: bool = False
-    seconds: float = option(5.0, least=0.01, most=3600)
-    threads: int | None = option(None, least=1, most=1024)
-    nodes: int | None = option(None, least=1, most=256)
-    context: int | None = option(None, least=1, most=1 << 20)
+    seconds: float = option(5.0, ge=0.01, le=3600)
+    threads: int | None = option(None, ge=1, le=1024)
+    nodes: int | None = option(None, ge=1, le=256)
+    context: int | None = option(None, ge=1, le=1 << 20)
     ops: Sequence[str] = ()
-    budget_seconds: float | None = option(None, least=1.0)
+    budget_seconds: float | None = option(None, ge=1.0)
     fresh: bool = False
     aot: Sequence[str] = ()
 

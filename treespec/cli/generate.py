@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from treespec.llm import LLM
     from treespec.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 
-MOST_AT_ONCE = 8  # samples decoded concurrently
+MAX_SEQS = 8  # samples decoded concurrently
 MIN_PAIRS = 3  # minimum pairs of runs for measuring a speed-up
 MEASURED_SECONDS = 3.0  # minimum seconds of these runs
 DRAWING_RULES = ("rejection", "traversal")  # copy of RANDOM_DRAWS, whose module imports torch
@@ -65,7 +65,7 @@ def generate(
     with options.status("loading"):
         params = decoding.sampling_params(samples)
         drafts, spec = decoding.speculation(draft)
-        llm = options.load_llm(model, drafts, spec, min(samples, MOST_AT_ONCE), enable_lora=lora is not None, **engine)
+        llm = options.load_llm(model, drafts, spec, min(samples, MAX_SEQS), enable_lora=lora is not None, **engine)
     if not as_json:
         options.tell_default(model)
     inputs = options.request_of(text, llm, decoding.chat, template)

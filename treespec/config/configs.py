@@ -61,13 +61,13 @@ class SpecConfig:
     """
 
     nodes: int | Literal["auto"] = "auto"
-    max_depth: int = option(16, least=1, most=64)
+    max_depth: int = option(16, ge=1, le=64)
     policy: str = option("auto", choices=("auto", "static", "dynamic"))
     branching: Sequence[int] | None = None
     verification: str = option("coupled", choices=VERIFICATIONS)
     draws: str = option("cross-source", choices=DRAWS)
     sources: Sequence[str] | None = None
-    max_ssms: int | None = option(None, least=1)
+    max_ssms: int | None = option(None, ge=1)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

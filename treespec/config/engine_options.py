@@ -108,12 +108,12 @@ class EngineOptions(VllmEngineOptions):
     device: str | torch.device = "auto"
     dtype: str | torch.dtype = "auto"
     exact: bool = option(True, choices=(True, False))
-    max_num_seqs: int = option(8, least=1)
-    max_model_len: int | None = option(None, least=2)
-    kv_cache_memory_bytes: int | None = option(None, least=1)
+    max_num_seqs: int = option(8, ge=1)
+    max_model_len: int | None = option(None, ge=2)
+    kv_cache_memory_bytes: int | None = option(None, ge=1)
     scheduling_policy: str = option("fcfs", choices=("fcfs", "priority"))
     attention: str = option("auto", choices=("auto", "cpu-packed", "cpu-gathered", "triton"))
-    max_num_batched_tokens: int | None = option(None, least=1)
+    max_num_batched_tokens: int | None = option(None, ge=1)
     compile: bool | str = option("auto", choices=(True, False, "auto"))
     linear: str = option("auto", choices=("auto", "onednn", "torch", "triton"))
     cuda_graphs: bool = option(True, choices=(True, False))
@@ -125,11 +125,11 @@ class EngineOptions(VllmEngineOptions):
     activations: str = option("model", choices=("model", "int8"))
     enable_prefix_caching: bool = option(False, choices=(True, False))
     enable_lora: bool = option(False, choices=(True, False))
-    max_loras: int = option(8, least=1)
-    max_cpu_loras: int | None = option(None, least=1)
-    max_lora_rank: int | None = option(None, least=1)
-    suffix_tokens: int = option(0, least=0, most=MAX_SUFFIX_TOKENS)
-    seed: int | None = option(None, least=0, most=2**64 - 1)
+    max_loras: int = option(8, ge=1)
+    max_cpu_loras: int | None = option(None, ge=1)
+    max_lora_rank: int | None = option(None, ge=1)
+    suffix_tokens: int = option(0, ge=0, le=MAX_SUFFIX_TOKENS)
+    seed: int | None = option(None, ge=0, le=2**64 - 1)
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -33,7 +33,7 @@ Prompt = str | Sequence[int] | np.ndarray | torch.Tensor | TextPrompt | TokensPr
 
 # Maximum number of texts and of all their characters: every stop string is searched for after every token, and every
 # bad word is tokenized twice.
-_MOST_TEXTS = {"stop": (1000, 100_000), "bad_words": (5000, 200_000)}
+_MAX_TEXTS = {"stop": (1000, 100_000), "bad_words": (5000, 200_000)}
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
@@ -184,11 +184,11 @@ class RequestFactory:
         """Encode a text. Raises RequestError, before tokenization if the text cannot fit into the context."""
         assert self.tokenizer is not None, "checked"
         if len(text) >= self.max_model_len:
-            self._check_length(self.tokenizer.least_tokens(text), tokenization, "at least ")
+            self._check_length(self.tokenizer.token_lower_bound(text), tokenization, "at least ")
         return tokenization.encode(self.tokenizer, text, special)
 
-    def _check_length(self, count: int, tokenization: Tokenization, least: str = "") -> None:
-        """Raise RequestError if a prompt does not fit into the context. `least`: words if `count` is a minimum."""
+    def _check_length(self, count: int, tokenization: Tokenization, words: str = "") -> None:
+        """Raise RequestError if a prompt does not fit into the context. `words` precede `count` in the message."""
         limit, model_limit, room = self.max_model_len, self.max_positions, tokenization.room
         count = min(count, tokenization.truncate or count)
         if count + room <= limit:
@@ -198,11 +198,11 @@ class RequestFactory:
         remedy = f", raise max_model_len (the model has {model_limit})" if limit < model_limit else ""
         if count < limit:
             raise RequestError(
-                f"{sentence} a prompt of {least}{count} tokens and max_tokens={room} exceed; ask for at most "
+                f"{sentence} a prompt of {words}{count} tokens and max_tokens={room} exceed; ask for at most "
                 f"{limit - count}, omit max_tokens{remedy}, or shorten the prompt"
             )
         raise RequestError(
-            f"{sentence} leaves room for at most {limit - 1} of a prompt of {least}{count} tokens; shorten it{remedy}, "
+            f"{sentence} leaves room for at most {limit - 1} of a prompt of {words}{count} tokens; shorten it{remedy}, "
             "or keep its end: tokenization_kwargs={'truncate_prompt_tokens': -1}"
         )
 
@@ -213,7 +213,7 @@ class RequestFactory:
                 raise RequestError(f"stop={params.stop!r} needs a tokenizer; use stop_token_ids")
             if params.bad_words:
                 raise RequestError(f"bad_words={params.bad_words!r} needs a tokenizer; use logit_bias")
-        for name, (count, characters) in _MOST_TEXTS.items():
+        for name, (count, characters) in _MAX_TEXTS.items():
             texts = getattr(params, name)
             if len(texts) > count or sum(map(len, texts)) > characters:
                 raise RequestError(

@@ -16,7 +16,7 @@ _STATEFUL = (
     "WhisperNoSpeechDetection BarkEosPrioritizerLogitsProcessor DiaClassifierFreeGuidanceLogitsProcessor "
     "DiaEOSChannelFilterLogitsProcessor DiaEOSDelayPatternLogitsProcessor"
 ).split()
-_OF_ONE_ROW = ("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor")
+_SINGLE_ROW = ("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor")
 
 # Arguments prepared for transformers' loop that trees do not need.
 _PREPARED = frozenset({"use_cache", "logits_to_keep", "num_logits_to_keep", "cache_position", "return_dict"})
@@ -76,7 +76,7 @@ def check_config(config: Any, processors: list[Any], criteria: list[Any], rows: 
         )
     kinds = [type(processor).__name__ for processor in processors]
     for kind in kinds:
-        if kind in _STATEFUL or (rows > 1 and kind in _OF_ONE_ROW):
+        if kind in _STATEFUL or (rows > 1 and kind in _SINGLE_ROW):
             raise ConfigError(f"{kind} cannot be evaluated per node of a token tree; omit it")
     ends_alone = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     custom = [type(criterion).__name__ for criterion in criteria if type(criterion).__name__ != "MaxLengthCriteria"]

@@ -24,7 +24,7 @@ logger = logging.getLogger("treespec")
 
 MAX_ROWS = 8  # maximum rows decoded concurrently; further rows are queued
 MAX_ENGINES = 3  # per model, for calls that alternate between drafts, no drafts and many rows
-LEAST_LENGTH = 512  # minimum positions of an engine, so that a slightly longer text does not need another one
+MIN_LENGTH = 512  # minimum positions of an engine, so that a slightly longer text does not need another one
 _LENGTH_STEP = 4096  # lengths are rounded up, to powers of two below this number and to multiples of it above
 
 
@@ -45,11 +45,11 @@ _engines: "weakref.WeakKeyDictionary[nn.Module, _Engines]" = weakref.WeakKeyDict
 _guard = threading.Lock()
 
 
-def room_for(length: int, most_positions: int) -> int:
+def room_for(length: int, max_positions: int) -> int:
     """Return the number of positions of an engine built for a call that needs `length`."""
     if length <= _LENGTH_STEP:
-        return min(max(LEAST_LENGTH, 1 << (length - 1).bit_length()), most_positions)
-    return min(-(-length // _LENGTH_STEP) * _LENGTH_STEP, most_positions)
+        return min(max(MIN_LENGTH, 1 << (length - 1).bit_length()), max_positions)
+    return min(-(-length // _LENGTH_STEP) * _LENGTH_STEP, max_positions)
 
 
 def engines_of(model: nn.Module) -> list[LLM]:
@@ -64,7 +64,7 @@ def engine_for(
     exact: bool,
     rows: int,
     length: int,
-    most_positions: int,
+    max_positions: int,
     tokenizer: Any,
 ) -> LLM:
     """Return an engine of a model in eval mode, from the cache or newly built. Raises the errors of `LLM`, and
@@ -93,7 +93,7 @@ def engine_for(
             if entry.key == key and length <= config.max_model_len and rows <= config.max_num_seqs:
                 engines.entries.append(engines.entries.pop(index))
                 return entry.llm
-        room = room_for(length, most_positions)
+        room = room_for(length, max_positions)
         for entry in engines.entries.copy():  # the new engine replaces engines with at most as many rows and positions
             if entry.key == key and entry.llm.config.max_num_seqs <= rows and entry.llm.config.max_model_len <= room:
                 engines.entries.remove(entry)

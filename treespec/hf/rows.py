@@ -14,7 +14,7 @@ from treespec.errors import ConfigError, RequestError, describe_error
 from treespec.request import Request
 from treespec.sampling.sampler import Sampler
 from treespec.sampling.transforms import call_processor
-from treespec.sampling_params import LEAST_TEMPERATURE, SamplingParams
+from treespec.sampling_params import MIN_TEMPERATURE, SamplingParams
 from treespec.utils.torch_state import outside_code
 
 
@@ -116,8 +116,8 @@ def temperature_of(config: Any) -> float:
     if not config.do_sample:
         return 0.0
     value = 1.0 if config.temperature is None else float(config.temperature)
-    if value < LEAST_TEMPERATURE:
-        raise ConfigError(f"temperature={value!r} with do_sample=True; valid: {LEAST_TEMPERATURE} and more")
+    if value < MIN_TEMPERATURE:
+        raise ConfigError(f"temperature={value!r} with do_sample=True; valid: {MIN_TEMPERATURE} and more")
     return value
 
 

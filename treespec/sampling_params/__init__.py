@@ -14,8 +14,8 @@ from treespec.utils.scalars import as_int, as_number, to_python
 
 logger = logging.getLogger("treespec")
 
-LEAST_POSITIVE = 5e-324
-LEAST_TEMPERATURE = 1e-4  # lower values may overflow logits / temperature
+MIN_POSITIVE = 5e-324
+MIN_TEMPERATURE = 1e-4  # lower values may overflow logits / temperature
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 16384  # per prompt, as in vLLM
 
@@ -86,30 +86,30 @@ class SamplingParams(VllmSamplingParams):
         ConfigError: an unknown keyword, a value out of range, contradictory values, or an unsupported vLLM option.
     """
 
-    max_tokens: int | None = option(128, least=1, valid="an int of at least 1, or None: all that fit the context")
-    min_tokens: int = option(0, least=0)
+    max_tokens: int | None = option(128, ge=1, valid="an int of at least 1, or None: all that fit the context")
+    min_tokens: int = option(0, ge=0)
     stop: str | Sequence[str] | None = None
     include_stop_str_in_output: bool = option(False, choices=(True, False))
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = option(False, choices=(True, False))
     detokenize: bool = option(True, choices=(True, False))
     skip_special_tokens: bool = option(True, choices=(True, False))
-    n: int = option(1, least=1, most=MAX_SAMPLES)
-    temperature: float = option(0.0, least=0, valid="0 (greedy) or a positive number up to 3.4e38")
-    seed: int | None = option(None, least=-1, most=MAX_SEED, valid="an int from 0 to 2**64 - 1, or -1 for a new one")
-    top_k: int = option(0, least=-1, valid="an int of at least 1, or 0 or -1 for all tokens")
-    top_p: float = option(1.0, least=LEAST_POSITIVE, most=1, valid="more than 0, at most 1")
-    min_p: float = option(0.0, least=0, most=1)
-    repetition_penalty: float = option(1.0, least=LEAST_POSITIVE, valid="a positive number up to 3.4e38; 1 = none")
-    frequency_penalty: float = option(0.0, least=-2, most=2)
-    presence_penalty: float = option(0.0, least=-2, most=2)
+    n: int = option(1, ge=1, le=MAX_SAMPLES)
+    temperature: float = option(0.0, ge=0, valid="0 (greedy) or a positive number up to 3.4e38")
+    seed: int | None = option(None, ge=-1, le=MAX_SEED, valid="an int from 0 to 2**64 - 1, or -1 for a new one")
+    top_k: int = option(0, ge=-1, valid="an int of at least 1, or 0 or -1 for all tokens")
+    top_p: float = option(1.0, ge=MIN_POSITIVE, le=1, valid="more than 0, at most 1")
+    min_p: float = option(0.0, ge=0, le=1)
+    repetition_penalty: float = option(1.0, ge=MIN_POSITIVE, valid="a positive number up to 3.4e38; 1 = none")
+    frequency_penalty: float = option(0.0, ge=-2, le=2)
+    presence_penalty: float = option(0.0, ge=-2, le=2)
     bad_words: Sequence[str] | None = None
     logit_bias: dict[int, float] | None = field(default=None, hash=False)  # a dict has no hash
     allowed_token_ids: Sequence[int] | None = None
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     logits_processors: Sequence[Any] | None = None
-    logprobs: int | None = option(None, least=-1, valid="an int of at least 0, -1 for all tokens")
-    prompt_logprobs: int | None = option(None, least=-1, valid="an int of at least 0, -1 for all tokens")
+    logprobs: int | None = option(None, ge=-1, valid="an int of at least 0, -1 for all tokens")
+    prompt_logprobs: int | None = option(None, ge=-1, valid="an int of at least 0, -1 for all tokens")
     # Affects how outputs are read, not their tokens.
     output_kind: RequestOutputKind | str = field(default=RequestOutputKind.CUMULATIVE, compare=False)
 
@@ -179,9 +179,9 @@ def _checked(info: Field[Any], value: Any) -> Any:
     value = checked_value(info, value)
     if info.name == "seed" and value == -1:
         return None
-    if info.name == "temperature" and 0 < value < LEAST_TEMPERATURE:  # vLLM also has a minimum
-        logger.warning("temperature=%r is raised to %r, the minimum above 0", value, LEAST_TEMPERATURE)
-        return LEAST_TEMPERATURE
+    if info.name == "temperature" and 0 < value < MIN_TEMPERATURE:  # vLLM also has a minimum
+        logger.warning("temperature=%r is raised to %r, the minimum above 0", value, MIN_TEMPERATURE)
+        return MIN_TEMPERATURE
     return value
 
 

@@ -154,7 +154,7 @@ class Server:
             return OutputParser(named=body.called)
         max_calls = 1 if body.parallel_tool_calls is False else None
         if body.must_call:
-            return OutputParser(calls=REQUIRED_CALLS, functions=body.functions, most_calls=max_calls)
+            return OutputParser(calls=REQUIRED_CALLS, functions=body.functions, max_calls=max_calls)
         if body.is_constrained:
             return OutputParser()
         calls = self._calls if body.tools_for_template else None
@@ -168,7 +168,7 @@ class Server:
         def last_turn(text: str) -> str:
             return self._conversation(body).last_turn(self._engine.llm.get_tokenizer(), text)
 
-        return OutputParser(self._reasoning, calls, functions=body.functions, most_calls=max_calls, last_turn=last_turn)
+        return OutputParser(self._reasoning, calls, functions=body.functions, max_calls=max_calls, last_turn=last_turn)
 
     def _model_name(self, name: str | None) -> str:
         """Return the client's name for the model, or the first one. Raises HTTPException for an unknown name."""

@@ -17,7 +17,7 @@ from treespec.sampling_params import RequestOutputKind, SamplingParams
 logger = logging.getLogger("treespec")
 
 AUDIT_PREFIX = "audit-"  # prefix of the ids of requests that are decoded again
-_MOST_WAITING = 256  # maximum number of queued requests; the oldest are dropped
+_MAX_WAITING = 256  # maximum number of queued requests; the oldest are dropped
 _IDLE_CHECK = 0.05  # seconds between checks whether a busy engine is idle
 
 
@@ -48,7 +48,7 @@ class Audit:
     ):
         self._engine, self._fraction, self._count, self._has_adapter = engine, fraction, count, has_adapter
         self._due = 0.0
-        self._waiting: deque[_Finished] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[_Finished] = deque(maxlen=_MAX_WAITING)
         self._task: asyncio.Task[None] | None = None
 
     def add(

@@ -19,8 +19,8 @@ from treespec.serve.options import LOOPBACK, ServerOptions
 
 INTERNAL_ERROR = "an internal error; see the server's log"
 SHUTTING_DOWN = "the server is shutting down"
-_LONGEST = 2000  # maximum characters of a message, which may quote the request
-_LONGEST_NAME = 200  # maximum characters of a field name, which may come from the client
+_MAX_MESSAGE = 2000  # maximum characters of a message, which may quote the request
+_MAX_NAME = 200  # maximum characters of a field name, which may come from the client
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}, 503: {"Connection": "close"}}
 # Names of the Python API in errors, and their replacements: the server's fields and flags.
 _TERMS = (
@@ -45,7 +45,7 @@ class ServerError(Exception):
 def error_document(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kinds = {401: "authentication_error", 404: "not_found_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    text = message[:_LONGEST].encode(errors="backslashreplace").decode()  # the message may quote a lone surrogate
+    text = message[:_MAX_MESSAGE].encode(errors="backslashreplace").decode()  # the message may quote a lone surrogate
     return {"error": {"message": text, "type": kind, "param": param, "code": code}}
 
 
@@ -69,7 +69,7 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
         if isinstance(first["input"], bytes):  # FastAPI reads no other types as JSON
             return error_response("send the body as JSON, with the header Content-Type: application/json", 400)
         path = [str(key) for key in first["loc"] if key != "body"]
-        name = ".".join(path)[:_LONGEST_NAME] or "body"
+        name = ".".join(path)[:_MAX_NAME] or "body"
         value = "" if first["type"] == "missing" else f"={short_repr(first['input'])}"
         return error_response(f"{name}{value}: {first['msg']}", 400, path[0] if path else None)
     if isinstance(error, StarletteHTTPException):

@@ -8,9 +8,9 @@ from typing_extensions import TypeAliasType
 
 from treespec.errors import ConfigError
 
-MOST_MESSAGES = 1024  # maximum messages; templates that ignore contents are rendered once per message
-MOST_PARTS = 4096  # maximum parts of all contents together
-MOST_TOOLS = 1024
+MAX_MESSAGES = 1024  # maximum messages; templates that ignore contents are rendered once per message
+MAX_PARTS = 4096  # maximum parts of all contents together
+MAX_TOOLS = 1024
 
 
 class Strict(BaseModel):
@@ -55,13 +55,13 @@ class Message(BaseModel):
 
 def _bounded(messages: list[Message]) -> list[Message]:
     num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
-    if num_parts > MOST_PARTS:
-        raise ValueError(f"the contents have {num_parts} parts; valid: at most {MOST_PARTS}")
+    if num_parts > MAX_PARTS:
+        raise ValueError(f"the contents have {num_parts} parts; valid: at most {MAX_PARTS}")
     return messages
 
 
 Messages = TypeAliasType(
-    "Messages", Annotated[list[Message], FailFast(), Field(max_length=MOST_MESSAGES), AfterValidator(_bounded)]
+    "Messages", Annotated[list[Message], FailFast(), Field(max_length=MAX_MESSAGES), AfterValidator(_bounded)]
 )
 
 
@@ -128,7 +128,7 @@ class Tool(Strict):
     function: Function
 
 
-Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast(), Field(max_length=MOST_TOOLS)])
+Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast(), Field(max_length=MAX_TOOLS)])
 
 
 class TemplateFields(BaseModel):
@@ -190,5 +190,5 @@ def calls_schema(functions: list[Function], max_calls: int | None, only_argument
         properties = {"name": {"const": function.name}, "arguments": arguments}
         call = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         calls.append(call)
-    most_items = {} if max_calls is None else {"maxItems": max_calls}
-    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most_items, **definitions}
+    max_items = {} if max_calls is None else {"maxItems": max_calls}
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **max_items, **definitions}

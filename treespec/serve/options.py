@@ -48,7 +48,7 @@ class ServerOptions:
     """
 
     host: str = "127.0.0.1"
-    port: int = option(8000, least=0, most=65535)
+    port: int = option(8000, ge=0, le=65535)
     uds: str | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -64,11 +64,11 @@ class ServerOptions:
     enable_prefix_caching: bool = True
     tool_call_parser: str = option("auto", choices=("auto", *CALL_FORMATS, "none"))
     reasoning_parser: str = option("auto", choices=("auto", *REASONING_TAGS, "none"))
-    request_timeout: float | None = option(None, least=0.01)
-    replicas: int | None = option(None, least=1)
-    audit: float = option(0.0, least=0, most=1)
-    max_body_bytes: int = option(4 << 20, least=1)
-    read_timeout: float = option(60.0, least=0.01)
+    request_timeout: float | None = option(None, ge=0.01)
+    replicas: int | None = option(None, ge=1)
+    audit: float = option(0.0, ge=0, le=1)
+    max_body_bytes: int = option(4 << 20, ge=1)
+    read_timeout: float = option(60.0, ge=0.01)
     uvicorn_log_level: str = option("info", choices=("critical", "error", "warning", "info", "debug", "trace"))
 
     def __post_init__(self) -> None:

@@ -52,7 +52,7 @@ _OTHER_FORMATS = ("<arg_key>", "<invoke ", "<tool_calls>")  # GLM's and MiniMax'
 REQUIRED_CALLS = CallFormat("", separators=",", is_list=True, bare="[")  # format described by `calls_schema`
 
 JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
-_MOST_REFERENCES = 64
+_MAX_REFERENCES = 64
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class OutputParser:
     named: str | None = None  # function whose arguments are the entire text
     # Parameter schemas of the functions, by name; text without the tag is a call only if it names one of them
     functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    most_calls: int | None = None  # None: unlimited
+    max_calls: int | None = None  # None: unlimited
     last_turn: Callable[[str], str] = str  # returns the end of a prompt that the answer continues
 
     @property
@@ -114,7 +114,7 @@ class OutputParser:
             for subschema in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
                 types &= allowed(subschema)
             reference = schema.get("$ref")
-            if isinstance(reference, str) and reference not in resolved and len(resolved) < _MOST_REFERENCES:
+            if isinstance(reference, str) and reference not in resolved and len(resolved) < _MAX_REFERENCES:
                 resolved[reference] = frozenset()  # ends recursive references
                 resolved[reference] = allowed(_resolved({"$ref": reference}, root))
             return types & resolved.get(reference, JSON_TYPES) if isinstance(reference, str) else types

@@ -26,7 +26,7 @@ _XML_TAG = re.compile(
 )
 _XML_BEGUN = re.compile(r"\n?(?:<tool_call>\s*)?(?:<[^<>\n]{0,80})?\Z")
 _MARK = re.compile(r'\\.|\\\Z|["{}\[\]]', re.DOTALL)
-_LONGEST_HEAD = 1000  # characters; calls with a longer head are parsed as a whole
+_MAX_HEAD = 1000  # characters; calls with a longer head are parsed as a whole
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -163,8 +163,8 @@ class OutputReader:
 
     def _read_json(self, form: CallFormat, is_bare: bool) -> _Decision:
         """Read an object with the name and the arguments."""
-        while (brace := _BRACE.search(self._text, 1, _LONGEST_HEAD)) is None:
-            if self._ended or len(self._text) >= _LONGEST_HEAD:
+        while (brace := _BRACE.search(self._text, 1, _MAX_HEAD)) is None:
+            if self._ended or len(self._text) >= _MAX_HEAD:
                 break
             yield
         head = None if brace is None else _HEAD.match(self._text, 0, brace.end())
@@ -348,7 +348,7 @@ class OutputReader:
             self._add_call(None, arguments)
 
     def _add_call(self, name: str | None, arguments: str) -> None:
-        if self.parser.most_calls is not None and self.num_calls > self.parser.most_calls:
+        if self.parser.max_calls is not None and self.num_calls > self.parser.max_calls:
             return
         call = CallPart(self.num_calls - 1, name, arguments)
         self._new.pieces.append(call)

@@ -12,8 +12,8 @@ from treespec.errors import ConfigError, reject_unknown
 from treespec.sampling_params import RequestOutputKind, SamplingParams
 from treespec.serve.messages import AllowedToolsChoice, Messages, Strict, TemplateFields, Tool, ToolChoice, calls_schema
 
-MOST_CHOICES = 1024  # maximum choices per request: prompts times n
-MOST_LOGPROBS = 20  # limit of OpenAI and vLLM
+MAX_CHOICES = 1024  # maximum choices per request: prompts times n
+MAX_LOGPROBS = 20  # limit of OpenAI and vLLM
 
 # Fail fast: an error for each of a million items would be a million errors.
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
@@ -174,18 +174,18 @@ class CompletionBody(GenerationBody):
     }
     prompt: str | Texts | TokenIds | TokenIdLists
     max_tokens: int | None = 16  # default of OpenAI
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None  # field of vLLM
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # field of vLLM
 
     def check(self) -> None:
         super().check()
         if self.stream and self.num_prompt_logprobs is not None:
             name = "prompt_logprobs" if self.prompt_logprobs is not None else "echo with logprobs"
             raise ConfigError(f"{name}: log-probabilities of prompts are not streamed; omit stream")
-        if len(self.prompts()) * (self.n or 1) > MOST_CHOICES:
+        if len(self.prompts()) * (self.n or 1) > MAX_CHOICES:
             raise ConfigError(
-                f"{len(self.prompts())} prompts with n={self.n or 1}; valid: at most {MOST_CHOICES} choices"
+                f"{len(self.prompts())} prompts with n={self.n or 1}; valid: at most {MAX_CHOICES} choices"
             )
         if self.rounds and len(self.prompts()) > 1:
             raise ConfigError(f"{len(self.prompts())} prompts with rounds=true; valid: one")
@@ -234,7 +234,7 @@ class ChatBody(TemplateFields, GenerationBody):
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
 

@@ -20,7 +20,7 @@ from treespec.llm import LLM
 from treespec.outputs import RequestOutput
 from treespec.serve.errors import ServerError
 
-_MOST_UNREAD = 256  # maximum unread rounds; a slow client misses the oldest
+_MAX_UNREAD = 256  # maximum unread rounds; a slow client misses the oldest
 _CONTEXT = 16  # tokens decoded before the root, for the texts of the nodes
 
 _Result = TypeVar("_Result")
@@ -88,7 +88,7 @@ class RoundFeed:
 
     def __init__(self, llm: LLM, request_id: str):
         self._tokenizer, self._request_id = llm.get_tokenizer(), request_id
-        self._records: deque[RoundRecord] = deque(maxlen=_MOST_UNREAD)
+        self._records: deque[RoundRecord] = deque(maxlen=_MAX_UNREAD)
         self._handle = llm.add_round_observer(self._add)
 
     def _add(self, record: RoundRecord) -> None:

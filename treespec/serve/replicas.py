@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 
-MOST_ONGOING = 1024  # maximum ongoing requests of a replica; its engine queues them
+MAX_ONGOING = 1024  # maximum ongoing requests of a replica; its engine queues them
 
 # Requests with the same x-session-id header go to the same replica, which has their prefixes cached. Ray's prefix
 # router, PrefixCacheAffinityRouter, is part of ray[llm] and routes only calls of its LLM deployments.
@@ -21,7 +21,7 @@ def serve_replicas(build: Callable[[], FastAPI], replicas: int, host: str, port:
         serve.ingress(build)(),
         name="treespec",
         num_replicas=replicas,
-        max_ongoing_requests=MOST_ONGOING,
+        max_ongoing_requests=MAX_ONGOING,
         ray_actor_options={"num_cpus": 0, "num_gpus": int(torch.cuda.is_available())},
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
     )

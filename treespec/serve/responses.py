@@ -16,7 +16,7 @@ from treespec.errors import ConfigError, short_repr
 from treespec.outputs import CompletionOutput, RequestOutput
 from treespec.serve.answers import ChatAnswer, draft_stats
 from treespec.serve.errors import ServerError, error_document
-from treespec.serve.messages import MOST_MESSAGES, Strict
+from treespec.serve.messages import MAX_MESSAGES, Strict
 from treespec.serve.output_parser import OutputParser
 from treespec.serve.output_reader import CallPart
 from treespec.serve.protocol import ChatBody, GenerationBody, Texts
@@ -27,7 +27,7 @@ _DEFAULTS = {"tools": [], "tool_choice": "auto", "metadata": {}, "parallel_tool_
 _ECHOED = {"instructions", "max_output_tokens", "reasoning", "temperature", "text", "top_logprobs", "top_p", *_DEFAULTS}
 
 _Document = dict[str, Any]
-_Documents = Annotated[list[_Document], Field(max_length=MOST_MESSAGES - 1)]  # leaves room for the instructions
+_Documents = Annotated[list[_Document], Field(max_length=MAX_MESSAGES - 1)]  # leaves room for the instructions
 _CHAT_FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 
 

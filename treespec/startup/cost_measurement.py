@@ -48,7 +48,7 @@ DRAFT_LEVELS = 3
 REQUESTS = 4  # batch size for measuring the marginal cost of a request in a draft pass
 LONG_ROWS = 8  # rows of the pass that measures how the cost of a position grows with rows
 ROUND_ROWS = 16  # rows of the pass for comparing numbers of threads
-PATIENCE = 3  # maximum measuring time as a multiple of the intended one, see `least_seconds`
+PATIENCE = 3  # maximum measuring time as a multiple of the intended one, see `min_seconds`
 START_SECONDS = 0.5  # intended duration of a measurement at engine start
 THREADS_MARGIN = 0.9  # recommend another number of threads if its rounds take less than this fraction of the time
 _BUSY = 0.05  # a machine is idle if threads wait for a CPU for at most this share of the time
@@ -163,7 +163,7 @@ def measure(
             _occupy(runner, request, slots, has_state=request is requests[0])  # the others only draft
         if long_request is not None:
             _occupy(runner, long_request, len(long_request.tokens) - 1 + LONG_ROWS)
-        [one_row] = least_seconds([partial(star_pass, runner, requests[0], 1)], 1, clock=clock)
+        [one_row] = min_seconds([partial(star_pass, runner, requests[0], 1)], 1, clock=clock)
         quick = _is_quick(one_row, len(fitting), seconds)
         slow = not quick and one_row * len(FEW_ROWS) * 5 > seconds
         limit = ROWS[-1] if one_row * ROWS[-1] < 2 * seconds else AUTO_NODES  # n rows take at most n * one_row
@@ -193,11 +193,11 @@ def measure(
                 run()
         is_busy, calls = clock.watch_other_work(), list(runs.values())
         if not slow:
-            least = least_seconds(calls, 2 if quick else 1, seconds, advance, before=before, clock=clock)
+            least = min_seconds(calls, 2 if quick else 1, seconds, advance, before=before, clock=clock)
         else:
-            least = least_seconds(calls, 1, 0.0, advance, 1, before, clock)
+            least = min_seconds(calls, 1, 0.0, advance, 1, before, clock)
             if is_busy():  # measure again, for longer
-                longer_run = least_seconds(calls, 1, seconds, advance, before=before, clock=clock)
+                longer_run = min_seconds(calls, 1, seconds, advance, before=before, clock=clock)
                 least = [min(times) for times in zip(least, longer_run, strict=True)]
     finally:
         _release(runner, ssms, scratch)
@@ -232,9 +232,9 @@ def is_outdated(runner: Runner, ssms: SsmDrafter | None, curve: CostCurve, clock
     try:
         _occupy(runner, request, slots)
         is_busy = clock.watch_other_work()
-        measured = least_seconds(runs, 1, before=before, clock=clock)
+        measured = min_seconds(runs, 1, before=before, clock=clock)
         if _differ(measured, references) and 4 * sum(expected) < START_SECONDS / 2:
-            measured = [*map(min, measured, least_seconds(runs, 1, before=before, clock=clock))]
+            measured = [*map(min, measured, min_seconds(runs, 1, before=before, clock=clock))]
     finally:
         _release(runner, ssms, [request])
     missing = {rows for rows in ROWS if rows <= curve.rows[-1]} - {*curve.rows}
@@ -343,11 +343,11 @@ def _read(ssms: SsmDrafter, requests: Sequence[Request]) -> None:
     _synchronize(ssms.models[0].device)
 
 
-def least_seconds(
+def min_seconds(
     runs: Sequence[Callable[[], object]],
-    least_runs: int,  # minimum number of turns
+    min_runs: int,  # minimum number of turns
     # Intended duration. Callables whose two lowest times differ by more than a factor of `_AGREEMENT` run for up to
-    # `PATIENCE` times as long. 0: only `least_runs` turns
+    # `PATIENCE` times as long. 0: only `min_runs` turns
     seconds: float = 0.0,
     # Progress callback, called with the completed fraction after each turn
     advance: Callable[[float], None] = lambda fraction: None,
@@ -358,8 +358,8 @@ def least_seconds(
     """Return the minimum seconds of each callable; runs are interleaved, so that interference affects all."""
     best, start, count, share = [(float("inf"), float("inf"))] * len(runs), clock.now(), 0, 0.0
     turn = list(range(len(runs)))
-    while count < least_runs or share < PATIENCE:
-        if count >= least_runs and share >= 1:
+    while count < min_runs or share < PATIENCE:
+        if count >= min_runs and share >= 1:
             turn = [i for i, (least, second) in enumerate(best) if second > _AGREEMENT * least]
         if not turn:
             break

@@ -33,7 +33,7 @@ from treespec_weights.vocabularies import REDUCED, Connection, connect
 logger = logging.getLogger("treespec")
 
 # "auto" reduces heads of at least this many tokens that are at least this share of the weights of a pass.
-LEAST_VOCABULARY, LEAST_SHARE = 65_536, 0.25
+MIN_VOCABULARY, MIN_HEAD_SHARE = 65_536, 0.25
 # Default share of tokens to keep. Drafting for Qwen2.5-Coder-1.5B on six questions in trees of 8 nodes, the 0.5B
 # (q4_k_m) then gives 3.73 tokens per pass instead of 3.80, and a pass reads 320 MB instead of 392. In ten languages and
 # code, keeping half costs 3 to 12 % of the tokens per pass of a chain of 4; keeping fewer gains nothing more.
@@ -75,7 +75,7 @@ class HeadLimit(NamedTuple):
         head = shape.vocab_size * shape.hidden_size
         layer_shapes = [size for name, size in shape.parameters().items() if name not in ("embed", "lm_head")]
         in_pass = head + sum(map(math.prod, layer_shapes))  # a pass reads only a few rows of the embedding
-        return self.always or (shape.vocab_size >= LEAST_VOCABULARY and head >= LEAST_SHARE * in_pass)
+        return self.always or (shape.vocab_size >= MIN_VOCABULARY and head >= MIN_HEAD_SHARE * in_pass)
 
     def num_kept(self, size: int) -> int:
         """Return how many of `size` tokens stay."""
@@ -220,10 +220,10 @@ def fit_weights(
     embed = weights["embed"]
     rows = embed.rows if isinstance(embed, Blocks) else embed
     ids = np.arange(len(rows)) if target_ids is None else target_ids
-    of_head = np.flatnonzero((ids >= 0) & (ids < size)) if kept is None else kept
-    tokens: np.ndarray = ids[of_head]
+    head_rows = np.flatnonzero((ids >= 0) & (ids < size)) if kept is None else kept
+    tokens: np.ndarray = ids[head_rows]
     if len(tokens) < size or "lm_head" in weights:
-        weights |= rows_of_head(weights, of_head)
+        weights |= rows_of_head(weights, head_rows)
     if target_ids is None and len(rows) >= size:
         weights["embed"] = _rows_of(embed, slice(size))
     elif isinstance(embed, Blocks):  # GGUF files have no reduced vocabularies; missing tokens get zeros

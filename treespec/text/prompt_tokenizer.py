@@ -151,7 +151,7 @@ class UserTokenizer:
             )
         return [token for token in tokens if token is not None]
 
-    def least_tokens(self, text: str) -> int:
+    def token_lower_bound(self, text: str) -> int:
         """Return a lower bound on a text's number of tokens, without tokenizing it; 0 if unknown."""
         if (longest := self._longest) is None:
             return 0

@@ -59,20 +59,20 @@ class TrainingSettings:
     _: KW_ONLY
     lessons: str | Path | None = None
     texts: Sequence[str | Path] = ()
-    ssms: int = option(3, least=0, most=8)
+    ssms: int = option(3, ge=0, le=8)
     table: bool = False
     minutes: float | None = None
-    tokens: int | None = option(None, least=1)
+    tokens: int | None = option(None, ge=1)
     specialise: str = option("errors", choices=("errors", "folders"))
     generalist: bool = False
     start: str | Path | None = None
-    layers: int | None = option(None, least=1)
+    layers: int | None = option(None, ge=1)
     hidden: int | None = None
-    vocabulary: int | None = option(None, least=LEAST_ROWS)
-    max_tokens: int = option(160, least=2)
-    synthetic: float | None = option(None, least=0.0, most=1.0)
+    vocabulary: int | None = option(None, ge=LEAST_ROWS)
+    max_tokens: int = option(160, ge=2)
+    synthetic: float | None = option(None, ge=0.0, le=1.0)
     head: str | None = option(None, choices=HEADS)
-    seed: int = option(0, least=0, most=2**64 - 1)
+    seed: int = option(0, ge=0, le=2**64 - 1)
     device: str = "auto"
     resume: bool = False
 

@@ -26,17 +26,17 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def option(
-    default: Any, *, least: float | None = None, most: float | None = None, choices: Sequence[Any] = (), valid: str = ""
+    default: Any, *, ge: float | None = None, le: float | None = None, choices: Sequence[Any] = (), valid: str = ""
 ) -> Any:
     """Return a field that `checked_value` can check. None is valid if it is the default or `valid` mentions it.
 
     Args:
         default: the default value.
-        least, most: range of an int, or of a number if `default` or `least` is a float.
+        ge, le: minimum and maximum of an int, or of a number if `default` or `ge` is a float.
         choices: the valid values.
         valid: description of the range for errors, if the other arguments do not suffice.
     """
-    return field(default=default, metadata={LIMITS: {"least": least, "most": most, "choices": choices, "valid": valid}})
+    return field(default=default, metadata={LIMITS: {"ge": ge, "le": le, "choices": choices, "valid": valid}})
 
 
 def checked_value(info: Field[Any], value: Any) -> Any:
@@ -47,19 +47,19 @@ def checked_value(info: Field[Any], value: Any) -> Any:
     limits = info.metadata.get(LIMITS)
     if limits is None or (value is None and (info.default is None or "None" in limits["valid"])):
         return value
-    choices, least, most, valid = limits["choices"], limits["least"], limits["most"], limits["valid"]
+    choices, minimum, maximum, valid = limits["choices"], limits["ge"], limits["le"], limits["valid"]
     if choices:
         if any(type(value) is type(choice) and value == choice for choice in choices):
             return value
         valid = valid or ", ".join(map(repr, choices))
     else:
-        is_float = isinstance(info.default, float) or isinstance(least, float)
-        number = as_number(value) if is_float else as_int(value, least)
-        if number is not None and least <= number <= (math.inf if most is None else most):
+        is_float = isinstance(info.default, float) or isinstance(minimum, float)
+        number = as_number(value) if is_float else as_int(value, minimum)
+        if number is not None and minimum <= number <= (math.inf if maximum is None else maximum):
             return number
         kind = "a number" if is_float else "an int"
-        most = 3.4e38 if most is None and is_float else most  # limit of `as_number`: float32's maximum
-        valid = valid or (f"{kind} of at least {least}" if most is None else f"{kind} from {least} to {most}")
+        maximum = 3.4e38 if maximum is None and is_float else maximum  # limit of `as_number`: float32's maximum
+        valid = valid or (f"{kind} of at least {minimum}" if maximum is None else f"{kind} from {minimum} to {maximum}")
     raise ConfigError(f"{info.name}={value!r}; valid: {valid}{', or None' if info.default is None else ''}")
 
 

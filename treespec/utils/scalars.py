@@ -6,9 +6,9 @@ from typing import Any
 _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
-def as_int(value: Any, least: int) -> int | None:
-    """Return `value` as a Python int, or None if it is not an integer or less than `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+def as_int(value: Any, minimum: int) -> int | None:
+    """Return `value` as a Python int, or None if it is not an integer or less than `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
         return None
     return int(value)
 

@@ -5,8 +5,10 @@ A message names the bad value and the valid ones.
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
 
-from treespec_weights.errors import CheckpointError
+if TYPE_CHECKING:
+    from treespec_weights.errors import CheckpointError
 
 __all__ = [
     "CheckpointError",
@@ -26,6 +28,15 @@ __all__ = [
 ]
 
 _SHOWN = 300  # characters of a value or message of others
+
+
+def __getattr__(name: str) -> Any:
+    """Import `CheckpointError` lazily: its package imports torch, which takes seconds."""
+    if name != "CheckpointError":
+        raise AttributeError(f"module 'treespec.errors' has no attribute {name!r}")
+    from treespec_weights.errors import CheckpointError
+
+    return CheckpointError
 
 
 class TreespecError(ValueError):

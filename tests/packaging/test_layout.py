@@ -17,8 +17,8 @@ ALLOWED = {"treespec": {"treespec_kernels", "treespec_weights"}, "treespec_kerne
 # Folders and modules of each package, from the bottom up; a layer imports only what is below it.
 LAYERS = {
     "treespec": (
-        ("inputs", "mixture_weights", "tree", "utils", "version"),
-        ("errors",),
+        ("errors", "inputs", "mixture_weights", "tree", "version"),
+        ("utils",),
         ("config", "planning"),
         ("cache", "lora", "sampling_params", "verification"),
         ("text",),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from treespec.errors import ConfigError
 from treespec.utils.options import check_values, option
 
 
@@ -76,8 +77,6 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        from treespec.errors import ConfigError
-
         check_values(self)
         if self.temperature is None:
             object.__setattr__(self, "temperature", 0.8 if self.verification else 0.0)

@@ -13,7 +13,9 @@ import typer
 from treespec.cli import kernels
 from treespec.cli.group import UsageError, print_json
 from treespec.cli.options import Drafts, Json, Model, flags, load_llm, status
+from treespec.config.configs import QUANTIZATIONS
 from treespec.config.engine_options import EngineOptions
+from treespec.errors import TreespecError, reject_unknown
 from treespec.utils.interrupts import raise_on_interrupt
 from treespec.utils.options import check_values, option
 from treespec.utils.tables import table
@@ -76,8 +78,6 @@ def autotune(
 
         _print(_curves(load_all()) | {"tuned": kernels.stored()}, as_json, "stored")
         return
-    from treespec.config.configs import QUANTIZATIONS
-    from treespec.errors import reject_unknown
     from treespec.startup.options import resolve_device
     from treespec.utils.torch_state import on_device
     from treespec_kernels.launch.triton_launch import SHARED_BYTES, is_interpreted
@@ -194,8 +194,6 @@ def measure_in_children(
 ) -> list[dict[str, Any]]:
     """Measure the curve for each number of threads in a child process, since an engine fixes it at its self-test."""
     from tqdm import tqdm
-
-    from treespec.errors import TreespecError
 
     flags = [*options.items(), ("device", "cpu"), ("seconds", str(seconds))]
     flags += [("draft", draft) for draft in drafts or ()]

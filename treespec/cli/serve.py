@@ -15,6 +15,8 @@ import typer
 from treespec.cli.group import UsageError
 from treespec.cli.options import Drafts, GenerationFlags, choose_target, flags, read_text, status, tell_default
 from treespec.config.engine_options import EngineOptions
+from treespec.errors import reject_unknown
+from treespec.sampling_params import SamplingParams
 from treespec.serve.options import ServerOptions
 from treespec.utils.interrupts import raise_on_interrupt
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from treespec.llm import LLM
-    from treespec.sampling_params import SamplingParams
 
 logger = logging.getLogger("treespec")
 
@@ -37,8 +38,6 @@ def read_config(ctx: typer.Context, file: str | None) -> None:
     if file is None:
         return
     import yaml  # type: ignore[import-untyped]
-
-    from treespec.errors import reject_unknown
 
     try:
         values = yaml.safe_load(read_text(file, f"--config {file}"))
@@ -196,13 +195,11 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
     return config
 
 
-def default_params(llm: "LLM", generation_config: str | os.PathLike[str]) -> "SamplingParams":
+def default_params(llm: "LLM", generation_config: str | os.PathLike[str]) -> SamplingParams:
     """Return the default sampling parameters of requests.
 
     Values missing in the model's file are OpenAI's: temperature 1, and as many tokens as fit into the context.
     """
-    from treespec.sampling_params import SamplingParams
-
     params, unset = llm.get_default_sampling_params(), SamplingParams()
     if generation_config != "treespec" and params.temperature == unset.temperature:
         params.temperature = 1.0

@@ -10,6 +10,7 @@ import typer
 from treespec.cli import options
 from treespec.cli.group import UsageError, print_json, uses_colour
 from treespec.config.engine_options import EngineOptions
+from treespec.errors import RequestError
 
 if TYPE_CHECKING:
     from treespec.engine.round_record import RoundRecord
@@ -53,7 +54,6 @@ def tree(
         options.tell_default(model)
     from treespec.drawing import to_svg, to_text
     from treespec.drawing.recording import picture, record_rounds
-    from treespec.errors import RequestError
 
     inputs = options.request_of(text, llm, decoding.chat)
     rounds = record_rounds(llm, inputs, number or FIRST_ROUNDS, decoding.temperature, decoding.seed)

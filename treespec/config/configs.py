@@ -1,17 +1,20 @@
 """Configurations of speculation and of the engine, validated before anything is built."""
 
+from __future__ import annotations
+
 import difflib
 import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from treespec.errors import ConfigError
 from treespec.utils.options import check_values, option, rejects_unknown
 from treespec.utils.scalars import to_python
+
+if TYPE_CHECKING:
+    import torch
 
 VERIFICATIONS = ("coupled", "naive", "rejection", "traversal")
 RANDOM_DRAWS = ("rejection", "traversal")  # rules for children sampled from a draft's distribution
@@ -160,7 +163,7 @@ class SpecConfig:
         return cls(nodes=1)
 
     @classmethod
-    def resolve(cls, spec: "SpecConfig | str | dict[str, Any] | None", default: "SpecConfig") -> "SpecConfig":
+    def resolve(cls, spec: SpecConfig | str | dict[str, Any] | None, default: SpecConfig) -> SpecConfig:
         """Resolve a call's `spec=`: None is the engine's default, "off" plain decoding."""
         if spec is None:
             return default

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from treespec.config.configs import SpecConfig
 from treespec.config.vllm_options import VllmEngineOptions, absent_options, check_absent
+from treespec.errors import ConfigError
 from treespec.utils.options import check_values, option
 
 if TYPE_CHECKING:  # the command line reads the options before torch is imported
     import torch
     from torch import nn
-
-    from treespec.config.configs import SpecConfig
 
 logger = logging.getLogger("treespec")
 
@@ -140,8 +140,6 @@ class EngineOptions(VllmEngineOptions):
         `enforce_eager` disables CUDA graphs, not compiled passes on a CPU. In `speculative_config`, draft models and
         MTP methods become `drafts`, and suffix decoding becomes `suffix_tokens`; n-gram lookup is always on.
         """
-        from treespec.errors import ConfigError
-
         check_absent("LLM", vars(self), absent_options(EngineOptions))
         options = replace(self, enforce_eager=None, speculative_config=None)
         if self.enforce_eager:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
+from treespec.errors import ConfigError
 from treespec.utils.options import VLLM
 
 logger = logging.getLogger("treespec")
@@ -166,8 +167,6 @@ def absent_options(options: Any) -> dict[str, Absent]:
 
 def check_absent(kind: str, values: Mapping[str, Any], table: Mapping[str, Absent]) -> None:
     """Log the hints among the values given to `kind`. Raises ConfigError for unsupported values."""
-    from treespec.errors import ConfigError
-
     hints = []
     for name, handling in table.items():
         value = values.get(name)

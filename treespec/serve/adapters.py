@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from fastapi import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
-from treespec.errors import CheckpointError, ConfigError
+from treespec.errors import ConfigError
 from treespec.lora import LoraCache, LoRARequest
 from treespec.serve.options import ServerOptions
 from treespec.serve.protocol import LoadAdapterBody, UnloadAdapterBody
+from treespec_weights.errors import CheckpointError
 
 
 class Adapters:

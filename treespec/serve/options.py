@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from treespec.errors import ConfigError
 from treespec.serve.output_parser import CALL_FORMATS, REASONING_TAGS
 from treespec.utils.options import check_values, option
 
@@ -72,8 +73,6 @@ class ServerOptions:
     uvicorn_log_level: str = option("info", choices=("critical", "error", "warning", "info", "debug", "trace"))
 
     def __post_init__(self) -> None:
-        from treespec.errors import ConfigError
-
         check_values(self)
         try:  # vLLM's flag is a JSON list
             lists = [json.loads(origin) if origin.startswith("[") else [origin] for origin in self.allowed_origins]
@@ -89,8 +88,6 @@ class ServerOptions:
 
     def loras(self) -> dict[str, str]:
         """Return the folders of the adapters by name. Raises ConfigError."""
-        from treespec.errors import ConfigError
-
         loras: dict[str, str] = {}
         for module in self.lora_modules:
             name, _, path = module.partition("=")

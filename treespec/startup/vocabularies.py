@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from treespec.adapter.trace import AdapterConfig
 from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CAPACITY_FACTOR
-from treespec.errors import CheckpointError, ConfigError, DraftError
+from treespec.errors import ConfigError, DraftError
 from treespec.models.model_config import ModelConfig
 from treespec.startup.cost_measurement import STARTS, cache_folder
 from treespec.text.training_prompts import read_training_prompts
@@ -28,6 +28,7 @@ from treespec_weights.blocks import Blocks, Weights
 from treespec_weights.codec import has_tokenizer
 from treespec_weights.documents import TOKENIZER
 from treespec_weights.draft_vocabulary import expand_embedding, rank_tokens, read_draft_vocabulary
+from treespec_weights.errors import CheckpointError
 from treespec_weights.vocabularies import REDUCED, Connection, connect
 
 logger = logging.getLogger("treespec")

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from treespec.errors import ConfigError
 from treespec.utils.options import check_values, option
 
 LEAST_ROWS = 64  # minimum rows of a draft's vocabulary
@@ -88,8 +89,6 @@ class TrainingSettings:
 
     def check(self) -> None:
         """Raise ConfigError for values out of range."""
-        from treespec.errors import ConfigError
-
         check_values(self)
         if self.lessons is not None and (self.data or self.synthetic is not None):
             raise ConfigError("lessons=... replaces new lessons; omit data and synthetic")

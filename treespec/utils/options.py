@@ -1,6 +1,6 @@
 """Options declared once as dataclass fields, with ranges and help texts; functions take them as keywords.
 
-The command line reads them before importing torch, so this module and those that declare options import no other.
+The command line reads them before importing torch, so this module and those that declare options do not import it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, field, fields
 from inspect import Parameter, Signature
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from treespec.errors import ConfigError, reject_unknown
+from treespec.utils.scalars import as_int, as_number
 
 # Metadata keys of fields: valid values, and the treatment of an option that only vLLM has.
 LIMITS, VLLM = "limits", "vllm"
@@ -41,9 +44,6 @@ def option(
 
 def checked_value(info: Field[Any], value: Any) -> Any:
     """Check the value of a field; return it as a Python number, or unchanged. Raises ConfigError if it is invalid."""
-    from treespec.errors import ConfigError
-    from treespec.utils.scalars import as_int, as_number
-
     limits = info.metadata.get(LIMITS)
     if limits is None or (value is None and (info.default is None or "None" in limits["valid"])):
         return value
@@ -123,8 +123,6 @@ def rejects_unknown(options: _Class) -> _Class:
 
 def _reject_unknown(kind: str, keywords: Iterable[str], options: Any) -> None:
     """Raise ConfigError for keywords that are not fields of `options`, suggesting the closest names."""
-    from treespec.errors import reject_unknown
-
     names = {info.name: VLLM in info.metadata for info in fields(options)}
     unknown = [name for name in keywords if name not in names]
     reject_unknown(kind, unknown, [name for name, is_vllms in names.items() if not is_vllms])

@@ -44,8 +44,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         self._undelivered: RequestOutput | Exception | None = None  # None while a reader waits
         self._has_ended = False  # whether the samples can no longer change
-        self._last_lock = threading.Lock()
-        self._last: RequestOutput | Exception | None = None
+        self._decoding: asyncio.Future[RequestOutput | Exception] | None = None  # of FINAL_ONLY
         self._is_exhausted = False
 
     async def __anext__(self) -> RequestOutput:
@@ -59,8 +58,11 @@ class RequestStream(AsyncIterator[RequestOutput]):
             output, self._undelivered = self._undelivered, None
         if output is None:  # the request has ended
             if self._kind is RequestOutputKind.FINAL_ONLY:  # decodes all tokens now
-                await asyncio.to_thread(self._make_last)
-            output = self._make_last()
+                if self._decoding is None:
+                    self._decoding = asyncio.ensure_future(asyncio.to_thread(self._make))
+                output = await asyncio.shield(self._decoding)
+            else:
+                output = self._make()
             self._is_exhausted = True
         if isinstance(output, Exception):
             raise output
@@ -105,13 +107,6 @@ class RequestStream(AsyncIterator[RequestOutput]):
         if waiting is not None:
             loop, wake = waiting
             wakes[loop].append(wake)
-
-    def _make_last(self) -> RequestOutput | Exception:
-        """Return the final output of an ended request, the same one on repeated calls."""
-        with self._last_lock:
-            if self._last is None:
-                self._last = self._make()
-            return self._last
 
     def _make(self) -> RequestOutput | Exception:
         """Return the next output, or the error of creating it, which ends the reader but no round."""

@@ -10,6 +10,7 @@ import torch
 from treespec.adapter.trace import AdapterConfig
 from treespec.cache.kv_cache import FeatureShape, KVCache, pages_for
 from treespec.cache.state_pool import StatePool
+from treespec.config.engine_options import EngineOptions
 from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CAPACITY_FACTOR
 from treespec.errors import CacheMemoryError, ConfigError
 from treespec.graphs.capture import SLOTS, planned_bytes, round_limits, stack_sizes
@@ -95,9 +96,7 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     }
     reserved += sum(StatePool.size(shape, max_num_seqs, max_num_seqs) for shape in draft_states.values())
     bytes_per_page = page + (0 if cache_bytes else cross_tokenizer_page)
-    length = resolve_max_model_len(
-        options.max_model_len, target, bytes_per_page, max_num_seqs, scratch, loader.device, reserved, cache_bytes
-    )
+    length = _max_model_len(options, target, loader.device, bytes_per_page, scratch, reserved)
     num_pages = max_num_seqs * pages_for(length + scratch)
     if cache_bytes is not None:
         num_pages = min(num_pages, cache_bytes // page)
@@ -118,18 +117,16 @@ def plan_memory(resolved: Resolved) -> MemoryPlan:
     )
 
 
-def resolve_max_model_len(
-    # max_model_len as requested; None is the model's maximum, or as much as half of the free memory holds
-    value: int | None,
+def _max_model_len(
+    options: EngineOptions,
     target: ModelConfig | AdapterConfig,
-    bytes_per_page: int,  # bytes per page of all models in the KV cache
-    seqs: int,
-    scratch: int,  # slots after each request
     device: torch.device,
+    bytes_per_page: int,  # bytes per page of all models in the KV cache
+    scratch: int,  # slots after each request
     reserved: int,  # bytes reserved for weights, captured rounds and recurrent states
-    cache_bytes: int | None,  # size of a cache that must hold one request; None: the cache must hold `seqs` of them
 ) -> int:
-    """Return the maximum number of positions of a request."""
+    """Return the maximum positions of a request: if not given, the model's, or as many as half of free memory holds."""
+    value, seqs, cache_bytes = options.max_model_len, options.max_num_seqs, options.kv_cache_memory_bytes
     free = free_memory(device) - reserved
     if free <= 0:
         raise CacheMemoryError(
@@ -143,7 +140,7 @@ def resolve_max_model_len(
             raise CacheMemoryError(
                 f"kv_cache_memory_bytes={cache_bytes}, and {free / 2**30:.1f} GiB of {device} are free; lower it"
             )
-        free, share, seqs = cache_bytes, 1, 1
+        free, share, seqs = cache_bytes, 1, 1  # the cache must hold one request
     if value is not None:
         if not 2 <= value <= target.max_positions:
             raise ConfigError(f"max_model_len={value!r}; valid: an int from 2 to the model's {target.max_positions}")

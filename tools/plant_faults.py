@@ -242,8 +242,8 @@ FAULTS = (
     Fault(
         "sampling: noise is bounded too tightly",
         ENGINE + "sampling/noise.py",
-        "_ROOM = np.float32(1.05 * np.exp(2.82))",
-        "_ROOM = np.float32(1.05)",
+        "_MARGIN = np.float32(1.05 * np.exp(2.82))",
+        "_MARGIN = np.float32(1.05)",
         "sampling/test_noise.py::test_the_choice_is_that_of_all_sums",
     ),
     Fault(

@@ -23,7 +23,7 @@ from treespec.text.prompt_tokenizer import check_text
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_KEPT = 64  # number of compiled constraints cached for later requests (LRU)
+_CACHE_SIZE = 64  # number of compiled constraints cached for later requests (LRU)
 _STACK = 256 << 20  # stack bytes, committed on first use; nested rules take 15 KB each
 _stack_size = threading.Lock()  # guards the stack size of new threads, a global setting
 
@@ -55,7 +55,7 @@ class Grammars:
         with self._lock:
             self._parsers.pop(form, None)
             self._parsers[form] = parser
-            if len(self._parsers) > _KEPT:
+            if len(self._parsers) > _CACHE_SIZE:
                 del self._parsers[next(iter(self._parsers))]
         return parser
 

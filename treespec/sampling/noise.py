@@ -12,7 +12,7 @@ from treespec_kernels.sampling.coupled_choice import gumbel_integers_of_row, gum
 _RUN = 64  # rows are padded to multiples of this, so that no token falls into a SIMD tail
 # The noise is at least -2.82, and w < exp(-g) for `gumbel_ref`'s g and w, so only tokens with w < exp(2.82) * exp(score
 # - best score) can be chosen. The factor leaves room for rounding.
-_ROOM = np.float32(1.05 * np.exp(2.82))
+_MARGIN = np.float32(1.05 * np.exp(2.82))
 _LARGE = 2.0**17  # sums of larger scores may round by more than that
 
 
@@ -35,7 +35,7 @@ class Noise:
             return token, float(values[token])
         integers = gumbel_integers_of_row(self.seed, self.sample, position, self.vocab_size)
         bounds = np.exp(scores - max_score)
-        bounds *= _ROOM * np.float32(2**32)
+        bounds *= _MARGIN * np.float32(2**32)
         tokens = np.flatnonzero(integers.astype(np.float32) < bounds)
         noise = gumbel_ref(np.resize(integers[tokens], -(-len(tokens) // _RUN) * _RUN))
         values = scores[tokens] + noise[: len(tokens)]

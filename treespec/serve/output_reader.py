@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from treespec.serve.output_parser import JSON_TYPES, CallFormat, OutputParser, json_type
-from treespec.text.detokenizer import num_begun
+from treespec.text.detokenizer import partial_match_length
 
 # The usual beginning of a call, in the key order that allows streaming the arguments.
 _HEAD = re.compile(
@@ -322,7 +322,7 @@ class OutputReader:
 
     def _certain(self, *tags: str) -> int:
         """Return the length of the text's prefix that cannot be the start of any of the tags."""
-        return len(self._text) - (0 if self._ended else num_begun(self._text, tags))
+        return len(self._text) - (0 if self._ended else partial_match_length(self._text, tags))
 
     def _take(self, count: int | None = None) -> str:
         """Consume the next characters, or all, of the unclassified text."""

@@ -160,8 +160,8 @@ class GenerationBody(BaseModel):
         return self.max_tokens if "max_tokens" in self.model_fields_set else None
 
 
-_READ_APART = {"logit_bias", "logprobs", "truncate_prompt_tokens"}
-_PARAMS = {field.name for field in fields(SamplingParams)} & {*GenerationBody.model_fields} - _READ_APART
+_CONVERTED = {"logit_bias", "logprobs", "truncate_prompt_tokens"}
+_PARAMS = {field.name for field in fields(SamplingParams)} & {*GenerationBody.model_fields} - _CONVERTED
 
 
 class CompletionBody(GenerationBody):

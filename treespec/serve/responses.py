@@ -172,7 +172,7 @@ def _texts(content: Any) -> list[str]:
     return texts
 
 
-class Kind(NamedTuple):
+class ItemKind(NamedTuple):
     """A kind of item in its initial state: its part or field that holds the text, and the names of its events."""
 
     item: _Document
@@ -183,24 +183,24 @@ class Kind(NamedTuple):
     parts: str = "content"  # item field with the parts
 
 
-_MESSAGE = Kind(
+_MESSAGE = ItemKind(
     {"id": "msg_", "type": "message", "role": "assistant", "content": []},
     "output_text",
     part={"type": "output_text", "text": "", "annotations": [], "logprobs": []},
 )
-_REASONING = Kind(
+_REASONING = ItemKind(
     {"id": "rs_", "type": "reasoning", "summary": [], "content": []},
     "reasoning_text",
     part={"type": "reasoning_text", "text": ""},
 )
-_SUMMARY = Kind(
+_SUMMARY = ItemKind(
     {"id": "rs_", "type": "reasoning", "summary": []},
     "reasoning_summary_text",
     part={"type": "summary_text", "text": ""},
     part_event="reasoning_summary_part",
     parts="summary",
 )
-_CALL = Kind({"id": "fc_", "type": "function_call", "arguments": ""}, "function_call_arguments", "arguments")
+_CALL = ItemKind({"id": "fc_", "type": "function_call", "arguments": ""}, "function_call_arguments", "arguments")
 
 
 class ResponsesAnswer(ChatAnswer):
@@ -216,7 +216,7 @@ class ResponsesAnswer(ChatAnswer):
         self._reasoning = _SUMMARY if (body.reasoning or {}).get("summary") else _REASONING
         self._numbers = itertools.count()  # sequence numbers of events
         self._items: list[_Document] = []
-        self._growing: Kind | None = None  # kind of the last item, or None if it has ended
+        self._growing: ItemKind | None = None  # kind of the last item, or None if it has ended
         self._place: _Document = {}  # location of its text in events
         self._holder: _Document = {}  # object that contains its text
         self._logprobs_due: list[_Document] = []  # log-probabilities of tokens without text yet
@@ -289,7 +289,7 @@ class ResponsesAnswer(ChatAnswer):
             self._document["speculative_decoding_stats"] = draft_stats(completion.metrics)
         yield {"type": f"response.{status}", "response": self._document}
 
-    def _begin(self, kind: Kind, **fields: Any) -> Iterator[_Document]:
+    def _begin(self, kind: ItemKind, **fields: Any) -> Iterator[_Document]:
         """End the last item, and begin the next one."""
         yield from self._end("completed")
         item = self._holder = {**deepcopy(kind.item), "status": "in_progress", **fields}

@@ -79,7 +79,7 @@ class Detokenizer:
 
     def shown(self, ended: bool) -> str:
         """Return the text that can no longer change: unless `ended`, without a possible beginning of a stop string."""
-        return self.text if ended else self.text[: len(self.text) - num_begun(self.text, self._stop)]
+        return self.text if ended else self.text[: len(self.text) - partial_match_length(self.text, self._stop)]
 
     def release(self, ended: bool) -> str:
         """Return the text that can no longer change and was not released before."""
@@ -99,7 +99,7 @@ class Detokenizer:
             self.stopped_by = stop
 
 
-def num_begun(text: str, strings: Sequence[str]) -> int:
+def partial_match_length(text: str, strings: Sequence[str]) -> int:
     """Return the number of trailing characters of a text that may begin one of the strings."""
     most = min(max(map(len, strings), default=1) - 1, len(text))
     return next((n for n in range(most, 0, -1) if any(string.startswith(text[-n:]) for string in strings)), 0)

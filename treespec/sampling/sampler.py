@@ -65,19 +65,13 @@ class Sampler:
         self.key = seed, sample
         self._kernel_noise = kernel_noise
         self._native: RowChoice | None = None
-        if library is not None and params.temperature > 0 and isinstance(transforms, Transforms):
-            self._native = RowChoice(library, self.key, *transforms.truncation)
-
-    @property
-    def native_choice(self) -> int | None:
-        """The address of the `Choice` with which C++ samples from the target's own logits; None if it cannot."""
-        plain = isinstance(self.transforms, Transforms) and not self.transforms.modifies
-        return self._native.address if plain and self._native is not None else None
-
-    @property
-    def restriction(self) -> Restriction | None:
-        """Restriction to allowed tokens, also for drafts; None allows all."""
-        return self.transforms.restriction if isinstance(self.transforms, Transforms) else None
+        self.native_choice: int | None = None  # address of a `Choice` with which C++ samples from unmodified logits
+        self.restriction: Restriction | None = None  # allowed tokens, also for drafts; None allows all
+        if isinstance(transforms, Transforms):
+            self.restriction = transforms.restriction
+            if library is not None and params.temperature > 0:
+                self._native = RowChoice(library, self.key, *transforms.truncation)
+                self.native_choice = None if transforms.modifies else self._native.address
 
     def choose(self, logits: Tensor, tokens: Sequence[int], ancestors: Sequence[int] = ()) -> int:
         """Return the token of plain decoding: the argmax of `Transforms.scores`, plus noise if sampled.

@@ -15,7 +15,7 @@ from treespec_weights.documents import read_model
 from treespec_weights.draft_tensors import OutputForm
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.families import FAMILIES
-from treespec_weights.load import checked_placements, load_weights
+from treespec_weights.load import ModelTensors, load_weights
 from treespec_weights.rules import LAYER, FamilyRules, ModelShape, PredictorRules, TensorRule
 
 MTP = "mtp"  # name in `drafts` of the target's own layer
@@ -76,7 +76,7 @@ def check_predictor(form: MtpForm) -> int:
     shape, rules = predictor_of(form.folder, *read_model(form.folder))
     assert rules.predictor is not None
     with open_predictor(form.folder, rules.predictor) as checkpoint:
-        checked_placements(checkpoint, shape, rules)
+        ModelTensors(checkpoint, shape, rules).checked_placements()
     return shape.num_parameters()
 
 

@@ -136,6 +136,13 @@ def convert_checkpoint(
             lists = {key: config[key][:layers] for key in PER_LAYER_LISTS if isinstance(config.get(key), list)}
             config = {**config, **lists, rules.config_keys["num_layers"]: layers}
         shards = writer.plan_shards([step.outputs for step in steps], shard_bytes)
+        step_of = {step.outputs[0]: step for step in steps}
+
+        def tensors_of(shard: writer.Shard) -> Iterator[Tensor]:
+            return chain.from_iterable(
+                step_of[output].tensors(checkpoint) for output in shard.outputs if output in step_of
+            )
+
         state = _state(root, written_as, shards, transform)
         partial = staging.partial_of(target)
         if resume:
@@ -143,8 +150,7 @@ def convert_checkpoint(
         else:
             _start(partial, state)
         try:
-            resumed = _write_shards(checkpoint, partial, shards, steps, on_bytes)
-            writer.write_index(partial, shards)
+            resumed = staging.write_shards(partial, shards, tensors_of, on_bytes)
             writer.write_json(partial, CONFIG, transform.config(config, module))
             staging.copy_files(root, carried, partial)
             if root.is_file():
@@ -235,28 +241,6 @@ def _predictor_steps(
             return plan_steps(ModelTensors(predictor, own_shape, own_rules), own_rules, own_rules, Transform(dtype))
     except CheckpointError:
         return []
-
-
-def _write_shards(
-    checkpoint: Checkpoint,
-    partial: Path,
-    shards: Sequence[writer.Shard],
-    steps: Sequence[ConversionStep],
-    on_bytes: Callable[[int, int], None] | None,
-) -> list[str]:
-    """Write the shards that do not exist yet. Returns the names of those that did."""
-    by_output = {step.outputs[0]: step for step in steps}
-    resumed = [shard.file for shard in shards if writer.is_written(partial, shard)]
-    total = sum(shard.tensor_bytes for shard in shards)
-    done = sum(shard.tensor_bytes for shard in shards if shard.file in resumed)
-    staging.check_room(partial, total - done)
-    advance = writer.progress(on_bytes, total, done)
-    for shard in shards:
-        if shard.file not in resumed:
-            shard_steps = [by_output[output] for output in shard.outputs if output in by_output]
-            tensors = chain.from_iterable(step.tensors(checkpoint) for step in shard_steps)
-            writer.write_shard(partial, shard, tensors, advance)
-    return resumed
 
 
 def _state(root: Path, written_as: FamilyRules, shards: Sequence[writer.Shard], transform: Transform) -> dict[str, Any]:

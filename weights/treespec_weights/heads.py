@@ -6,7 +6,7 @@ parallel EAGLE heads (P-EAGLE) in the layout of speculators; block drafts (block
 (state_heads.py); and assistants of Gemma 4 (assistants.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -144,26 +144,24 @@ def read_head(folder: Path | str) -> DraftForm | None:
     if other_kind is not None:
         message = f"{other_kind}, which is not supported; supported: {SUPPORTED}"
         raise UnsupportedModelError.of(root, "config", CONFIG, message)
-    dflash = ("dflash", "dspark", "muse_glimmer_assistant")
-    is_dflash = any(marker in name for name in lowered for marker in dflash)
-    is_eagle3 = any("eagle3" in name or "peagle" in name for name in lowered) or "draft_vocab_size" in raw
-    is_medusa = any("medusa" in name for name in lowered)
-    is_speculator = any("mlp_speculator" in name or "mlpspeculator" in name for name in lowered)
-    is_assistant = str(raw.get("model_type")) in ("gemma4_assistant", "gemma4_unified_assistant")
-    is_known = is_assistant, is_dflash, is_eagle3, is_medusa, is_speculator, "pard_token" in raw
-    if not (any(is_known) or _is_eagle(raw, root)):
+
+    def has(*markers: str) -> bool:
+        return any(marker in name for name in lowered for marker in markers)
+
+    kinds: list[tuple[bool, Callable[[Path, Mapping[str, Any]], DraftForm]]] = [
+        (raw.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant"), assistant_form),
+        (has("dflash", "dspark", "muse_glimmer_assistant"), dflash_form),
+        (has("medusa"), medusa_form),
+        (has("mlp_speculator", "mlpspeculator"), speculator_form),
+        ("pard_token" in raw, pard_form),
+        (has("eagle3", "peagle") or "draft_vocab_size" in raw, _eagle3_form),
+    ]
+    form_of = next((form_of for is_kind, form_of in kinds if is_kind), None)
+    if form_of is None and not _is_eagle(raw, root):
         return None
     if raw.get("quantization_config"):
         raise config_error(root, "quantization_config", "quantised draft heads are not supported; use the original")
-    if is_assistant:
-        return assistant_form(root, raw)
-    if is_dflash:
-        return dflash_form(root, raw)
-    if is_medusa or is_speculator:
-        return medusa_form(root, raw) if is_medusa else speculator_form(root, raw)
-    if "pard_token" in raw:
-        return pard_form(root, raw)
-    return _eagle3_form(root, raw) if is_eagle3 else _eagle_form(root, raw)
+    return (form_of or _eagle_form)(root, raw)
 
 
 def _is_eagle(raw: Mapping[str, Any], folder: Path) -> bool:

@@ -17,7 +17,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 from treespec.errors import ModelError
 from treespec.training.distillation import LessonBatch, Prediction
 from treespec.training.loop import mixed_precision
-from treespec.training.target_states import TargetStates
 
 LAYERS = 2
 BLOCK = 8  # rows of a block, including the root's
@@ -139,11 +138,12 @@ class DFlashModule(nn.Module):
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
 
-    def predict(self, batch: LessonBatch, states: TargetStates, seed: Sequence[int]) -> Iterator[Prediction]:
+    def predict(self, batch: LessonBatch, seed: Sequence[int]) -> Iterator[Prediction]:
         """Yield the logits of a batch's targets at depths 1, 2, ... below drawn roots."""
+        assert batch.read_states is not None
         roots = draw_roots(batch, ROOTS if self.training else EVALUATED_ROOTS, seed)
         with mixed_precision(batch.inputs.device):
-            hidden = self(states.of(batch), batch.tokens, roots.positions)
+            hidden = self(batch.read_states(), batch.tokens, roots.positions)
         for depth in range(1, BLOCK):
             valid, index = roots.targets(depth)
             with mixed_precision(batch.inputs.device):

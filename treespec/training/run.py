@@ -75,7 +75,7 @@ class TrainingRun:
 
     `out` receives `ssm-1`, `ssm-2`, ..., `generalist` and `table` if requested, and `report.json`; lessons and
     checkpoints stay in `out/work`. Raises ConfigError if `out` holds a run (pass `resume`) or a run with other
-    settings.
+    settings, and ModelError if the target's family is not native.
     """
 
     def __init__(self, settings: TrainingSettings, pause: PauseRequest):
@@ -95,17 +95,12 @@ class TrainingRun:
                 raise ConfigError(
                     f"{out} holds a run with other settings: {other}; repeat them, or choose another --out"
                 )
-
-    @cached_property
-    def config(self) -> ModelConfig:
-        """The target's config. Raises ModelError if its family is not native."""
-        return ModelConfig.from_hf(resolve_folder(resolve_model(self.settings.target)))
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of every `LLM` of the run."""
-        max_positions = MAX_PROMPT_TOKENS + self.settings.max_tokens
-        return {"device": str(self.device), "max_model_len": min(max_positions, self.config.max_positions)}
+        self.config = config = ModelConfig.from_hf(resolve_folder(resolve_model(settings.target)))
+        self.target = config.folder  # or a GGUF file
+        self.num_layers, self.target_size = config.shape.num_layers, config.shape.vocab_size
+        max_positions = min(MAX_PROMPT_TOKENS + settings.max_tokens, config.max_positions)
+        # options of every `LLM` of the run
+        self.options: dict[str, Any] = {"device": str(self.device), "max_model_len": max_positions}
 
     @cached_property
     def llm(self) -> LLM:
@@ -124,10 +119,6 @@ class TrainingRun:
         """Drop references to the engine ("llm") or to opened layers ("_opened")."""
         for name in names:
             self.__dict__.pop(name, None)
-
-    @property
-    def target_size(self) -> int:
-        return self.config.shape.vocab_size
 
     def run(self) -> TrainingReport:
         """Run all remaining stages. On a requested stop, write the drafts trained so far to `out` and raise Paused."""
@@ -260,15 +251,6 @@ class TrainingRun:
                 np.savez(stream, target_ids=target_ids, layers=layers, hidden=hidden or 0)
         with np.load(file) as arrays:
             return DraftSize(arrays["target_ids"], int(arrays["layers"]), int(arrays["hidden"]) or None)
-
-    @property
-    def target(self) -> Path:
-        """The target's folder or GGUF file."""
-        return self.config.folder
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.shape.num_layers
 
     @cached_property
     def tokenizer(self) -> UserTokenizer | None:

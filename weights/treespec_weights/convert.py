@@ -236,8 +236,7 @@ def _predictor_steps(
     """Return the steps of the model's MTP layer; none if there is none, or one that treespec cannot run."""
     try:
         own_shape, own_rules = predictor_of(checkpoint.folder, shape, rules)
-        assert own_rules.predictor is not None
-        with open_predictor(checkpoint.folder, own_rules.predictor) as predictor:
+        with open_predictor(checkpoint.folder, own_rules) as predictor:
             return plan_steps(ModelTensors(predictor, own_shape, own_rules), own_rules, own_rules, Transform(dtype))
     except CheckpointError:
         return []

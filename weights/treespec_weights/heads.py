@@ -31,7 +31,7 @@ from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.files import resolve_folder
 from treespec_weights.mtp import MtpForm, check_predictor
 from treespec_weights.rules import FamilyRules, ModelShape
-from treespec_weights.state_heads import StateForm, StateWeights, load_state_head, medusa_form, speculator_form
+from treespec_weights.state_heads import StateForm, load_state_head, medusa_form, speculator_form
 from treespec_weights.state_projection import StateSsmForm, load_state_projection, state_ssm_form
 
 SUPPORTED = (
@@ -45,7 +45,6 @@ _OTHER_KINDS = {  # part of an architecture or model type -> name of the kind
     "dflash2": "a DFlash 2 draft",
     "xpress": "an Xpress draft",
 }
-_LAYER_TENSORS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _PROJECTIONS = tuple(f"layers.0.{name}{suffix}" for name in "qkv" for suffix in ("", "_bias"))
 
 
@@ -266,16 +265,12 @@ def _load_eagle(form: HeadForm, shape: ModelShape, target_hidden: int, tensors: 
 
 
 def _qkv(tensors: DraftTensors, shape: ModelShape, width: int) -> tuple[Tensor, Tensor | None]:
-    sizes = [heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
-    weights = [
-        tensors.take(f"{FIRST_LAYER}{name}.weight", size, width)
-        for name, size in zip(_LAYER_TENSORS, sizes, strict=True)
-    ]
-    bias = None
-    if shape.attention_bias or f"{FIRST_LAYER}{_LAYER_TENSORS[0]}.bias" in tensors:
-        bias = torch.cat(
-            [tensors.take(f"{FIRST_LAYER}{name}.bias", size) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)]
-        )
+    kv_rows = shape.num_kv_heads * shape.head_dim
+    rows = {"q_proj": shape.num_heads * shape.head_dim, "k_proj": kv_rows, "v_proj": kv_rows}
+    stem, bias = f"{FIRST_LAYER}self_attn.", None
+    weights = [tensors.take(f"{stem}{name}.weight", size, width) for name, size in rows.items()]
+    if shape.attention_bias or f"{stem}q_proj.bias" in tensors:
+        bias = torch.cat([tensors.take(f"{stem}{name}.bias", size) for name, size in rows.items()])
     return torch.cat([weight for weight in weights if weight.dim() == 2] or weights), bias
 
 
@@ -340,11 +335,11 @@ def _check_stored(
         return check_predictor(form), None, True
     if isinstance(form, StateSsmForm):
         return _check_state_ssm(form, vocab_size, hidden)
-    weights: HeadWeights | BlockWeights | StateWeights | AssistantWeights
+    weights: HeadWeights | BlockWeights | AssistantWeights
     options = DraftOptions(hidden)
     if isinstance(form, StateForm):
-        weights, tokens = load_state_head(form, vocab_size, options)
-        return weights.num_parameters, tokens, True
+        steps, tokens = load_state_head(form, vocab_size, options)
+        return sum(step.num_parameters for step in steps), tokens, True
     shape = replace(ModelShape.from_hf(form.config, form.rules, form.folder), vocab_size=vocab_size)
     tokens = None
     if isinstance(form, AssistantForm):

@@ -27,7 +27,7 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
     `shape`, `made_of` and `unsupported_because` depend on whether its family is supported; `tensors` has one row per
     group of tensors that differ only in the layer `{i}`; `parameters` counts a tied head once, and no ignored buffers;
     `matrices` counts a GGUF file's matrices by type, and tells which ones compiled passes keep in blocks; `pass_bytes`
-    is the number of weight bytes that such a pass reads; `problems` counts those found by `match`; `unused_ids` is the
+    is the number of weight bytes that such a pass reads; `problems` counts those of `ModelTensors`; `unused_ids` is the
     number of embedding rows after the tokenizer's last id.
 
     Raises the errors of `Checkpoint.open`, and CheckpointConfigError for an unusable config.json.

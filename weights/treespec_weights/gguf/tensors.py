@@ -237,7 +237,7 @@ class GgufTensors:
         else:
             data = data.reshape(*entry.shape[:-1], -1)
         heads = self._permuted.get(_stem(self._names_in_file[name]))
-        if type(heads) is int and heads > 0 and len(data) % (2 * heads) == 0:  # otherwise `match` reports the shape
+        if type(heads) is int and heads > 0 and len(data) % (2 * heads) == 0:  # else `ModelTensors` reports the shape
             # The converter moved rows [2, head_dim / 2] of a head to [head_dim / 2, 2]. A row's blocks stay together.
             permuted = data.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
             Blocks(entry.type, data, self._bytes[entry.file].base).release()  # drops the pages that were copied

@@ -218,7 +218,7 @@ class Build:
         folders = {name: drafts / name for name in DRAFTS}
         if stages:
             folders["target"] = self.work / "target"
-        export(self.args.out, folders, report, [asdict(prompt) for prompt in prompts])
+        export(self.args.out, folders, report, prompts)
         print(f"exported to {self.args.out}", flush=True)
 
 

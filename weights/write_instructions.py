@@ -35,10 +35,9 @@ def main(argv: Sequence[str] | None = None, installed: Iterable[data.Document] |
     halves = data.select(documents, data.KINDS, args.held_out, everything, args.seed)
     for name, half, count in (("train", halves[0], args.per_kind), ("heldout", halves[1], args.heldout_per_kind)):
         selected = interleaved(instructions(half, name == "heldout", count, args.seed))
-        entries = ({"prompt": i.text, "kind": i.kind, "package": i.package} for i in selected)
-        data.write_lines(args.out / f"{name}.jsonl", entries)
-        print(f"{name}: {len(selected)} instructions, {dict(Counter(instruction.kind for instruction in selected))}")
-    texts = [{"text": text, "kind": kind} for kind, text in raw_texts(halves[0])]
+        data.write_lines(args.out / f"{name}.jsonl", selected)
+        print(f"{name}: {len(selected)} instructions, {dict(Counter(entry['kind'] for entry in selected))}")
+    texts = list(raw_texts(halves[0]))
     data.write_lines(args.out / "texts.jsonl", texts)
     print(f"texts: {len(texts)}, {sum(len(entry['text']) for entry in texts) >> 20} MiB")
 

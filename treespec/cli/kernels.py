@@ -71,20 +71,17 @@ def _settings(config: "ModelConfig", dtype: "torch.dtype", quantization: str | N
 
 def _forms(config: "ModelConfig", quantization: str | None) -> "list[WeightForm | None]":
     from treespec_kernels.linear.quantized import WeightForm
-    from treespec_weights.load import covered, expected_tensors, quantizable, quantized_group
+    from treespec_weights.load import expected_tensors, quantizable, quantized_group
     from treespec_weights.quantize import BITS
 
     if quantization is not None:
         return [WeightForm(BITS[quantization], quantized_group(config.shape, quantization))]
-    scheme = config.quantization
-    if scheme is None or scheme.floating:  # fp8 is converted at load time
+    if config.quantization is None:
         return [None]
-    matrices = quantizable(config.shape)
-    placements = [
-        placement for placement in expected_tensors(config.shape, config.rules) if {*placement.params} & {*matrices}
-    ]
-    names = [placement.name if covered(scheme, placement, config.rules) else None for placement in placements]
-    forms = dict.fromkeys(None if name is None else WeightForm(*scheme.form(name)) for name in names)
+    matrices = quantizable(config.shape).keys()
+    placements = expected_tensors(config.shape, config.rules, config.quantization)
+    stored = dict.fromkeys(placement.form for placement in placements if not matrices.isdisjoint(placement.params))
+    forms = [None if form is None else WeightForm(*form) for form in stored]
     return sorted(forms, key=lambda form: form is None)
 
 

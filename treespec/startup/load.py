@@ -377,7 +377,7 @@ class Loader:
 
     def _load_state_head(self, config: HeadConfig, form: StateForm, target: Decoder, columns: list[int]) -> StateHead:
         size = target.vocab_size
-        weights, tokens = load_state_head(form, size, self._options(config))
+        depths, tokens = load_state_head(form, size, self._options(config))
         vocabulary = None if tokens is None else HeadVocabulary(tokens, size, self.device)
         linears: dict[int, AnyLinear] = {}
 
@@ -387,13 +387,13 @@ class Loader:
                 linears[id(weight)] = self._linear(target, weight, bias)
             return linears[id(weight)]
 
-        heads = DepthHeads(target, columns, [linear(step.head) for step in weights.steps], vocabulary)
+        heads = DepthHeads(target, columns, [linear(depth.head) for depth in depths], vocabulary)
         if form.kind == "medusa":
-            return MedusaHeads(heads, [[linear(*layer) for layer in step.layers] for step in weights.steps])
+            return MedusaHeads(heads, [[linear(*layer) for layer in depth.layers] for depth in depths])
         steps = [
-            SpeculatorStep(step.embed, linear(step.project), step.gain, step.shift)
-            for step in weights.steps
-            if step.embed is not None and step.gain is not None and step.shift is not None
+            SpeculatorStep(depth.embed, linear(depth.project), depth.gain, depth.shift)
+            for depth in depths
+            if depth.embed is not None and depth.gain is not None and depth.shift is not None
         ]
         return MlpSpeculator(heads, steps, form.scale_input)
 

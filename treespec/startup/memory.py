@@ -22,7 +22,7 @@ from treespec.utils.memory import free_memory
 from treespec_kernels.attention.tree_batch import PAGE_SIZE
 from treespec_kernels.recurrent.request_state import StateShape
 from treespec_kernels.tree.growth_limits import MAX_EXPANDED
-from treespec_weights.load import covered, expected_tensors, quantizable, quantized_group
+from treespec_weights.load import expected_tensors, quantizable, quantized_group
 from treespec_weights.quant_schemes import Form
 from treespec_weights.quantize import BITS
 from treespec_weights.rules import ModelShape
@@ -198,14 +198,13 @@ def weight_bytes(config: ModelConfig | AdapterConfig, dtype: torch.dtype, quanti
     sizes = tuple(layer._replace(has_v=True) for layer in config.shape.sizes)  # K that is V, too, is held as both
     config = replace(config, shape=replace(config.shape, sizes=sizes))
     total = config.num_parameters * dtype.itemsize
-    scheme = config.quantization
     forms: list[tuple[tuple[int, ...], Form]] = []  # shape and form of every quantised matrix
     if quantization is not None:
         form = Form(BITS[quantization], quantized_group(config.shape, quantization), False)
         forms = [(size, form) for size in quantizable(config.shape).values()]
-    elif scheme is not None and not scheme.floating:
-        placements = expected_tensors(config.shape, config.rules)
-        forms = [(p.shape, scheme.form(p.name)) for p in placements if covered(scheme, p, config.rules)]
+    elif config.quantization is not None:
+        placements = expected_tensors(config.shape, config.rules, config.quantization)
+        forms = [(placement.shape, placement.form) for placement in placements if placement.form is not None]
     for size, (bits, group, has_zero) in forms:
         count = math.prod(size)
         factors = (2 if has_zero else 1) * (count // (group or size[1]))

@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from treespec.errors import ModelError
 from treespec.training.distillation import LessonBatch, Prediction
 from treespec.training.loop import mixed_precision
-from treespec.training.target_states import TargetStates
 
 LAYERS = 2
 BLOCK = 8  # rows of a block, including the root's
@@ -72,16 +71,8 @@ def draw_roots(batch: LessonBatch, count: int, seed: Sequence[int]) -> Roots:
     return Roots(*(torch.from_numpy(array).to(batch.tokens.device) for array in (padded, first, counts, begins)))
 
 
-class _BlockAttention(nn.Module):
+class _BlockAttention(qwen3.Qwen3Attention):
     """Attention of blocks to the committed tokens before their roots, and within each block in both directions."""
-
-    def __init__(self, config: Qwen3Config):
-        super().__init__()
-        hidden, self.head_dim = config.hidden_size, config.head_dim
-        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden, n, bias=False) for n in (queries, keys, keys))
-        self.o_proj = nn.Linear(queries, hidden, bias=False)
-        self.q_norm, self.k_norm = (Qwen3RMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, context: Tensor, rotations: tuple[Any, Any], visible: Tensor) -> Tensor:
         """Return the output of all blocks' rows, [batch, rows, hidden].
@@ -94,7 +85,8 @@ class _BlockAttention(nn.Module):
         q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
         k = self.k_norm(self._heads(self.k_proj(context_and_rows))).transpose(1, 2)
         v = self._heads(self.v_proj(context_and_rows)).transpose(1, 2)
-        (q, _), (_, k) = (apply_rotary_pos_emb(t, t, *rotation) for t, rotation in zip((q, k), rotations, strict=True))
+        q, _ = qwen3.apply_rotary_pos_emb(q, q, *rotations[0])
+        _, k = qwen3.apply_rotary_pos_emb(k, k, *rotations[1])
         out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, visible, enable_gqa=True)
         attended: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return attended
@@ -107,9 +99,9 @@ class _BlockLayer(nn.Module):
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = (
-            Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
+            qwen3.Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
         )
-        self.self_attn, self.mlp = _BlockAttention(config), Qwen3MLP(config)
+        self.self_attn, self.mlp = _BlockAttention(config, 0), qwen3.Qwen3MLP(config)
 
     def forward(self, x: Tensor, context: Tensor, rotations: tuple[Any, Any], visible: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), context, rotations, visible)
@@ -131,19 +123,20 @@ class DFlashModule(nn.Module):
         self.config, self.mask_token = config, mask_token
         self.register_buffer("embed", embed.detach(), persistent=False)
         self.fc = nn.Linear(num_states * embed.shape[1], config.hidden_size, bias=False)
-        self.hidden_norm, self.norm = (Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
+        self.hidden_norm, self.norm = (qwen3.Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
         self.layers = nn.ModuleList(_BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
-        self._rotary = Qwen3RotaryEmbedding(config)
+        self._rotary = qwen3.Qwen3RotaryEmbedding(config)
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
 
-    def predict(self, batch: LessonBatch, states: TargetStates, seed: Sequence[int]) -> Iterator[Prediction]:
+    def predict(self, batch: LessonBatch, seed: Sequence[int]) -> Iterator[Prediction]:
         """Yield the logits of a batch's targets at depths 1, 2, ... below drawn roots."""
+        assert batch.read_states is not None
         roots = draw_roots(batch, ROOTS if self.training else EVALUATED_ROOTS, seed)
         with mixed_precision(batch.inputs.device):
-            hidden = self(states.of(batch), batch.tokens, roots.positions)
+            hidden = self(batch.read_states(), batch.tokens, roots.positions)
         for depth in range(1, BLOCK):
             valid, index = roots.targets(depth)
             with mixed_precision(batch.inputs.device):

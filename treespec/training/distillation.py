@@ -2,7 +2,9 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from treespec.training.draft_vocabulary import rows_of_tokens
 from treespec.training.lessons import Lessons
 from treespec.training.loop import StepLoss, mixed_precision
+from treespec.training.target_states import TargetStates
 
 WINDOW = 320  # tokens of a training row
 STEP_TOKENS = 2048  # generated tokens per step
@@ -23,12 +26,13 @@ ARGMAX_SHARE = 0.3  # weight of the cross-entropy to the target's most likely to
 class LessonBatch:
     """A batch of lessons, padded at the end."""
 
-    lessons: np.ndarray  # int64 [rows], indices of the lessons
     tokens: Tensor  # int64 [rows, length], target token ids
     inputs: Tensor  # int64 [rows, length], draft rows of the tokens
     positions: Tensor  # int64 [targets, 2], row and position predicting each target
     ids: Tensor  # int64 [targets, TOP], draft rows of the target's top tokens; the last row for unknown tokens
     probs: Tensor  # float32 [targets, TOP], the target's probabilities; 0 for unknown tokens
+    # for heads, returns the target's states at the tokens, bfloat16 [rows, length, layers * hidden]
+    read_states: Callable[[], Tensor] | None = field(default=None, kw_only=True)
 
     def select(self, targets: Tensor) -> "LessonBatch":
         """Return the batch with only these targets, by index or mask."""
@@ -37,9 +41,6 @@ class LessonBatch:
 
 Prediction = tuple[Tensor, LessonBatch]
 """Logits, float32 [targets, rows], and the batch restricted to these targets."""
-
-Predict = Callable[[Any, LessonBatch, Sequence[int]], Iterator[Prediction]]
-"""Function that yields a draft's predictions for a batch, by depth below the verified tokens, given a random seed."""
 
 
 class Curriculum:
@@ -59,6 +60,15 @@ class Curriculum:
         self.window_lengths = np.minimum(lengths - self._cuts, WINDOW) - 1
         self.count = max(round(STEP_TOKENS / max(float(lessons.generated.mean()), 1.0)), 1)
         self.odds = np.full(len(lessons), 1 / len(lessons))
+        self._states: TargetStates | None = None
+
+    def read_states(self, target: Any, layers: Sequence[int], file: Path) -> None:
+        """Let all batches read the states of these layers of the target, until `close`."""
+        self._states = TargetStates(target, layers, self.window_lengths, self.device, file)
+
+    def close(self) -> None:
+        if self._states is not None:
+            self._states.close()
 
     def with_odds(self, odds: np.ndarray) -> "Curriculum":
         """Return a curriculum over the same lessons with other probabilities, float64 [lessons]."""
@@ -88,21 +98,28 @@ class Curriculum:
             tokens[row, : len(window)], inputs[row, : len(window)] = window, self._rows[window]
         index = np.concatenate(targets)
         arrays = tokens, inputs, np.concatenate(positions), self._ids[index], self._probs[index]
-        return LessonBatch(np.asarray(indices), *(torch.from_numpy(array).to(self.device) for array in arrays))
+        tensors = [torch.from_numpy(array).to(self.device) for array in arrays]
+        read_states = None if self._states is None else partial(self._states.of, indices, tensors[0])
+        return LessonBatch(*tensors, read_states=read_states)
 
 
-def predict_next(model: Any, batch: LessonBatch, seed: Sequence[int] = ()) -> Iterator[Prediction]:
-    """Yield an SSM's logits at all target positions, without the last row, which is for unknown tokens."""
+def predict(model: Any, batch: LessonBatch, seed: Sequence[int]) -> Iterator[Prediction]:
+    """Yield a draft's predictions for a batch, by depth below the verified tokens.
+
+    An SSM has one depth: its logits at all target positions, without the last row, which is for unknown tokens.
+    """
+    if hasattr(model, "predict"):  # a head
+        yield from model.predict(batch, seed)
+        return
     with mixed_precision(batch.inputs.device):
         hidden = model.get_decoder()(input_ids=batch.inputs, use_cache=False).last_hidden_state
         logits: Tensor = model.get_output_embeddings()(hidden[batch.positions[:, 0], batch.positions[:, 1]])
     yield logits[:, :-1].float(), batch
 
 
-def lesson_loss(
-    model: Any, curriculum: Curriculum, step: int, predict: Predict = predict_next, decay: float = 1.0
-) -> StepLoss:
+def lesson_loss(model: Any, curriculum: Curriculum, step: int) -> StepLoss:
     """Return the loss of a step's lessons: the mean over all predictions, weighted by `decay` to the power of depth."""
+    decay = getattr(model, "decay", 1.0)
     total, weight, hits, count = torch.zeros(1, dtype=torch.float32, device=curriculum.device)[0], 0.0, 0.0, 0
     for number, batch in enumerate(curriculum.batches(step)):
         for depth, (logits, targets) in enumerate(predict(model, batch, (curriculum.seed, 5, step, number))):
@@ -133,9 +150,13 @@ class Fit:
     hits: np.ndarray  # bool [targets], whether the draft's top token is the target's
     missed: list[np.ndarray]  # for each lesson, draft rows of the target's top tokens that the draft missed
 
+    @property
+    def agreement(self) -> float:
+        return float(self.hits.mean())
+
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, curriculum: Curriculum, predict: Predict = predict_next) -> Fit:
+def evaluate(model: nn.Module, curriculum: Curriculum) -> Fit:
     """Evaluate a draft's predictions below verified tokens, on all lessons of a curriculum."""
     model.eval()
     hits, missed, count = [], list[np.ndarray](), len(curriculum.lessons)

@@ -4,12 +4,12 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from treespec.text.prompt_files import has_chat_template
 from treespec.text.prompt_tokenizer import UserTokenizer, load_tokenizer
 from treespec.text.training_prompts import read_training_prompts
 from treespec.training import dflash, state_ssm
-from treespec.training.distillation import STEP_TOKENS, Curriculum, LessonBatch, Prediction, evaluate, lesson_loss
+from treespec.training.distillation import STEP_TOKENS, Curriculum, evaluate, lesson_loss
 from treespec.training.draft_vocabulary import choose_vocabulary
 from treespec.training.lessons import MAX_PROMPT_TOKENS, PER_SHARD, Lessons, LessonWriter, shard_path
 from treespec.training.loop import (
@@ -44,7 +44,6 @@ from treespec.training.sizing import LEAST_LAYERS, choose_size, measure_level, m
 from treespec.training.specialisation import cluster_errors, cluster_groups, odds_of
 from treespec.training.student import make_student, open_model, open_student, read_vocabulary, write_student
 from treespec.training.table import count_lessons, table_agreement
-from treespec.training.target_states import TargetStates
 from treespec.training.texts import Texts, tokenize_texts
 from treespec.utils.files import remove_temporary, replacing, write_json
 from treespec.utils.options import takes_options
@@ -65,12 +64,18 @@ RUNNING = 64  # maximum number of lessons written at once
 EPOCHS = 6  # passes over the lessons per draft, with `tokens`
 
 
+class DraftSize(NamedTuple):
+    target_ids: np.ndarray  # int64 [rows], see `treespec_weights.draft_vocabulary`
+    layers: int
+    hidden: int | None  # None for the target's width
+
+
 class TrainingRun:
     """One training run, stage by stage; every stage resumes from the files in `out/work`.
 
     `out` receives `ssm-1`, `ssm-2`, ..., `generalist` and `table` if requested, and `report.json`; lessons and
     checkpoints stay in `out/work`. Raises ConfigError if `out` holds a run (pass `resume`) or a run with other
-    settings.
+    settings, and ModelError if the target's family is not native.
     """
 
     def __init__(self, settings: TrainingSettings, pause: PauseRequest):
@@ -90,17 +95,12 @@ class TrainingRun:
                 raise ConfigError(
                     f"{out} holds a run with other settings: {other}; repeat them, or choose another --out"
                 )
-
-    @cached_property
-    def config(self) -> ModelConfig:
-        """The target's config. Raises ModelError if its family is not native."""
-        return ModelConfig.from_hf(resolve_folder(resolve_model(self.settings.target)))
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of every `LLM` of the run."""
-        max_positions = MAX_PROMPT_TOKENS + self.settings.max_tokens
-        return {"device": str(self.device), "max_model_len": min(max_positions, self.config.max_positions)}
+        self.config = config = ModelConfig.from_hf(resolve_folder(resolve_model(settings.target)))
+        self.target = config.folder  # or a GGUF file
+        self.num_layers, self.target_size = config.shape.num_layers, config.shape.vocab_size
+        max_positions = min(MAX_PROMPT_TOKENS + settings.max_tokens, config.max_positions)
+        # options of every `LLM` of the run
+        self.options: dict[str, Any] = {"device": str(self.device), "max_model_len": max_positions}
 
     @cached_property
     def llm(self) -> LLM:
@@ -120,34 +120,30 @@ class TrainingRun:
         for name in names:
             self.__dict__.pop(name, None)
 
-    @property
-    def target_size(self) -> int:
-        return self.config.shape.vocab_size
-
     def run(self) -> TrainingReport:
         """Run all remaining stages. On a requested stop, write the drafts trained so far to `out` and raise Paused."""
         remove_temporary(self.out)
         lessons = self.make_lessons()
         is_held_out = held_out(len(lessons), self.settings.seed)
+        training, evaluated = (lessons.select(np.flatnonzero(part)) for part in (~is_held_out, is_held_out))
         if self.settings.table:
             with replacing(self.out / TABLE) as temporary:
-                table = count_lessons(lessons.select(np.flatnonzero(~is_held_out)), self.target_size)
+                table = count_lessons(training, self.target_size)
                 table.save(temporary)
             logger.info("table: %.1f MB", table.nbytes / 1e6)
         if not self.settings.ssms:
-            return self._report([], lessons.select(np.flatnonzero(is_held_out)), {})
-        target_ids, num_layers, hidden = self.choose_shape(lessons)
+            return self._report([], evaluated, {})
+        self.draft = self.choose_draft(lessons)
+        curriculum = self.curriculum(training)
+        self._watched = self.curriculum(evaluated.select(np.arange(len(evaluated))[:WATCHED]))
         if self.settings.head is not None:
-            return self.train_head(lessons, is_held_out, target_ids, num_layers, hidden)
-        self._watched = self.curriculum(lessons.select(np.flatnonzero(is_held_out)[:WATCHED]), target_ids)
-        curriculum = self.curriculum(lessons.select(np.flatnonzero(~is_held_out)), target_ids)
+            return self.train_head(curriculum, evaluated)
         try:
-            generalist = self.train_generalist(curriculum, target_ids, num_layers, hidden)
-            students = self.train_specialists(curriculum, generalist, len(target_ids))
+            students = self.train_specialists(curriculum, self.train_generalist(curriculum))
         except Paused:
-            self.export(self._trained, target_ids)
+            self.export(self._trained)
             raise
-        return self.finish(students, lessons.select(np.flatnonzero(is_held_out)), target_ids)
+        return self.finish(students, evaluated)
 
     def earlier_lessons(self, out: Path) -> Lessons:
         """Return the lessons of another run; with `tokens`, only as many shards as needed for them."""
@@ -221,8 +217,8 @@ class TrainingRun:
             raise ConfigError(f"{self.target} has no chat template, so it cannot write prompts itself; give data")
         return 0.0
 
-    def choose_shape(self, lessons: Lessons) -> tuple[np.ndarray, int, int | None]:
-        """Choose vocabulary, layers and width (None for the target's) once, from the lessons and measured passes."""
+    def choose_draft(self, lessons: Lessons) -> DraftSize:
+        """Choose the drafts' vocabulary, layers and width once, from the lessons and measured passes."""
         settings, file = self.settings, self.work / "vocabulary.npz"
         if not file.exists():
             config = self.first_layers(LEAST_LAYERS + 1).config
@@ -254,16 +250,7 @@ class TrainingRun:
             with replacing(file) as temporary, temporary.open("wb") as stream:
                 np.savez(stream, target_ids=target_ids, layers=layers, hidden=hidden or 0)
         with np.load(file) as arrays:
-            return arrays["target_ids"], int(arrays["layers"]), int(arrays["hidden"]) or None
-
-    @property
-    def target(self) -> Path:
-        """The target's folder or GGUF file."""
-        return self.config.folder
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.shape.num_layers
+            return DraftSize(arrays["target_ids"], int(arrays["layers"]), int(arrays["hidden"]) or None)
 
     @cached_property
     def tokenizer(self) -> UserTokenizer | None:
@@ -305,8 +292,8 @@ class TrainingRun:
         ends = self.end_tokens
         make_student(self.first_layers(1), 1, self.settings.hidden, np.array([*ends, -1]), ends)
 
-    def curriculum(self, lessons: Lessons, target_ids: np.ndarray) -> Curriculum:
-        return Curriculum(lessons, target_ids, self.target_size, self.settings.seed, self.device)
+    def curriculum(self, lessons: Lessons) -> Curriculum:
+        return Curriculum(lessons, self.draft.target_ids, self.target_size, self.settings.seed, self.device)
 
     def _budget(self, share: float, lessons: Lessons) -> Budget:
         """Return the budget of a stage that has this share of the training."""
@@ -322,15 +309,13 @@ class TrainingRun:
         """The tokens of all texts, int32 [tokens]."""
         return tokenize_texts([Path(path) for path in self.settings.texts], self.checked_tokenizer())
 
-    def train_generalist(
-        self, curriculum: Curriculum, target_ids: np.ndarray, num_layers: int, hidden: int | None
-    ) -> Any:
+    def train_generalist(self, curriculum: Curriculum) -> Any:
         """Train one draft on all lessons, mixed with the texts (if any) as `Texts.is_text_step` decides."""
         texts = None
         if self.settings.texts:
             tokens = self._stored("texts", lambda: self.text_tokens)
-            texts = Texts(tokens, target_ids, self.target_size, self.settings.seed, self.device)
-        model = self._make_student(target_ids, num_layers, hidden).to(self.device)
+            texts = Texts(tokens, self.draft.target_ids, self.target_size, self.settings.seed, self.device)
+        model = self._make_student().to(self.device)
         self.free("llm", "_opened")
         self._trained = [model]
         share = GENERALIST_SHARE if self.settings.ssms > 1 else 1.0
@@ -342,27 +327,28 @@ class TrainingRun:
             average_weights(model, start, self._agreement)
         return model
 
-    def _make_student(self, target_ids: np.ndarray, num_layers: int, hidden: int | None) -> Any:
+    def _make_student(self) -> Any:
         torch.manual_seed(self.settings.seed)
+        target_ids, layers, hidden = self.draft
         if self.settings.start is None:
-            return make_student(self.first_layers(num_layers), num_layers, hidden, target_ids, self.end_tokens)
+            return make_student(self.first_layers(layers), layers, hidden, target_ids, self.end_tokens)
         return open_student(resolve_folder(self.settings.start), target_ids, self.first_layers(1))
 
     def _train(
         self, name: str, model: Any, curriculum: Curriculum, budget: Budget, rate: float, texts: Texts | None = None
-    ) -> TrainingProgress:
+    ) -> None:
         def loss(model: Any, step: int, fraction: float) -> StepLoss:
             if texts is not None and texts.is_text_step(step, fraction):
                 return texts.loss(model, step)
             return lesson_loss(model, curriculum, step)
 
-        return train(name, model, loss, budget, rate, self.work / f"{name}.ckpt", self.pause, self._agreement)
+        train(name, model, loss, budget, rate, self.work / f"{name}.ckpt", self.pause, self._agreement)
 
     def _agreement(self, model: Any) -> float:
         """Return the share of held-out positions whose most likely token the draft predicts."""
-        return float(evaluate(model, self._watched).hits.mean())
+        return evaluate(model, self._watched).agreement
 
-    def train_specialists(self, curriculum: Curriculum, generalist: Any, rows: int) -> list[Any]:
+    def train_specialists(self, curriculum: Curriculum, generalist: Any) -> list[Any]:
         """Train drafts from the generalist, each mostly on its own cluster of lessons.
 
         With `generalist`, also train a draft on all lessons for as long.
@@ -374,7 +360,8 @@ class TrainingRun:
         def clusters() -> np.ndarray:
             if settings.specialise == "folders":
                 return cluster_groups(curriculum.lessons.groups, settings.ssms)
-            return cluster_errors(evaluate(generalist, curriculum).missed, rows, settings.ssms, settings.seed)
+            missed, rows = evaluate(generalist, curriculum).missed, len(self.draft.target_ids)
+            return cluster_errors(missed, rows, settings.ssms, settings.seed)
 
         cluster_of = self._stored("clusters", clusters)
         odds = {f"specialist-{i + 1}": odds_of(cluster_of, i) for i in range(settings.ssms)}
@@ -390,71 +377,45 @@ class TrainingRun:
             self._train(name, student, curriculum.with_odds(lesson_odds), budget, PEAK_RATE / 2)
         return students
 
-    def train_head(
-        self,
-        lessons: Lessons,
-        is_held_out: np.ndarray,
-        target_ids: np.ndarray,
-        num_layers: int,  # results of `choose_shape`, of a state SSM
-        hidden: int | None,
-    ) -> TrainingReport:
-        """Train a draft that reads the target's states on all lessons, write it, measure it, and write the report."""
-        name = str(self.settings.head)
-        student = self._make_student(target_ids, num_layers, hidden) if name == "state-ssm" else None
+    def train_head(self, curriculum: Curriculum, lessons: Lessons) -> TrainingReport:
+        """Train a draft that reads the target's states, write it, measure it, and write the report.
+
+        `lessons` are the held-out ones.
+        """
+        name, start = str(self.settings.head), self.settings.start
+        student = self._make_student() if name == "state-ssm" else None
         self.free("llm", "_opened")
         target = open_model(self.target)
         head: Any
         if student is None:
             torch.manual_seed(self.settings.seed)
             layers = dflash.read_layers(self.num_layers)
-            head = dflash.make_dflash(target, target_ids, len(layers)).to(self.device)
+            head = dflash.make_dflash(target, self.draft.target_ids, len(layers)).to(self.device)
         else:
             layers = state_ssm.read_layers(self.num_layers)
             num_values = len(layers) * self.config.shape.hidden_size
-            start = None if self.settings.start is None else resolve_folder(self.settings.start)
-            head = state_ssm.StateSsm(student, num_values, self.config.norm_eps, start).to(self.device)
-
-        def subset(indices: np.ndarray, label: str) -> tuple[Curriculum, TargetStates]:
-            curriculum = self.curriculum(lessons.select(indices), target_ids)
-            return curriculum, TargetStates(target, layers, curriculum, self.work / f"states-{label}.bin")
-
-        def predict(states: TargetStates, head: Any, batch: LessonBatch, seed: Sequence[int]) -> Iterator[Prediction]:
-            return head.predict(batch, states, seed)
-
-        def agreement(curriculum: Curriculum, states: TargetStates) -> float:
-            return float(evaluate(head, curriculum, partial(predict, states)).hits.mean())
-
-        held_out = np.flatnonzero(is_held_out)
-        training, states = subset(np.flatnonzero(~is_held_out), "train")
-        watched, evaluated = subset(held_out[:WATCHED], "watched"), subset(held_out, "held-out")
-
-        def loss(head: Any, step: int, fraction: float) -> StepLoss:
-            return lesson_loss(head, training, step, partial(predict, states), head.decay)
+            folder = None if start is None else resolve_folder(start)
+            head = state_ssm.StateSsm(student, num_values, self.config.norm_eps, folder).to(self.device)
+        held_out = self.curriculum(lessons)
+        curricula = {"train": curriculum, "watched": self._watched, "held-out": held_out}
+        for label, reader in curricula.items():
+            reader.read_states(target, layers, self.work / f"states-{label}.bin")
 
         def export() -> None:
             with replacing(self.out / name) as temporary:
-                head.write(temporary, target_ids, target.config)
+                head.write(temporary, self.draft.target_ids, target.config)
 
-        checkpoint, budget = self.work / f"{name}.ckpt", self._budget(1.0, training.lessons)
+        rate = HEAD_RATE if start else PEAK_RATE
         try:
-            train(
-                name,
-                head,
-                loss,
-                budget,
-                HEAD_RATE if self.settings.start else PEAK_RATE,
-                checkpoint,
-                self.pause,
-                lambda _: agreement(*watched),
-            )
+            self._train(name, head, curriculum, self._budget(1.0, curriculum.lessons), rate)
         except Paused:
             export()
             raise
         export()
-        agreements = {name: agreement(*evaluated)}
-        for target_states in (states, watched[1], evaluated[1]):
-            target_states.close()
-        return self._report([name], evaluated[0].lessons, agreements)
+        agreement = {name: evaluate(head, held_out).agreement}
+        for reader in curricula.values():
+            reader.close()
+        return self._report([name], lessons, agreement)
 
     def _stored(self, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
         """Return an array of `work`, computed and stored on first use."""
@@ -465,14 +426,14 @@ class TrainingRun:
         stored: np.ndarray = np.load(file)
         return stored
 
-    def finish(self, students: Sequence[Any], lessons: Lessons, target_ids: np.ndarray) -> TrainingReport:
+    def finish(self, students: Sequence[Any], lessons: Lessons) -> TrainingReport:
         """Write the drafts in descending order of benefit, measure them, and write the report."""
         self.pause.check()
-        curriculum = self.curriculum(lessons, target_ids)
+        curriculum = self.curriculum(lessons)
         hits = [evaluate(student, curriculum).hits for student in students]
         count = self.settings.ssms
         order = [*by_benefit(hits[:count]), *range(count, len(hits))]
-        names = self.export([students[i] for i in order], target_ids)
+        names = self.export([students[i] for i in order])
         agreement = {name: float(hits[i].mean()) for name, i in zip(names, order, strict=True)}
         return self._report(names[:count], lessons, agreement)
 
@@ -492,12 +453,12 @@ class TrainingRun:
         write_json(self.out / "report.json", {"settings": self.settings.stored(), **report.as_dict()})
         return report
 
-    def export(self, students: Sequence[Any], target_ids: np.ndarray) -> list[str]:
+    def export(self, students: Sequence[Any]) -> list[str]:
         """Write students to `out/ssm-1`, ..., the generalist last, each atomically, and return the names."""
         names = [f"ssm-{i + 1}" if i < self.settings.ssms else "generalist" for i in range(len(students))]
         for name, student in zip(names, students, strict=True):
             with replacing(self.out / name) as temporary:
-                write_student(student, temporary, target_ids, self.target_size)
+                write_student(student, temporary, self.draft.target_ids, self.target_size)
         return names
 
 

@@ -19,7 +19,6 @@ from treespec.models.model_config import ModelConfig
 from treespec.training.distillation import LessonBatch, Prediction
 from treespec.training.loop import mixed_precision
 from treespec.training.student import write_student
-from treespec.training.target_states import TargetStates
 from treespec_weights.state_projection import (
     StateProjection,
     load_state_projection,
@@ -73,12 +72,13 @@ class StateSsm(nn.Module):
         head: nn.Linear = self.student.get_output_embeddings()
         return head
 
-    def predict(self, batch: LessonBatch, states: TargetStates, seed: Sequence[int]) -> Iterator[Prediction]:
+    def predict(self, batch: LessonBatch, seed: Sequence[int]) -> Iterator[Prediction]:
         """Yield the logits of a batch's targets after 0, 1, ... drafted tokens; `seed` is unused."""
         pairs = batch.positions[:, 1] - 1
-        inputs = states.of(batch)[:, :-1]
+        assert batch.read_states is not None
+        states = batch.read_states()[:, :-1]
         with mixed_precision(batch.inputs.device):
-            for depth, outputs in enumerate(self(inputs, batch.inputs, DEPTHS)):
+            for depth, outputs in enumerate(self(states, batch.inputs, DEPTHS)):
                 targets = batch.select(pairs >= depth)
                 rows, columns = targets.positions[:, 0], targets.positions[:, 1] - 1
                 yield self.get_output_embeddings()(outputs[rows, columns])[:, :-1].float(), targets

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
@@ -15,22 +14,16 @@ PROMPT_TOKENS = (48, 160)
 WINDOWS, WINDOW_TOKENS = 96, 512  # windows per kind of held-out text, and their length
 
 
-@dataclass(frozen=True)
-class HeldOutPrompt:
-    """A prompt: whole lines of a held-out document, without the last line end."""
+def cut_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int, seed: int) -> list[dict[str, str]]:
+    """Cut `count` prompts of 48 to 160 tokens at line starts, spread evenly over (package, kind).
 
-    text: str
-    package: str
-    kind: str
-
-
-def cut_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int, seed: int) -> list[HeldOutPrompt]:
-    """Cut `count` prompts of 48 to 160 tokens at line starts, spread evenly over (package, kind)."""
+    The text of a prompt is whole lines of a held-out document, without the last line end.
+    """
     groups: dict[tuple[str, str], list[Document]] = {}
     for document in documents:
         groups.setdefault((document.package, document.kind), []).append(document)
     rng = random.Random(seed)
-    prompts: dict[str, HeldOutPrompt] = {}
+    prompts: dict[str, dict[str, str]] = {}
     for attempt in range(50 * count):
         if len(prompts) == count or not groups:
             break
@@ -44,7 +37,7 @@ def cut_prompts(documents: Sequence[Document], tokenizer: Tokenizer, count: int,
             length = len(tokenizer.encode(text).ids)
         is_complete = end > start and lines[start].strip() and lines[end - 1].strip()
         if is_complete and PROMPT_TOKENS[0] <= length <= PROMPT_TOKENS[1] and len(text) < 700:
-            prompts.setdefault(text, HeldOutPrompt(text, package, kind))
+            prompts.setdefault(text, {"text": text, "package": package, "kind": kind})
     return list(prompts.values())
 
 

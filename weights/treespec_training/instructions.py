@@ -6,7 +6,6 @@ import random
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from treespec_training.data import Document, syntax_tree
 
@@ -22,13 +21,8 @@ HEADING = re.compile(
 MARKUP = re.compile(r"^\s*(\.\. |[-=~^*#`|+]{3,}|\||>>>|:\w+|<|\[!|!\[)", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Instruction:
-    """A user message, with its kind of task and the package of its source text."""
-
-    kind: str
-    package: str
-    text: str
+Entry = dict[str, str]
+"""A line of the written files."""
 
 
 def _functions(document: Document) -> Iterator[ast.FunctionDef]:
@@ -183,8 +177,10 @@ UNSEEN = ("question", "test")  # kinds of tasks without training instructions
 TRAINING_ONLY = tuple(kind for kind, (_, _, phrasings) in KINDS.items() if not phrasings)
 
 
-def instructions(documents: Iterable[Document], held_out: bool, per_kind: int, seed: int) -> list[Instruction]:
+def instructions(documents: Iterable[Document], held_out: bool, per_kind: int, seed: int) -> list[Entry]:
     """Write up to `per_kind` instructions of every kind, alternating packages.
+
+    Entries have a user message (`prompt`), its kind of task, and the package of its source text.
 
     Args:
         documents: source documents, all from training packages or all from held-out packages.
@@ -194,7 +190,7 @@ def instructions(documents: Iterable[Document], held_out: bool, per_kind: int, s
         seed: random seed for the order of documents and the choice of phrasings.
     """
     documents = sorted(documents, key=lambda document: document.order(seed))
-    result: list[Instruction] = []
+    result: list[Entry] = []
     for kind, (texts, seen, unseen) in KINDS.items():
         if kind in (TRAINING_ONLY if held_out else UNSEEN):
             continue
@@ -212,16 +208,16 @@ def instructions(documents: Iterable[Document], held_out: bool, per_kind: int, s
             if text not in seen_texts:
                 seen_texts.add(text)
                 phrasing = rng.choice(unseen if held_out else seen)
-                result.append(Instruction(kind, package, phrasing.replace("{}", text)))
+                result.append({"prompt": phrasing.replace("{}", text), "kind": kind, "package": package})
                 num_written += 1
     return result
 
 
-def interleaved(unordered: Sequence[Instruction]) -> list[Instruction]:
+def interleaved(unordered: Sequence[Entry]) -> list[Entry]:
     """Order instructions so that kinds alternate."""
-    kinds: dict[str, list[Instruction]] = {}
+    kinds: dict[str, list[Entry]] = {}
     for instruction in unordered:
-        kinds.setdefault(instruction.kind, []).append(instruction)
+        kinds.setdefault(instruction["kind"], []).append(instruction)
     rounds = itertools.zip_longest(*kinds.values())
     return [instruction for row in rounds for instruction in row if instruction is not None]
 
@@ -234,16 +230,16 @@ def docstrings(document: Document) -> str:
     return "\n\n".join(text for text in texts if len(text) >= LEAST_DOCSTRING)
 
 
-def raw_texts(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:
-    """Yield (kind, text): all prose and docstrings, then source code in the given order up to `CODE_SHARE`."""
+def raw_texts(documents: Sequence[Document]) -> Iterator[Entry]:
+    """Yield texts with their kind: all prose and docstrings, then source code in the given order up to `CODE_SHARE`."""
     num_written = 0
     for document in documents:
         text = docstrings(document) if document.kind == "code" else document.text if document.kind == "prose" else ""
         if text:
             num_written += len(text)
-            yield "prose", text
+            yield {"text": text, "kind": "prose"}
     code = 0
     for document in documents:
         if document.kind == "code" and code < CODE_SHARE / (1 - CODE_SHARE) * num_written:
             code += len(document.text)
-            yield "code", document.text
+            yield {"text": document.text, "kind": "code"}

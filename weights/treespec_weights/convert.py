@@ -28,18 +28,9 @@ from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import is_gguf, read_json, resolve_folder
 from treespec_weights.gguf.reader import read_gguf
 from treespec_weights.layouts import translate_config
-from treespec_weights.load import (
-    Placement,
-    checked_placements,
-    covered,
-    expected_tensors,
-    ignored_names,
-    read_dequantized,
-    stored_scheme,
-)
+from treespec_weights.load import ModelTensors, Placement, expected_tensors, read_dequantized
 from treespec_weights.mtp import open_predictor, predictor_of
 from treespec_weights.quant_config import KEY, scheme_of
-from treespec_weights.quant_schemes import QuantScheme
 from treespec_weights.rules import TILED, FamilyRules, ModelShape
 from treespec_weights.transform import Transform, quantise_transform
 
@@ -51,23 +42,18 @@ PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # keys o
 class ConversionStep(NamedTuple):
     target: Placement  # result tensor
     sources: tuple[Placement, ...]  # checkpoint tensors that hold the target's parameters
-    schemes: tuple[QuantScheme | None, ...]  # one per source; None if it is not quantised
     outputs: tuple[writer.Output, ...]  # tensors to write
     transform: Transform
 
     def tensors(self, checkpoint: Checkpoint) -> Sequence[Tensor]:
         """Return the tensors to write. Raises CheckpointError if a value does not fit the dtype."""
-
-        def read(source: Placement, scheme: QuantScheme | None) -> Tensor:
-            return checkpoint.tensor(source.name) if scheme is None else read_dequantized(checkpoint, scheme, source)
-
         first = self.sources[0]
         if (first.rule.layout, first.params) == (self.target.rule.layout, self.target.params):
-            tensor = read(first, self.schemes[0])
+            tensor = read_dequantized(checkpoint, first)
         else:
             params: dict[str, Tensor] = {}
-            for source, scheme in zip(self.sources, self.schemes, strict=True):
-                unpacked = source.unpack(read(source, scheme))
+            for source in self.sources:
+                unpacked = source.unpack(read_dequantized(checkpoint, source))
                 params |= {name: unpacked[name] for name in self.target.params if name in unpacked}
             tensor = self.target.pack(params)
         try:
@@ -137,8 +123,9 @@ def convert_checkpoint(
     if quantization is not None:
         transform = quantise_transform(quantization, dtype, shape, written_as)
     with Checkpoint.open(root) as checkpoint:
-        steps = plan_steps(checkpoint, shape, rules, written_as, transform)
-        ignored, module = ignored_names(checkpoint.tensors, shape, rules.for_names(checkpoint.tensors)), None
+        tensors = ModelTensors(checkpoint, shape, rules)
+        steps = plan_steps(tensors, rules, written_as, transform)
+        ignored, module = tensors.ignored, None
         if written_as is rules and layers is None and rules.predictor is not None:
             if predictor_steps := _predictor_steps(checkpoint, shape, rules, dtype):
                 steps, module = steps + predictor_steps, rules.predictor.after(shape.num_layers).module
@@ -149,6 +136,13 @@ def convert_checkpoint(
             lists = {key: config[key][:layers] for key in PER_LAYER_LISTS if isinstance(config.get(key), list)}
             config = {**config, **lists, rules.config_keys["num_layers"]: layers}
         shards = writer.plan_shards([step.outputs for step in steps], shard_bytes)
+        step_of = {step.outputs[0]: step for step in steps}
+
+        def tensors_of(shard: writer.Shard) -> Iterator[Tensor]:
+            return chain.from_iterable(
+                step_of[output].tensors(checkpoint) for output in shard.outputs if output in step_of
+            )
+
         state = _state(root, written_as, shards, transform)
         partial = staging.partial_of(target)
         if resume:
@@ -156,8 +150,7 @@ def convert_checkpoint(
         else:
             _start(partial, state)
         try:
-            resumed = _write_shards(checkpoint, partial, shards, steps, on_bytes)
-            writer.write_index(partial, shards)
+            resumed = staging.write_shards(partial, shards, tensors_of, on_bytes)
             writer.write_json(partial, CONFIG, transform.config(config, module))
             staging.copy_files(root, carried, partial)
             if root.is_file():
@@ -205,34 +198,33 @@ def as_folder(path: Path, dtype: torch.dtype, layers: int | None = None) -> Iter
 
 
 def plan_steps(
-    checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules, written_as: FamilyRules, transform: Transform
+    tensors: ModelTensors, rules: FamilyRules, written_as: FamilyRules, transform: Transform
 ) -> list[ConversionStep]:
     """Return the steps of a conversion, layer by layer. Raises CheckpointError if several dtypes would be fused."""
-    placements, problems = checked_placements(checkpoint, shape, rules), list[Problem]()
-    stored = None if checkpoint.folder.is_file() else stored_scheme(checkpoint)  # a GGUF file's tensors are dequantised
+    checkpoint, shape, problems = tensors.checkpoint, tensors.shape, list[Problem]()
+    placements, is_gguf = tensors.checked_placements(), checkpoint.folder.is_file()
+    if is_gguf:
+        placements = [placement._replace(scheme=None) for placement in placements]  # `tensor` dequantises
     if any(placement.experts is not None for placement in placements):
-        if written_as is not rules or checkpoint.folder.is_file() or stored is not None:
+        if written_as is not rules or is_gguf or tensors.scheme is not None:
             raise OptionError("all experts of a layer are in one tensor, for which no conversion has another layout")
         if transform.params:
             raise OptionError("--quantize: all experts of a layer are in one tensor; use LLM(quantization=...)")
-    named = rules.for_names(checkpoint.tensors)
     order = {param: index for index, param in enumerate(shape.parameters())}
     holder = {param: placement for placement in placements for param in placement.params}
-    keeps_tensors = written_as is rules and not (checkpoint.folder.is_file() and rules.alternatives)
+    keeps_tensors = written_as is rules and not (is_gguf and rules.alternatives)
     targets = placements if keeps_tensors else expected_tensors(shape, written_as)
     steps = []
     for target in sorted(targets, key=lambda placement: min(order[param] for param in placement.params)):
         sources = tuple({holder[param].name: holder[param] for param in target.params}.values())
-        schemes = tuple(stored if stored is not None and covered(stored, source, named) else None for source in sources)
         dtypes = {
-            checkpoint.dtype(source.name) if scheme is None else torch.float32: source.name
-            for source, scheme in zip(sources, schemes, strict=True)
+            checkpoint.dtype(source.name) if source.scheme is None else torch.float32: source.name for source in sources
         }
         outputs = [tuple(transform.outputs(target, dtype)) for dtype in dtypes]
         if len(set(outputs)) > 1:
             listing = ", ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
             problems.append(Problem("dtype", repr(target.name), f"of several dtypes ({listing}); pass --dtype"))
-        steps.append(ConversionStep(target, sources, schemes, outputs[0], transform))
+        steps.append(ConversionStep(target, sources, outputs[0], transform))
     if problems:
         raise CheckpointError(checkpoint.folder, problems)
     return steps
@@ -244,33 +236,10 @@ def _predictor_steps(
     """Return the steps of the model's MTP layer; none if there is none, or one that treespec cannot run."""
     try:
         own_shape, own_rules = predictor_of(checkpoint.folder, shape, rules)
-        assert own_rules.predictor is not None
-        with open_predictor(checkpoint.folder, own_rules.predictor) as predictor:
-            return plan_steps(predictor, own_shape, own_rules, own_rules, Transform(dtype))
+        with open_predictor(checkpoint.folder, own_rules) as predictor:
+            return plan_steps(ModelTensors(predictor, own_shape, own_rules), own_rules, own_rules, Transform(dtype))
     except CheckpointError:
         return []
-
-
-def _write_shards(
-    checkpoint: Checkpoint,
-    partial: Path,
-    shards: Sequence[writer.Shard],
-    steps: Sequence[ConversionStep],
-    on_bytes: Callable[[int, int], None] | None,
-) -> list[str]:
-    """Write the shards that do not exist yet. Returns the names of those that did."""
-    by_output = {step.outputs[0]: step for step in steps}
-    resumed = [shard.file for shard in shards if writer.is_written(partial, shard)]
-    total = sum(shard.tensor_bytes for shard in shards)
-    done = sum(shard.tensor_bytes for shard in shards if shard.file in resumed)
-    staging.check_room(partial, total - done)
-    advance = writer.progress(on_bytes, total, done)
-    for shard in shards:
-        if shard.file not in resumed:
-            shard_steps = [by_output[output] for output in shard.outputs if output in by_output]
-            tensors = chain.from_iterable(step.tensors(checkpoint) for step in shard_steps)
-            writer.write_shard(partial, shard, tensors, advance)
-    return resumed
 
 
 def _state(root: Path, written_as: FamilyRules, shards: Sequence[writer.Shard], transform: Transform) -> dict[str, Any]:

@@ -7,19 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from treespec_weights.checkpoint import Checkpoint
+from treespec_weights.checkpoint import SINGLE, Checkpoint
 from treespec_weights.errors import CheckpointConfigError, CheckpointError, Problem, UnsupportedModelError
 from treespec_weights.families import LLAMA, family_of
-from treespec_weights.files import file_inside, remedy
 from treespec_weights.load import cast, expected_tensors
 from treespec_weights.rules import FamilyRules, ModelShape
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
-MEDUSA_SAFETENSORS = "medusa_lm_head.safetensors"  # not a name that `Checkpoint` opens
+MEDUSA_SAFETENSORS = "medusa_lm_head.safetensors"
 FIRST_LAYER = "layers.0."
 _BY_HEAD_ROW = ("lm_head", "head.", "markov_head.markov_w2.")  # name prefixes of vocabulary heads and of a bias
 _RENAMED = {  # prefixes of other layouts
@@ -111,15 +108,9 @@ class DraftTensors:
         pickled = _pickle_in(folder)
         if pickled is not None and not any(folder.glob("*.safetensors")):
             stored = _unpickle(pickled)
-        elif (folder / MEDUSA_SAFETENSORS).exists():
-            path = file_inside(folder, MEDUSA_SAFETENSORS)
-            try:
-                stored = load_file(path)
-            except (SafetensorError, OSError, ValueError) as error:
-                message = f"not a valid safetensors file: {error}; {remedy(path)}"
-                raise CheckpointError.of(folder, "file", MEDUSA_SAFETENSORS, message) from error
         else:
-            with Checkpoint.open(folder) as checkpoint:
+            single = MEDUSA_SAFETENSORS if (folder / MEDUSA_SAFETENSORS).exists() else SINGLE
+            with Checkpoint.open(folder, single) as checkpoint:
                 stored = {name: checkpoint.tensor(name) for name in checkpoint.tensors}
                 # A missing tensor could otherwise be replaced silently by the target's.
                 self.problems += [checkpoint.missing(name, "missing") for name in checkpoint.absent]

@@ -38,8 +38,8 @@ from treespec_weights.files import resolve_folder
 from treespec_weights.load import expected_tensors, load_weights
 from treespec_weights.quant_config import scheme_of
 from treespec_weights.rules import ModelShape
-from treespec_weights.staging import carried_files, check_room, copy_files, resolve_destination, staged
-from treespec_weights.writer import Output, plan_shards, progress, write_index, write_json, write_shard
+from treespec_weights.staging import carried_files, copy_files, resolve_destination, staged, write_shards
+from treespec_weights.writer import Output, plan_shards, write_json
 
 SHARD_BYTES = 1 << 30
 _WIDEN = 4  # preferred MLP units per hidden dimension
@@ -150,12 +150,7 @@ def grow_checkpoint(
     }
     carried = carried_files(source, CONFIG, INDEX)
     with staged(target) as partial:
-        total = sum(shard.tensor_bytes for shard in shards)
-        check_room(partial, total)
-        advance = progress(on_bytes, total)
-        for shard in shards:
-            write_shard(partial, shard, itertools.islice(tensors, len(shard.outputs)), advance)
-        write_index(partial, shards)
+        write_shards(partial, shards, lambda shard: itertools.islice(tensors, len(shard.outputs)), on_bytes)
         write_json(partial, CONFIG, config)
         copy_files(source, carried, partial)
 

@@ -6,7 +6,7 @@ parallel EAGLE heads (P-EAGLE) in the layout of speculators; block drafts (block
 (state_heads.py); and assistants of Gemma 4 (assistants.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -31,7 +31,7 @@ from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.files import resolve_folder
 from treespec_weights.mtp import MtpForm, check_predictor
 from treespec_weights.rules import FamilyRules, ModelShape
-from treespec_weights.state_heads import StateForm, StateWeights, load_state_head, medusa_form, speculator_form
+from treespec_weights.state_heads import StateForm, load_state_head, medusa_form, speculator_form
 from treespec_weights.state_projection import StateSsmForm, load_state_projection, state_ssm_form
 
 SUPPORTED = (
@@ -45,7 +45,6 @@ _OTHER_KINDS = {  # part of an architecture or model type -> name of the kind
     "dflash2": "a DFlash 2 draft",
     "xpress": "an Xpress draft",
 }
-_LAYER_TENSORS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _PROJECTIONS = tuple(f"layers.0.{name}{suffix}" for name in "qkv" for suffix in ("", "_bias"))
 
 
@@ -144,26 +143,24 @@ def read_head(folder: Path | str) -> DraftForm | None:
     if other_kind is not None:
         message = f"{other_kind}, which is not supported; supported: {SUPPORTED}"
         raise UnsupportedModelError.of(root, "config", CONFIG, message)
-    dflash = ("dflash", "dspark", "muse_glimmer_assistant")
-    is_dflash = any(marker in name for name in lowered for marker in dflash)
-    is_eagle3 = any("eagle3" in name or "peagle" in name for name in lowered) or "draft_vocab_size" in raw
-    is_medusa = any("medusa" in name for name in lowered)
-    is_speculator = any("mlp_speculator" in name or "mlpspeculator" in name for name in lowered)
-    is_assistant = str(raw.get("model_type")) in ("gemma4_assistant", "gemma4_unified_assistant")
-    is_known = is_assistant, is_dflash, is_eagle3, is_medusa, is_speculator, "pard_token" in raw
-    if not (any(is_known) or _is_eagle(raw, root)):
+
+    def has(*markers: str) -> bool:
+        return any(marker in name for name in lowered for marker in markers)
+
+    kinds: list[tuple[bool, Callable[[Path, Mapping[str, Any]], DraftForm]]] = [
+        (raw.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant"), assistant_form),
+        (has("dflash", "dspark", "muse_glimmer_assistant"), dflash_form),
+        (has("medusa"), medusa_form),
+        (has("mlp_speculator", "mlpspeculator"), speculator_form),
+        ("pard_token" in raw, pard_form),
+        (has("eagle3", "peagle") or "draft_vocab_size" in raw, _eagle3_form),
+    ]
+    form_of = next((form_of for is_kind, form_of in kinds if is_kind), None)
+    if form_of is None and not _is_eagle(raw, root):
         return None
     if raw.get("quantization_config"):
         raise config_error(root, "quantization_config", "quantised draft heads are not supported; use the original")
-    if is_assistant:
-        return assistant_form(root, raw)
-    if is_dflash:
-        return dflash_form(root, raw)
-    if is_medusa or is_speculator:
-        return medusa_form(root, raw) if is_medusa else speculator_form(root, raw)
-    if "pard_token" in raw:
-        return pard_form(root, raw)
-    return _eagle3_form(root, raw) if is_eagle3 else _eagle_form(root, raw)
+    return (form_of or _eagle_form)(root, raw)
 
 
 def _is_eagle(raw: Mapping[str, Any], folder: Path) -> bool:
@@ -268,16 +265,12 @@ def _load_eagle(form: HeadForm, shape: ModelShape, target_hidden: int, tensors: 
 
 
 def _qkv(tensors: DraftTensors, shape: ModelShape, width: int) -> tuple[Tensor, Tensor | None]:
-    sizes = [heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
-    weights = [
-        tensors.take(f"{FIRST_LAYER}{name}.weight", size, width)
-        for name, size in zip(_LAYER_TENSORS, sizes, strict=True)
-    ]
-    bias = None
-    if shape.attention_bias or f"{FIRST_LAYER}{_LAYER_TENSORS[0]}.bias" in tensors:
-        bias = torch.cat(
-            [tensors.take(f"{FIRST_LAYER}{name}.bias", size) for name, size in zip(_LAYER_TENSORS, sizes, strict=True)]
-        )
+    kv_rows = shape.num_kv_heads * shape.head_dim
+    rows = {"q_proj": shape.num_heads * shape.head_dim, "k_proj": kv_rows, "v_proj": kv_rows}
+    stem, bias = f"{FIRST_LAYER}self_attn.", None
+    weights = [tensors.take(f"{stem}{name}.weight", size, width) for name, size in rows.items()]
+    if shape.attention_bias or f"{stem}q_proj.bias" in tensors:
+        bias = torch.cat([tensors.take(f"{stem}{name}.bias", size) for name, size in rows.items()])
     return torch.cat([weight for weight in weights if weight.dim() == 2] or weights), bias
 
 
@@ -342,11 +335,11 @@ def _check_stored(
         return check_predictor(form), None, True
     if isinstance(form, StateSsmForm):
         return _check_state_ssm(form, vocab_size, hidden)
-    weights: HeadWeights | BlockWeights | StateWeights | AssistantWeights
+    weights: HeadWeights | BlockWeights | AssistantWeights
     options = DraftOptions(hidden)
     if isinstance(form, StateForm):
-        weights, tokens = load_state_head(form, vocab_size, options)
-        return weights.num_parameters, tokens, True
+        steps, tokens = load_state_head(form, vocab_size, options)
+        return sum(step.num_parameters for step in steps), tokens, True
     shape = replace(ModelShape.from_hf(form.config, form.rules, form.folder), vocab_size=vocab_size)
     tokens = None
     if isinstance(form, AssistantForm):

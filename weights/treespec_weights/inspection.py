@@ -15,8 +15,7 @@ from treespec_weights.dtypes import DTYPES, TORCH_DTYPES
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.families import FAMILIES, family_of
 from treespec_weights.files import resolve_folder
-from treespec_weights.load import ignored_names, match
-from treespec_weights.quant_config import scheme_of
+from treespec_weights.load import ModelTensors
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.tokenizer import read_vocabulary
 from treespec_weights.vocabularies import Connection, connect
@@ -28,7 +27,7 @@ def inspect_checkpoint(folder: Path | str) -> dict[str, Any]:
     `shape`, `made_of` and `unsupported_because` depend on whether its family is supported; `tensors` has one row per
     group of tensors that differ only in the layer `{i}`; `parameters` counts a tied head once, and no ignored buffers;
     `matrices` counts a GGUF file's matrices by type, and tells which ones compiled passes keep in blocks; `pass_bytes`
-    is the number of weight bytes that such a pass reads; `problems` counts those found by `match`; `unused_ids` is the
+    is the number of weight bytes that such a pass reads; `problems` counts those of `ModelTensors`; `unused_ids` is the
     number of embedding rows after the tokenizer's last id.
 
     Raises the errors of `Checkpoint.open`, and CheckpointConfigError for an unusable config.json.
@@ -95,7 +94,7 @@ def compare_draft(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, An
 
 
 def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    shape = reason = problems = kv_values = rules = scheme = None
+    shape = reason = problems = kv_values = rules = scheme = pass_bytes = None
     ignored: list[str] = []
     try:
         rules = family_of(config, checkpoint.folder)
@@ -106,9 +105,9 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
         shape = ModelShape.from_hf(config, rules, checkpoint.folder)
         parameters = shape.num_parameters()
         kv_values = 2 * shape.kv_layers * shape.num_kv_heads * shape.head_dim
-        scheme = scheme_of(config, checkpoint.folder)
-        problems = len(match(checkpoint, shape, rules)[1])
-        ignored = sorted(ignored_names(checkpoint.tensors, shape, rules.for_names(checkpoint.tensors)))
+        tensors = ModelTensors(checkpoint, shape, rules)
+        problems, ignored, scheme = len(tensors.problems()), sorted(tensors.ignored), tensors.scheme
+        pass_bytes = _pass_bytes(tensors)
     return {
         "supported": shape is not None,
         "unsupported_because": reason,
@@ -119,7 +118,7 @@ def _as_model(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
         "problems": problems,
         "quantization": scheme.name if scheme else None,
         "matrices": _matrices(checkpoint, {*ignored}),
-        "pass_bytes": _pass_bytes(checkpoint, shape, rules) if shape and rules else None,
+        "pass_bytes": pass_bytes,
         "memory": {
             name: {
                 "weights_bytes": parameters * dtype.itemsize,
@@ -184,13 +183,15 @@ def _held_bytes(info: TensorInfo) -> int:
     return info.nbytes if info.dtype in FORMS or info.dtype in TORCH_DTYPES else 2 * info.size
 
 
-def _pass_bytes(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> int:
+def _pass_bytes(model: ModelTensors) -> int:
     """Return the weight bytes that a pass over one row reads: layers, `top_k` experts each, and the head."""
-    rules = rules.for_names(checkpoint.tensors)
-    [embed] = [rule.name for rule in rules.tensors if rule.params == ("embed",)]
-    unread = ignored_names(checkpoint.tensors, shape, rules)
-    unread.add(rules.tied_copy if shape.tied and embed in checkpoint.tensors else embed)
-    unread.update(rule.name for rule in rules.tensors if rule.params == ("input_embed",))  # read one row per token
+    shape, head = model.shape, model.rules.tied_copy
+    names = {rule.params[0]: rule.name for rule in model.rules.tensors}
+    unread = {*model.ignored, names.get("input_embed")}  # a pass reads one row per token of an embedding
+    if not shape.tied:
+        unread.add(names["embed"])
+    elif names["embed"] != head:
+        unread.add(head)
     share = Fraction(shape.experts.top_k, shape.experts.count) if shape.experts else Fraction(1)
-    tensors = ((name, _held_bytes(info)) for name, info in checkpoint.tensors.items() if name not in unread)
-    return int(sum(size * share if ".experts." in name else size for name, size in tensors))
+    sizes = {name: _held_bytes(info) for name, info in model.checkpoint.tensors.items() if name not in unread}
+    return int(sum(size * share if ".experts." in name else size for name, size in sizes.items()))

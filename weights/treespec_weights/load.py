@@ -18,7 +18,7 @@ from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.families import LLAMA
 from treespec_weights.progress import tracked
 from treespec_weights.quant_config import scheme_of
-from treespec_weights.quant_schemes import QuantScheme, StoredTensor
+from treespec_weights.quant_schemes import Form, QuantScheme, StoredTensor
 from treespec_weights.quantize import BITS, Quantized, dequantize, group_of, quantize
 from treespec_weights.rules import FamilyRules, ModelShape, TensorRule, TensorShape
 
@@ -37,6 +37,12 @@ class Placement(NamedTuple):
     params: dict[str, TensorShape]  # if the tensor holds all experts: by expert, in the rule's order
     heads: int  # number of groups in a "per_head" tensor
     experts: int | None = None  # number of experts in the tensor; None for a tensor of one or no expert
+    scheme: QuantScheme | None = None  # scheme that quantises the tensor
+
+    @property
+    def form(self) -> Form | None:
+        """Form in memory of a matrix that stays quantised, None for others: fp8 is dequantised."""
+        return None if self.scheme is None or self.scheme.floating else self.scheme.form(self.name)
 
     @property
     def matrix_shape(self) -> TensorShape:
@@ -51,6 +57,23 @@ class Placement(NamedTuple):
         stacked = (outputs // (self.experts or 1), *inputs)
         stored = stacked[::-1] if self.rule.layout.endswith("transposed") else stacked
         return stored if self.experts is None else (self.experts, *stored)
+
+    def stored_tensors(self, dtypes: tuple[str, ...]) -> dict[str, StoredTensor]:
+        """Return the tensors of the file by name; `dtypes` are valid for an unquantised one.
+
+        Raises ValueError if the scheme does not fit the shape or layout.
+        """
+        if self.scheme is None:
+            return {self.name: StoredTensor((self.shape,), dtypes)}
+        if self.rule.layout.endswith("transposed"):
+            raise ValueError("quantised weights that are stored transposed are not supported")
+        if self.experts is not None and self.scheme.method not in ("gguf", "mxfp4"):
+            raise ValueError(f"{self.scheme.name} weights of all experts in one tensor are not supported")
+        stored, experts = self.scheme.stored_tensors(self.name, *self.shape[-2:]), self.shape[:-2]
+        return {
+            name: tensor._replace(shapes=tuple((*experts, *size) for size in tensor.shapes))
+            for name, tensor in stored.items()
+        }
 
     def unpack(self, tensor: Tensor) -> dict[str, Tensor]:
         """Split a checkpoint tensor, or a matrix of `matrix_shape`, into its parameters, by name.
@@ -114,25 +137,26 @@ def load_weights(
     if quantization is not None and quantization not in BITS:
         raise ValueError(f"quantization={quantization!r}; valid: None, {', '.join(map(repr, BITS))}")
     checkpoint = folder
-    scheme = stored_scheme(checkpoint)
-    if scheme is not None and quantization is not None:
-        raise ValueError(f"{checkpoint.folder} is quantised already ({scheme.name}); load it with quantization=None")
+    tensors = ModelTensors(checkpoint, shape, rules)
+    if tensors.scheme is not None and quantization is not None:
+        name = tensors.scheme.name
+        raise ValueError(f"{checkpoint.folder} is quantised already ({name}); load it with quantization=None")
     matrices = quantizable(shape)
     bits = None if quantization is None else BITS[quantization]
     group = None if quantization is None else quantized_group(shape, quantization)
-    placements = checked_placements(checkpoint, shape, rules)
+    placements = tensors.checked_placements()
     checkpoint.log_absent()
     loaded: Weights = {}
     overflows = []
     order = {name: i for i, name in enumerate(checkpoint.tensors)}  # tensors renamed by the scheme come last
     placements.sort(key=lambda placement: order.get(placement.name, len(order)))
     for placement in tracked(f"reading {checkpoint.folder.name}", placements, lambda read: math.prod(read.shape)):
-        if blocks and (matrix := _matrix_in_blocks(checkpoint, scheme, placement, rules)) is not None:
+        if blocks and (matrix := _matrix_in_blocks(checkpoint, placement)) is not None:
             unpacked = placement.unpack(matrix.rows)
             loaded |= {param: matrix._replace(rows=rows) for param, rows in unpacked.items()}
             continue
-        if scheme is not None and covered(scheme, placement, rules):
-            loaded |= _read_quantized(checkpoint, scheme, placement, dtype, device)
+        if placement.scheme is not None:
+            loaded |= _read_quantized(checkpoint, placement, dtype, device)
             continue
         stored = checkpoint.tensor(placement.name)
         if bits is not None and any(param in matrices for param in placement.params):
@@ -166,29 +190,10 @@ def quantized_group(shape: ModelShape, quantization: str) -> int | None:
     return group_of({size[1] for size in quantizable(shape).values()}) if BITS[quantization] == 4 else None
 
 
-def stored_scheme(checkpoint: Checkpoint) -> QuantScheme | None:
-    """Return the quantisation scheme in a checkpoint's config.json, or None if it is not quantised or has no config."""
-    if not has_document(checkpoint.folder, CONFIG):
-        return None
-    config = read_document(checkpoint.folder, CONFIG)
-    return scheme_of(config, checkpoint.folder) if isinstance(config, dict) else None
-
-
-def covered(scheme: QuantScheme, placement: Placement, rules: FamilyRules) -> bool:
-    """Return whether the scheme quantises the tensor of a placement."""
-    is_matrix = len(placement.matrix_shape) == 2 and (
-        scheme.embeddings or placement.params.keys().isdisjoint(_EMBEDDINGS)
-    )
-    is_matrix &= not next(iter(placement.params)).endswith(UNQUANTISED)
-    return is_matrix and scheme.covers(placement.name, rules.tied_copy)
-
-
-def _matrix_in_blocks(
-    checkpoint: Checkpoint, scheme: QuantScheme | None, placement: Placement, rules: FamilyRules
-) -> Blocks | None:
+def _matrix_in_blocks(checkpoint: Checkpoint, placement: Placement) -> Blocks | None:
     """Return the matrix of a placement in blocks, or None if it is not stored in blocks."""
-    if isinstance(scheme, Mxfp4Scheme) and covered(scheme, placement, rules):
-        return Blocks("MXFP4", scheme.rows(placement.name, checkpoint.tensor), None)
+    if isinstance(placement.scheme, Mxfp4Scheme):
+        return Blocks("MXFP4", placement.scheme.rows(placement.name, checkpoint.tensor), None)
     is_read_as_values = next(iter(placement.params)).endswith(UNQUANTISED)
     return None if is_read_as_values else checkpoint.blocks(placement.name)
 
@@ -199,13 +204,13 @@ def _params_of(param: str, quantized: Quantized) -> dict[str, Tensor]:
 
 
 def _read_quantized(
-    checkpoint: Checkpoint, scheme: QuantScheme, placement: Placement, dtype: torch.dtype | None, device: object
+    checkpoint: Checkpoint, placement: Placement, dtype: torch.dtype | None, device: object
 ) -> dict[str, Tensor]:
     """Return the parameters of a quantised tensor.
 
     Scales and zero points are per row, so they unpack like the weights.
     """
-    matrix = _stored_matrix(checkpoint, scheme, placement, dtype)
+    matrix = _stored_matrix(checkpoint, placement, dtype)
     tensors = {"": matrix} if isinstance(matrix, Tensor) else _params_of("", matrix)
     return {
         param + suffix: rows.to(device)  # type: ignore[call-overload]
@@ -214,15 +219,15 @@ def _read_quantized(
     }
 
 
-def read_dequantized(checkpoint: Checkpoint, scheme: QuantScheme, placement: Placement) -> Tensor:
-    """Read a quantised matrix as fp32 [out, in]. Raises CheckpointError for unsupported values."""
-    matrix = _stored_matrix(checkpoint, scheme, placement, torch.float32)
+def read_dequantized(checkpoint: Checkpoint, placement: Placement) -> Tensor:
+    """Read a tensor; a quantised matrix as fp32 [out, in]. Raises CheckpointError for unsupported values."""
+    if placement.scheme is None:
+        return checkpoint.tensor(placement.name)
+    matrix = _stored_matrix(checkpoint, placement, torch.float32)
     return matrix if isinstance(matrix, Tensor) else dequantize(matrix)
 
 
-def _stored_matrix(
-    checkpoint: Checkpoint, scheme: QuantScheme, placement: Placement, dtype: torch.dtype | None
-) -> Quantized | Tensor:
+def _stored_matrix(checkpoint: Checkpoint, placement: Placement, dtype: torch.dtype | None) -> Quantized | Tensor:
     """Read a quantised matrix; `dtype` is the result's dtype for fp8."""
 
     def get(name: str) -> Tensor | None:
@@ -231,118 +236,102 @@ def _stored_matrix(
         stored = checkpoint.stored(name)
         return stored if placement.experts is None else stored.flatten(0, 1)
 
+    assert placement.scheme is not None
     try:
         out, inputs = placement.matrix_shape
-        return scheme.read(placement.name, out, inputs, get, dtype)
+        return placement.scheme.read(placement.name, out, inputs, get, dtype)
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError.of(checkpoint.folder, "value", placement.name, str(error)) from error
 
 
-def match(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> tuple[list[Placement], list[Problem]]:
-    """Match the checkpoint's headers with the tensors that the rules expect for this shape, without reading tensors.
+class ModelTensors:
+    """The tensors that a model of some shape needs, and those that its checkpoint has.
 
-    Returns the placements of all parameters, valid only if there are no problems, and all problems.
+    Attributes: `rules`, adapted to the checkpoint's names; `scheme`, its quantisation, or None; `placements` of all
+    parameters, valid only without `problems`; `ignored`, the names of tensors that are not loaded.
     """
-    rules = _rules_of(checkpoint, shape, rules)
-    placements, scheme = expected_tensors(shape, rules), stored_scheme(checkpoint)
-    expected: dict[str, StoredTensor] = {}
-    problems = []
-    for placement in placements:
-        if scheme is None or not covered(scheme, placement, rules):
-            expected[placement.name] = StoredTensor((placement.shape,), checkpoint.loadable)
-            continue
-        try:
-            if placement.rule.layout.endswith("transposed"):
-                raise ValueError("quantised weights that are stored transposed are not supported")
-            if placement.experts is not None and scheme.method not in ("gguf", "mxfp4"):
-                raise ValueError(f"{scheme.name} weights of all experts in one tensor are not supported")
-            *_, out, inputs = placement.shape
-            stored = scheme.stored_tensors(placement.name, out, inputs)
-            if placement.experts is not None:
-                stored = {
-                    name: tensor._replace(shapes=tuple((placement.experts, *size) for size in tensor.shapes))
-                    for name, tensor in stored.items()
-                }
-            expected |= stored
-        except ValueError as error:
-            problems.append(Problem("shape", repr(placement.name), str(error)))
-    if shape.tied and rules.tied_copy in checkpoint.tensors:
-        expected[rules.tied_copy] = StoredTensor(
-            ((shape.vocab_size, shape.hidden_size),), checkpoint.loadable, optional=True
-        )
-    for name, rows in _extra_biases(checkpoint, placements, rules).items():
-        expected[name] = StoredTensor(((rows,),), LOADABLE, optional=True)
-    ignored = ignored_names(checkpoint.tensors, shape, rules)
-    problems += [
-        checkpoint.missing(name, f"missing; expected {list(tensor.shapes[0])}")
-        for name, tensor in expected.items()
-        if name not in checkpoint.tensors and (not tensor.optional or name in checkpoint.absent)
-    ]
-    for name, info in checkpoint.tensors.items():
-        if name in ignored:
-            continue
-        if name not in expected:
-            problems.append(Problem("unexpected", repr(name), f"unexpected: {unexpected_reason(name, shape, rules)}"))
-            continue
-        shapes, dtypes, _ = expected[name]
-        if info.shape not in shapes:
-            message = f"has shape {list(info.shape)}, expected {' or '.join(str(list(size)) for size in shapes)}"
-            problems.append(Problem("shape", repr(name), message))
-        if info.dtype not in dtypes:
-            problems.append(Problem("dtype", repr(name), f"has dtype {info.dtype}, expected {', '.join(dtypes)}"))
-    return placements, problems
 
+    def __init__(self, checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules):
+        self.checkpoint, self.shape = checkpoint, shape
+        self.rules = rules = rules.for_names(checkpoint.tensors)
+        self._embedding = embed = next(rule for rule in rules.tensors if rule.params == ("embed",))
+        if shape.tied and embed.name not in checkpoint.tensors and rules.tied_copy in checkpoint.tensors:
+            self._embedding = replace(embed, name=rules.tied_copy)  # stored as the head
+            tensors = tuple(self._embedding if rule is embed else rule for rule in rules.tensors)
+            self.rules = replace(rules, tensors=tensors)
+        config = read_document(checkpoint.folder, CONFIG) if has_document(checkpoint.folder, CONFIG) else None
+        self.scheme = scheme_of(config, checkpoint.folder) if isinstance(config, dict) else None
+        self.placements = expected_tensors(shape, self.rules, self.scheme)
+        self.ignored = ignored_names(checkpoint.tensors, shape, self.rules)
 
-def checked_placements(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Placement]:
-    """Return the placements of all parameters. Raises CheckpointError if the checkpoint does not match its config."""
-    placements, problems = match(checkpoint, shape, rules)
-    if problems := problems or value_problems(checkpoint, shape, rules):
-        raise CheckpointError(checkpoint.folder, problems)
-    return placements
+    def problems(self) -> list[Problem]:
+        """Return all differences in names, shapes and dtypes, from the headers."""
+        checkpoint, shape, rules = self.checkpoint, self.shape, self.rules
+        expected: dict[str, StoredTensor] = {}
+        problems = []
+        for placement in self.placements:
+            try:
+                expected |= placement.stored_tensors(checkpoint.loadable)
+            except ValueError as error:
+                problems.append(Problem("shape", repr(placement.name), str(error)))
+        if shape.tied and rules.tied_copy in checkpoint.tensors:
+            head = (shape.vocab_size, shape.hidden_size)
+            expected[rules.tied_copy] = StoredTensor((head,), checkpoint.loadable, optional=True)
+        for name, rows in self._extra_biases().items():
+            expected[name] = StoredTensor(((rows,),), LOADABLE, optional=True)
+        problems += [
+            checkpoint.missing(name, f"missing; expected {list(tensor.shapes[0])}")
+            for name, tensor in expected.items()
+            if name not in checkpoint.tensors and (not tensor.optional or name in checkpoint.absent)
+        ]
+        for name, info in checkpoint.tensors.items():
+            if name in self.ignored:
+                continue
+            if name not in expected:
+                reason = unexpected_reason(name, shape, rules)
+                problems.append(Problem("unexpected", repr(name), f"unexpected: {reason}"))
+                continue
+            shapes, dtypes, _ = expected[name]
+            if info.shape not in shapes:
+                message = f"has shape {list(info.shape)}, expected {' or '.join(str(list(size)) for size in shapes)}"
+                problems.append(Problem("shape", repr(name), message))
+            if info.dtype not in dtypes:
+                problems.append(Problem("dtype", repr(name), f"has dtype {info.dtype}, expected {', '.join(dtypes)}"))
+        return problems
 
+    def value_problems(self) -> list[Problem]:
+        """Return the problems of values, which `problems` does not read: untied heads and non-zero biases."""
+        checkpoint, head, embed = self.checkpoint, self.rules.tied_copy, self._embedding.name
+        if self.shape.tied and head in checkpoint.tensors:
+            infos = [checkpoint.info(name) for name in (head, embed)]
+            is_comparable = (infos[0].dtype, infos[0].shape) == (infos[1].dtype, infos[1].shape)
+            # Compare bytes, so that equal NaNs are equal.
+            copy, tied = (checkpoint.tensor(name).view(torch.uint8) for name in (head, embed))
+            if not is_comparable or not torch.equal(copy, tied):
+                key = self.rules.config_keys["tied"]
+                message = f"{key!r} is true, but it differs from {embed!r}; untie it or drop it"
+                return [Problem("tied", repr(head), message)]
+        message = "the config says that the model has no such bias, and it is not zero"
+        biases = [name for name in self._extra_biases() if bool(checkpoint.tensor(name).count_nonzero())]
+        return [Problem("value", repr(name), message) for name in biases]
 
-def value_problems(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> list[Problem]:
-    """Return the problems of values, which `match` does not read: untied heads and non-zero biases."""
-    rules = _rules_of(checkpoint, shape, rules)
-    if shape.tied and rules.tied_copy in checkpoint.tensors:
-        embed = _embedding(rules).name
-        infos = [checkpoint.info(name) for name in (rules.tied_copy, embed)]
-        is_comparable = (infos[0].dtype, infos[0].shape) == (infos[1].dtype, infos[1].shape)
-        # Compare bytes, so that equal NaNs are equal.
-        head, tied = (checkpoint.tensor(name).view(torch.uint8) for name in (rules.tied_copy, embed))
-        if not is_comparable or not torch.equal(head, tied):
-            message = f"{rules.config_keys['tied']!r} is true, but it differs from {embed!r}; untie it or drop it"
-            return [Problem("tied", repr(rules.tied_copy), message)]
-    message = "the config says that the model has no such bias, and it is not zero"
-    biases = _extra_biases(checkpoint, expected_tensors(shape, rules), rules)
-    return [Problem("value", repr(name), message) for name in biases if bool(checkpoint.tensor(name).count_nonzero())]
+    def checked_placements(self) -> list[Placement]:
+        """Return the placements of all parameters. Raises CheckpointError if the checkpoint does not match."""
+        if problems := self.problems() or self.value_problems():
+            raise CheckpointError(self.checkpoint.folder, problems)
+        return self.placements
 
-
-def _rules_of(checkpoint: Checkpoint, shape: ModelShape, rules: FamilyRules) -> FamilyRules:
-    """Adapt the rules to a checkpoint's names: a missing prefix, and a tied embedding stored as head."""
-    rules = rules.for_names(checkpoint.tensors)
-    embed = _embedding(rules)
-    if not shape.tied or embed.name in checkpoint.tensors or rules.tied_copy not in checkpoint.tensors:
-        return rules
-    tensors = tuple(replace(rule, name=rules.tied_copy) if rule is embed else rule for rule in rules.tensors)
-    return replace(rules, tensors=tensors)
-
-
-def _embedding(rules: FamilyRules) -> TensorRule:
-    return next(rule for rule in rules.tensors if rule.params == ("embed",))
-
-
-def _extra_biases(checkpoint: Checkpoint, placements: Sequence[Placement], rules: FamilyRules) -> dict[str, int]:
-    """Return the names and sizes of biases that the config rules out. AutoGPTQ wrote a zero bias for every weight."""
-    scheme = stored_scheme(checkpoint)
-    if scheme is None or scheme.method != "gptq":
-        return {}
-    weight_names = {placement.name for placement in placements}
-    matrices = [placement for placement in placements if covered(scheme, placement, rules)]
-    names = {f"{placement.name.removesuffix('weight')}bias": placement.shape[0] for placement in matrices}
-    return {name: rows for name, rows in names.items() if name not in weight_names and name in checkpoint.tensors}
+    def _extra_biases(self) -> dict[str, int]:
+        """Return the sizes of biases that the config rules out. AutoGPTQ wrote a zero bias for every weight."""
+        if self.scheme is None or self.scheme.method != "gptq":
+            return {}
+        weight_names = {placement.name for placement in self.placements}
+        matrices = [placement for placement in self.placements if placement.scheme is not None]
+        names = {f"{placement.name.removesuffix('weight')}bias": placement.shape[0] for placement in matrices}
+        stored = self.checkpoint.tensors
+        return {name: rows for name, rows in names.items() if name not in weight_names and name in stored}
 
 
 def ignored_names(names: Iterable[str], shape: ModelShape, rules: FamilyRules) -> set[str]:
@@ -362,8 +351,8 @@ def ignored_names(names: Iterable[str], shape: ModelShape, rules: FamilyRules) -
     }
 
 
-def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
-    """Return the placements of all tensors that a checkpoint of this shape must have."""
+def expected_tensors(shape: ModelShape, rules: FamilyRules, scheme: QuantScheme | None = None) -> list[Placement]:
+    """Return the placements of all tensors that a checkpoint of this shape and quantisation must have."""
     parameters = shape.parameters()
     placements = []
     count = 0 if shape.experts is None else shape.experts.count
@@ -379,10 +368,20 @@ def expected_tensors(shape: ModelShape, rules: FamilyRules) -> list[Placement]:
                     name = rule.name.replace("{i}", str(i)).replace("{e}", str(e))
                     experts = count if of_experts else None
                     heads = getattr(shape.recurrent if rule.heads == "key_heads" else shape, rule.heads)
-                    placements.append(Placement(name, rule, shapes, heads, experts))
+                    placement = Placement(name, rule, shapes, heads, experts)
+                    if scheme is not None and _quantizes(scheme, placement, rules):
+                        placement = placement._replace(scheme=scheme)
+                    placements.append(placement)
     covered = [param for placement in placements for param in placement.params]
     assert sorted(covered) == sorted(parameters), f"rules of {rules.model_type!r} do not cover the decoder"
     return placements
+
+
+def _quantizes(scheme: QuantScheme, placement: Placement, rules: FamilyRules) -> bool:
+    if len(placement.matrix_shape) != 2 or next(iter(placement.params)).endswith(UNQUANTISED):
+        return False
+    is_embedding = not placement.params.keys().isdisjoint(_EMBEDDINGS)
+    return (scheme.embeddings or not is_embedding) and scheme.covers(placement.name, rules.tied_copy)
 
 
 def _layer_of(name: str) -> int:

@@ -15,8 +15,8 @@ from treespec_weights.documents import read_model
 from treespec_weights.draft_tensors import OutputForm
 from treespec_weights.errors import CheckpointError, UnsupportedModelError
 from treespec_weights.families import FAMILIES
-from treespec_weights.load import checked_placements, load_weights
-from treespec_weights.rules import LAYER, FamilyRules, ModelShape, PredictorRules, TensorRule
+from treespec_weights.load import ModelTensors, load_weights
+from treespec_weights.rules import LAYER, FamilyRules, ModelShape, TensorRule
 
 MTP = "mtp"  # name in `drafts` of the target's own layer
 
@@ -31,13 +31,23 @@ class MtpForm(OutputForm):
 
 def mtp_form(folder: Path, shape: ModelShape, rules: FamilyRules) -> MtpForm:
     """Return the form of the layer in a checkpoint. Raises CheckpointError if it has none, or several."""
-    with open_predictor(folder, _predictor_of(folder, shape, rules)):
+    with open_predictor(folder, predictor_of(folder, shape, rules)[1]):
         return MtpForm(folder)
 
 
 def predictor_of(folder: Path, shape: ModelShape, rules: FamilyRules) -> tuple[ModelShape, FamilyRules]:
-    """Return the shape of a target's MTP layer, as a model of one layer, and its family."""
-    predictor, experts = _predictor_of(folder, shape, rules), shape.experts
+    """Return the shape of a target's MTP layer, as a model of one layer, and its family.
+
+    Raises UnsupportedModelError if the target's family has no such layer.
+    """
+    if rules.predictor is None:
+        valid = ", ".join(name for name, family in FAMILIES.items() if family.predictor is not None)
+        message = (
+            f"no MTP layer of {rules.model_type!r} is supported; families with one: {valid}; a folder of this name is "
+            f"'./{MTP}'"
+        )
+        raise UnsupportedModelError.of(folder, "config", MTP, message)
+    predictor, experts = rules.predictor.after(shape.num_layers), shape.experts
     if experts is not None:
         experts = replace(experts, layers=(0,)) if shape.num_layers - 1 in experts.layers else None
 
@@ -66,23 +76,25 @@ def load_predictor(
     blocks: bool = False,
 ) -> Weights:
     """Load the layer; arguments, result and errors as in `load_weights`."""
-    assert rules.predictor is not None
-    with open_predictor(folder, rules.predictor) as checkpoint:
+    with open_predictor(folder, rules) as checkpoint:
         return load_weights(checkpoint, shape, rules, dtype, device, blocks=blocks)
 
 
 def check_predictor(form: MtpForm) -> int:
     """Return the number of parameters of a checkpoint's layer. Raises CheckpointError if it does not fit its config."""
     shape, rules = predictor_of(form.folder, *read_model(form.folder))
-    assert rules.predictor is not None
-    with open_predictor(form.folder, rules.predictor) as checkpoint:
-        checked_placements(checkpoint, shape, rules)
+    with open_predictor(form.folder, rules) as checkpoint:
+        ModelTensors(checkpoint, shape, rules).checked_placements()
     return shape.num_parameters()
 
 
-def open_predictor(folder: Path, predictor: PredictorRules) -> Checkpoint:
-    """Open a target's checkpoint with only the tensors of its MTP layer. Raises CheckpointError for none or several."""
-    checkpoint = Checkpoint.open(folder)
+def open_predictor(folder: Path, rules: FamilyRules) -> Checkpoint:
+    """Open a target's checkpoint with only the tensors of its MTP layer, of a family that `predictor_of` returned.
+
+    Raises CheckpointError if there is none, or several layers.
+    """
+    checkpoint, predictor = Checkpoint.open(folder), rules.predictor
+    assert predictor is not None
     second = predictor.layer_at(1)
     if any(name.startswith(second) for name in checkpoint.tensors):
         raise UnsupportedModelError.of(folder, "config", second, "a second MTP layer; supported: one")
@@ -95,14 +107,3 @@ def open_predictor(folder: Path, predictor: PredictorRules) -> Checkpoint:
         )
         raise CheckpointError.of(folder, "missing", f"{predictor.module}*", message)
     return replace(checkpoint, tensors=tensors, absent=absent)
-
-
-def _predictor_of(folder: Path, shape: ModelShape, rules: FamilyRules) -> PredictorRules:
-    if rules.predictor is None:
-        valid = ", ".join(name for name, family in FAMILIES.items() if family.predictor is not None)
-        message = (
-            f"no MTP layer of {rules.model_type!r} is supported; families with one: {valid}; a folder of this name is "
-            f"'./{MTP}'"
-        )
-        raise UnsupportedModelError.of(folder, "config", MTP, message)
-    return rules.predictor.after(shape.num_layers)

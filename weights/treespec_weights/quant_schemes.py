@@ -164,12 +164,8 @@ class QuantScheme:
             return _from_unsigned(q, present["scales"].t().contiguous(), zeros, self.bits)
         if self.method == "awq":
             q = _awq(present["qweight"]).t()
-            zeros = (
-                _awq(present["qzeros"]).t()
-                if "qzeros" in present
-                else torch.full((out, inputs // group), 8, dtype=torch.int64, device="cpu")
-            )
-            return _from_unsigned(q, present["scales"].t().contiguous(), zeros, self.bits)
+            awq_zeros = _awq(present["qzeros"]).t() if "qzeros" in present else None
+            return _from_unsigned(q, present["scales"].t().contiguous(), awq_zeros, self.bits)
         middle = 1 << (self.bits - 1)
         scale = present["weight_scale"].reshape(-1, inputs // group).expand(out, -1).contiguous()
         if "weight_shape" in present and present["weight_shape"].tolist() != [out, inputs]:

@@ -272,9 +272,8 @@ class ModelShape:
             if values.setdefault("head_dim", None) is None and values["hidden_size"] % values["num_heads"] == 0:
                 values["head_dim"] = values["hidden_size"] // values["num_heads"]
             values.setdefault("intermediate_size", (rules.widening or 0) * values["hidden_size"])
-            values["learned_positions"] = (
-                values.get("learned_positions", -rules.extra_positions) + rules.extra_positions
-            )
+            if "learned_positions" in values:
+                values["learned_positions"] += rules.extra_positions
             problems = _contradictions(values, rules.config_keys)
             if rules.experts is not None:
                 values["experts"] = rules.experts.read({**rules.assumed, **config}, values["num_layers"], problems)

@@ -2,14 +2,17 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from torch import Tensor
 
 from treespec_weights.draft_vocabulary import FILE as RANKS
 from treespec_weights.errors import OptionError, WriteError
 from treespec_weights.files import file_inside
 from treespec_weights.state_projection import FILE as STATES
+from treespec_weights.writer import Shard, is_written, write_index, write_shard
 
 SUFFIX = ".partial"
 _CARRIED = (".json", ".jinja", ".txt", ".md", ".model")
@@ -43,6 +46,31 @@ def check_room(folder: Path, num_bytes: int) -> None:
     if free_bytes < num_bytes:
         message = f"{num_bytes / 1e9:.2f} GB needed, {free_bytes / 1e9:.2f} GB free"
         raise WriteError.of(folder, "file", folder.name, message)
+
+
+def write_shards(
+    folder: Path,
+    shards: Sequence[Shard],
+    tensors: Callable[[Shard], Iterable[Tensor]],  # returns the values of a shard's outputs, as for `write_shard`
+    on_bytes: Callable[[int, int], None] | None,  # called with the bytes written so far and the total
+) -> list[str]:
+    """Write the files that do not exist yet, and the index. Returns the names of those that did."""
+    resumed = [shard.file for shard in shards if is_written(folder, shard)]
+    total = sum(shard.tensor_bytes for shard in shards)
+    done = sum(shard.tensor_bytes for shard in shards if shard.file in resumed)
+    check_room(folder, total - done)
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if on_bytes:
+            on_bytes(done, total)
+
+    for shard in shards:
+        if shard.file not in resumed:
+            write_shard(folder, shard, tensors(shard), advance)
+    write_index(folder, shards)
+    return resumed
 
 
 def partial_of(place: Path) -> Path:

@@ -38,7 +38,7 @@ class StateForm(OutputForm):
 
 
 class DepthWeights(NamedTuple):
-    """Weights of one depth; tensors that depths share are the same objects."""
+    """Weights of one depth, in the compute dtype; tensors that depths share are the same objects."""
 
     head: Tensor  # [rows, inner]
     # residual layers of a Medusa head: weight [hidden, hidden], and bias or None
@@ -49,21 +49,12 @@ class DepthWeights(NamedTuple):
     gain: Tensor | None = None
     shift: Tensor | None = None
 
-
-class StateWeights(NamedTuple):
-    """Weights of a head without attention, by depth, in the compute dtype."""
-
-    steps: list[DepthWeights]
-
     @property
     def num_parameters(self) -> int:
-        """Number of parameters that a draft of all depths reads, without embeddings."""
-        total = 0
-        for step in self.steps:
-            layers = [tensor for layer in step.layers for tensor in layer]
-            tensors = [step.head, *layers, step.project, step.gain, step.shift]
-            total += sum(tensor.numel() for tensor in tensors if tensor is not None)
-        return total
+        """Number of parameters that a draft of this depth reads, without embeddings."""
+        layers = [tensor for layer in self.layers for tensor in layer]
+        tensors = [self.head, *layers, self.project, self.gain, self.shift]
+        return sum(tensor.numel() for tensor in tensors if tensor is not None)
 
 
 def medusa_form(folder: Path, raw: Mapping[str, Any]) -> StateForm:
@@ -89,8 +80,10 @@ def _number(folder: Path, raw: Mapping[str, Any], key: str, least: int) -> int:
     return value
 
 
-def load_state_head(form: StateForm, vocab_size: int, options: DraftOptions) -> tuple[StateWeights, np.ndarray | None]:
-    """Load a head for a target with this vocabulary; result and errors as in `load_head`."""
+def load_state_head(
+    form: StateForm, vocab_size: int, options: DraftOptions
+) -> tuple[list[DepthWeights], np.ndarray | None]:
+    """Load a head by depth, for a target with this vocabulary; tokens and errors as in `load_head`."""
     target_hidden, dtype, device, kept = options
     tensors = _Renamed(form, dtype, device)
     if form.kind == "mlp_speculator":
@@ -132,7 +125,7 @@ class _Renamed(DraftTensors):
 
 def _load_medusa(
     form: StateForm, hidden: int, vocab_size: int, tensors: _Renamed, kept: np.ndarray | None
-) -> tuple[StateWeights, np.ndarray | None]:
+) -> tuple[list[DepthWeights], np.ndarray | None]:
     tokens, stored = kept, tensors.raw("token_map")
     if stored is not None:
         tokens = stored.to(torch.int64).numpy()
@@ -148,12 +141,12 @@ def _load_medusa(
             weight = tensors.take(f"blocks.{depth}.layers.{i}.weight", hidden, hidden)
             layers.append((weight, tensors.take_if_stored(f"blocks.{depth}.layers.{i}.bias", hidden)))
         steps.append(DepthWeights(tensors.take_depth("lm_heads.{}.weight", depth, rows, hidden), tuple(layers)))
-    return StateWeights(steps), tokens
+    return steps, tokens
 
 
 def _load_speculator(
     form: StateForm, hidden: int, vocab_size: int, tensors: _Renamed, tokens: np.ndarray | None
-) -> StateWeights:
+) -> list[DepthWeights]:
     inner, steps = form.inner_size or hidden, []
     rows = vocab_size if tokens is None else len(tokens)
     for depth in range(form.depths):
@@ -167,4 +160,4 @@ def _load_speculator(
                 tensors.take_depth("ln.{}.bias", depth, inner),
             )
         )
-    return StateWeights(steps)
+    return steps

@@ -12,7 +12,7 @@ from treespec_weights.documents import CONFIG, GENERATION_CONFIG, read_config, r
 from treespec_weights.errors import CheckpointError, Problem
 from treespec_weights.families import family_of
 from treespec_weights.files import resolve_folder
-from treespec_weights.load import match, value_problems
+from treespec_weights.load import ModelTensors
 from treespec_weights.rules import FamilyRules, ModelShape
 from treespec_weights.tokenizer import read_vocabulary
 
@@ -99,10 +99,9 @@ def _check_tokenizer(root: Path, config: dict[str, Any], shape: ModelShape | Non
 def _check_tensors(checkpoint: Checkpoint, rules: FamilyRules | None, shape: ModelShape | None) -> Check:
     if rules is None or shape is None:
         return Check("tensors", False, "not reached: the config is not usable", ())
-    placements, problems = match(checkpoint, shape, rules)
-    problems = problems or value_problems(checkpoint, shape, rules)
-    head = "tied head" if shape.tied else "untied head"
-    return Check("tensors", True, f"all {len(placements):,} names and shapes as expected, {head}", tuple(problems))
+    tensors = ModelTensors(checkpoint, shape, rules)
+    detail = f"all {len(tensors.placements):,} names and shapes as expected, {'tied' if shape.tied else 'untied'} head"
+    return Check("tensors", True, detail, tuple(tensors.problems() or tensors.value_problems()))
 
 
 def _check_values(checkpoint: Checkpoint, on_values: Callable[[int, int], None] | None, chunk: int) -> Check:

@@ -86,12 +86,7 @@ def connect(target: Path, target_size: int, draft: Path, draft_size: int) -> Con
         return _without_files(kind, folders, target_size, draft_size)
     if target.is_file() and draft.is_file() and have_equal_tokenizers(read_gguf(target), read_gguf(draft)):
         return Connection(kind)
-    target_vocabulary, draft_vocabulary = read_vocabulary(target), read_vocabulary(draft)
-    if (
-        target_vocabulary is not None
-        and draft_vocabulary is not None
-        and target_vocabulary.sha256 == draft_vocabulary.sha256
-    ):
+    if (vocabulary := read_vocabulary(target)) is not None and vocabulary == read_vocabulary(draft):
         return Connection(kind)
     codecs = Codec.read(target), Codec.read(draft)
     if not _conflicts(*codecs):
@@ -119,11 +114,8 @@ def _without_files(kind: Kind, folders: list[Path], target_size: int, draft_size
 def _conflicts(target: Codec, draft: Codec) -> bool:
     """Return whether some id has different meanings for target and draft."""
     names = [{id: name.encode() for name, id in codec.controls.items()} for codec in (target, draft)]
-    for id, (target_token, draft_token) in enumerate(zip(target.tokens, draft.tokens, strict=False)):
-        meanings = [
-            data if data is not None else name.get(id)
-            for data, name in zip((target_token, draft_token), names, strict=True)
-        ]
+    for id, tokens in enumerate(zip(target.tokens, draft.tokens, strict=False)):
+        meanings = [data if data is not None else name.get(id) for data, name in zip(tokens, names, strict=True)]
         if None not in meanings and meanings[0] != meanings[1]:
             return True
     return False

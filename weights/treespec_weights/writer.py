@@ -78,18 +78,6 @@ def plan_shards(groups: Iterable[Sequence[Output]], shard_bytes: int) -> list[Sh
     ]
 
 
-def progress(on_bytes: Callable[[int, int], None] | None, total: int, done: int = 0) -> Callable[[int], None]:
-    """Return an `on_bytes` for `write_shard` that calls another one with the running sum, from `done`, and `total`."""
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if on_bytes:
-            on_bytes(done, total)
-
-    return advance
-
-
 def write_shard(
     folder: Path, shard: Shard, tensors: Iterable[Tensor], on_bytes: Callable[[int], None] | None = None
 ) -> None:

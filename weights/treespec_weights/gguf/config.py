@@ -213,21 +213,20 @@ def _positive(file: GgufFile, key: str, default: float | None, problems: list[Pr
 
 def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dict[str, Any]:
     """Return the config keys of experts. Missing values are left to `ExpertRules.read`."""
-    keys = {"expert_count": rules.count[0], "expert_used_count": rules.top_k}
-    keys |= {"leading_dense_block_count": rules.dense, "expert_weights_norm": "norm_topk_prob"}
-    if rules.size != "intermediate_size":
-        keys["expert_feed_forward_length"] = rules.size
-    if rules.shared_size not in (None, "intermediate_size"):
-        keys["expert_shared_feed_forward_length"] = rules.shared_size
-    if rules.shared_count is not None:
-        keys["expert_shared_count"] = rules.shared_count
-    if rules.latent_size is not None:
-        keys["moe_latent_size"] = rules.latent_size
-    if rules.grouped:
-        keys |= {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
-    if rules.scale is not None:
-        keys["expert_weights_scale"] = rules.scale
-    elif file.value("expert_weights_scale") not in (None, 0, 1):
+    keys = {
+        "expert_count": rules.count[0],
+        "expert_used_count": rules.top_k,
+        "leading_dense_block_count": rules.dense,
+        "expert_weights_norm": "norm_topk_prob",
+        "expert_feed_forward_length": rules.size,
+        "expert_shared_feed_forward_length": rules.shared_size,
+        "expert_shared_count": rules.shared_count,
+        "moe_latent_size": rules.latent_size,
+        "expert_group_count": "n_group" if rules.grouped else None,
+        "expert_group_used_count": "topk_group" if rules.grouped else None,
+        "expert_weights_scale": rules.scale,
+    }
+    if rules.scale is None and file.value("expert_weights_scale") not in (None, 0, 1):
         message = f"{file.value('expert_weights_scale')!r} is not supported"
         problems.append(_problem(file, "expert_weights_scale", message))
     gating = file.value("expert_gating_func")
@@ -239,7 +238,8 @@ def _experts(file: GgufFile, rules: ExpertRules, problems: list[Problem]) -> dic
         config[rules.count[0]] = 0
     if rules.switch is not None:
         config[rules.switch] = bool(file.value("expert_count"))
-    return config | {name: value for key, name in keys.items() if (value := file.value(key)) is not None}
+    read = {name: file.value(key) for key, name in keys.items() if name not in (None, "intermediate_size")}
+    return config | {name: value for name, value in read.items() if name is not None and value is not None}
 
 
 def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
@@ -276,10 +276,8 @@ def _attention(file: GgufFile, config: Mapping[str, Any], problems: list[Problem
 
 def _unequal(file: GgufFile, config: Mapping[str, Any], natural: Callable[..., int]) -> dict[str, Any]:
     """Return the config keys of Gemma 4's unequal layers and of their per-layer inputs."""
-    kinds, kv_heads, widths = (
-        config["layer_types"],
-        *map(file.value, ("attention.head_count_kv", "feed_forward_length")),
-    )
+    kinds, kv_heads = config["layer_types"], file.value("attention.head_count_kv")
+    widths = file.value("feed_forward_length")
     full = kinds.index(FULL_ATTENTION) if FULL_ATTENTION in kinds else 0
     fields = {
         "global_head_dim": config["head_dim"],

@@ -25,74 +25,70 @@ from treespec_weights.gguf.reader import GgufFile, GgufTensor, gguf_package, rea
 from treespec_weights.quant_schemes import Form
 from treespec_weights.rules import LAYER, PredictorRules
 
-_PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # GGUF name to decoder parameters; families differ in ffn_up
-    "token_embd": (("embed",),),
-    "output_norm": (("final_norm",),),
-    "output": (("lm_head",),),
-    "attn_norm": (("attn_norm",),),
-    "attn_q": (("q",), ("q", "attn_gate")),
-    "attn_k": (("k",),),
-    "attn_v": (("v",),),
-    "attn_qkv": (("q", "k", "v"), ("mix_q", "mix_k", "mix_v")),
-    "attn_q_norm": (("q_norm",),),
-    "attn_k_norm": (("k_norm",),),
-    "attn_output": (("o",),),
-    "attn_sinks": (("sinks",),),
-    "post_attention_norm": (("attn_post_norm",), ("mlp_norm",)),
-    "ffn_norm": (("mlp_norm",),),
-    "ffn_gate": (("gate",),),
-    "ffn_up": (("up",), ("gate", "up")),
-    "ffn_down": (("down",),),
-    "post_ffw_norm": (("mlp_post_norm",),),
-    "attn_gate": (("mix_gate",),),
-    "ssm_a": (("decay_log",),),
-    "ssm_alpha": (("decay",),),
-    "ssm_ba": (("beta", "decay"),),
-    "ssm_beta": (("beta",),),
-    "ssm_conv1d": (("conv_q", "conv_k", "conv_v"), ("conv_v", "conv_k", "conv_q")),
-    "ssm_dt": (("dt",),),  # bias of the time step
-    "ssm_d": (("skip",),),
-    "ssm_in": (("mix_gate", "mix_v", "mix_k", "mix_q", "decay"),),
-    "ssm_norm": (("mix_gain",),),
-    "ssm_out": (("mix_out",),),
-    "shortconv.conv": (("conv",),),
-    "shortconv.in_proj": (("mix",),),
-    "shortconv.out_proj": (("mix_out",),),
-    "token_embd_norm": (("final_norm",),),
-    "ffn_gate_inp": (("router",),),
-    "exp_probs_b": (("router_correction",),),
-    "ffn_gate_inp_shexp": (("shared.scale",),),
-    "ffn_latent_down": (("latent_in",),),
-    "ffn_latent_up": (("latent_out",),),
-    "ffn_gate_inp.scale": (("router_norm",),),
-    "ffn_down_exps.scale": (("expert_scales",),),
-    "ffn_gate_up_exps": (("experts.{e}.gate", "experts.{e}.up"),),
-    "pre_ffw_norm_2": (("experts_norm",),),
-    "post_ffw_norm_1": (("shared_post_norm",),),
-    "post_ffw_norm_2": (("experts_post_norm",),),
-    "per_layer_token_embd": (("input_embed",),),
-    "per_layer_model_proj": (("input_project",),),
-    "per_layer_proj_norm": (("input_norm",),),
-    "inp_gate": (("input_gate",),),
-    "proj": (("input_out",),),
-    "post_norm": (("input_norm",),),
-    "layer_output_scale": (("scalar",),),
-    "nextn.eh_proj": (("fc",),),
-    "nextn.enorm": (("embed_norm",),),
-    "nextn.hnorm": (("feature_norm",),),
-    "nextn.shared_head_norm": (("final_norm",),),
-    **{f"ffn_{name}_exps": ((f"experts.{{e}}.{name}",),) for name in ("gate", "up", "down")},
-    **{f"ffn_{name}_shexp": ((f"shared.{name}",),) for name in ("gate", "up", "down")},
+# GGUF name -> decoder parameters; families differ in those separated by |
+_PARAMETERS = {
+    "token_embd": "embed",
+    "output_norm": "final_norm",
+    "output": "lm_head",
+    "attn_norm": "attn_norm",
+    "attn_q": "q | q attn_gate",
+    "attn_k": "k",
+    "attn_v": "v",
+    "attn_qkv": "q k v | mix_q mix_k mix_v",
+    "attn_q_norm": "q_norm",
+    "attn_k_norm": "k_norm",
+    "attn_output": "o",
+    "attn_sinks": "sinks",
+    "post_attention_norm": "attn_post_norm | mlp_norm",
+    "ffn_norm": "mlp_norm",
+    "ffn_gate": "gate",
+    "ffn_up": "up | gate up",
+    "ffn_down": "down",
+    "post_ffw_norm": "mlp_post_norm",
+    "attn_gate": "mix_gate",
+    "ssm_a": "decay_log",
+    "ssm_alpha": "decay",
+    "ssm_ba": "beta decay",
+    "ssm_beta": "beta",
+    "ssm_conv1d": "conv_q conv_k conv_v | conv_v conv_k conv_q",
+    "ssm_dt": "dt",  # bias of the time step
+    "ssm_d": "skip",
+    "ssm_in": "mix_gate mix_v mix_k mix_q decay",
+    "ssm_norm": "mix_gain",
+    "ssm_out": "mix_out",
+    "shortconv.conv": "conv",
+    "shortconv.in_proj": "mix",
+    "shortconv.out_proj": "mix_out",
+    "token_embd_norm": "final_norm",
+    "ffn_gate_inp": "router",
+    "exp_probs_b": "router_correction",
+    "ffn_gate_inp_shexp": "shared.scale",
+    "ffn_latent_down": "latent_in",
+    "ffn_latent_up": "latent_out",
+    "ffn_gate_inp.scale": "router_norm",
+    "ffn_down_exps.scale": "expert_scales",
+    "ffn_gate_up_exps": "experts.{e}.gate experts.{e}.up",
+    "pre_ffw_norm_2": "experts_norm",
+    "post_ffw_norm_1": "shared_post_norm",
+    "post_ffw_norm_2": "experts_post_norm",
+    "per_layer_token_embd": "input_embed",
+    "per_layer_model_proj": "input_project",
+    "per_layer_proj_norm": "input_norm",
+    "inp_gate": "input_gate",
+    "proj": "input_out",
+    "post_norm": "input_norm",
+    "layer_output_scale": "scalar",
+    "nextn.eh_proj": "fc",
+    "nextn.enorm": "embed_norm",
+    "nextn.hnorm": "feature_norm",
+    "nextn.shared_head_norm": "final_norm",
+    **{f"ffn_{name}_exps": f"experts.{{e}}.{name}" for name in ("gate", "up", "down")},
+    **{f"ffn_{name}_shexp": f"shared.{name}" for name in ("gate", "up", "down")},
 }
 _VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # stored with additional dimensions
 _CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
-_PRODUCTS = {
-    "k": "q",
-    "v": "q",
-    "up": "gate",
-    "mix_gate": "mix_q",
-    "decay": "beta",
-}  # parameter -> parameter whose product it is fused into
+# parameter -> parameter whose product it is fused into
+_PRODUCTS = {"k": "q", "v": "q", "up": "gate", "mix_gate": "mix_q", "decay": "beta"}
 _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<stem>.*?)(\.(?P<kind>weight|bias))?", re.DOTALL)  # matches any name
 
 
@@ -164,7 +160,8 @@ def _parameters(name: str) -> list[tuple[str, ...]]:
     match = _parsed(name)
     prefix = "" if match["layer"] is None else "layers.{i}."
     suffix = "_bias" if match["kind"] == "bias" and match["stem"] != "exp_probs_b" else ""
-    return [tuple(f"{prefix}{param}{suffix}" for param in params) for params in _PARAMETERS.get(match["stem"], ())]
+    alternatives = _PARAMETERS[match["stem"]].split("|") if match["stem"] in _PARAMETERS else []
+    return [tuple(f"{prefix}{param}{suffix}" for param in params.split()) for params in alternatives]
 
 
 def block_types(file: GgufFile) -> dict[str, tuple[str, Form]]:
@@ -240,7 +237,7 @@ class GgufTensors:
         else:
             data = data.reshape(*entry.shape[:-1], -1)
         heads = self._permuted.get(_stem(self._names_in_file[name]))
-        if type(heads) is int and heads > 0 and len(data) % (2 * heads) == 0:  # otherwise `match` reports the shape
+        if type(heads) is int and heads > 0 and len(data) % (2 * heads) == 0:  # else `ModelTensors` reports the shape
             # The converter moved rows [2, head_dim / 2] of a head to [head_dim / 2, 2]. A row's blocks stay together.
             permuted = data.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
             Blocks(entry.type, data, self._bytes[entry.file].base).release()  # drops the pages that were copied

@@ -192,7 +192,7 @@ def grown_on_host(case: GrowthCase) -> list[TokenTree]:
     sizes = case.sizes
     shapes = [TreeLimits(sizes.depth, nodes, None, ends) for nodes, ends in zip(case.nodes, case.ends, strict=True)]
     limits = {"max_children": sizes.proposals, "max_frontier": sizes.frontier}
-    forest = Forest(case.trees, shapes, sizes.ssms, case.evidence, **limits)
+    forest = Forest(case.trees, shapes, case.evidence, **limits)
     while len(forest.frontier.nodes):
         forest.extend(said_by(case, forest), case.weights)
     grown = forest.finish([f"ssm-{i}" for i in range(sizes.ssms)])

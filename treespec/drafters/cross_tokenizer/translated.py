@@ -16,7 +16,7 @@ from torch import Tensor
 from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter, CrossTokenizerState, roots
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
+from treespec.drafters.ssm.forest import Forest, GrowingForest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.ssm_state import grown_masks, rows_of_level
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -75,18 +75,18 @@ class TranslatedDrafter(CrossTokenizerDrafter):
             moved.append(kept)
         self.cache.commit(0, pages, lengths, moved)
 
-    def _forest(self, requests: Sequence[Request], depths: Sequence[int], random: bool) -> Forest | DrawnForest:
+    def _forest(self, requests: Sequence[Request], depths: Sequence[int], random: bool) -> GrowingForest:
         """Create trees that contain only their roots."""
         limits = [
             TreeLimits(depth, request.spec.max_nodes, request.spec.branching, request.end_tokens)
             for request, depth in zip(requests, depths, strict=True)
         ]
         if not random:
-            return Forest(roots(requests), limits, 1, SeedEvidence())
+            return Forest(roots(requests), limits, SeedEvidence())
         adaptive = [request.spec.is_adaptive for request in requests]
         return DrawnForest(requests, roots(requests), limits, adaptive, self.prices.least_value)
 
-    def _grow(self, requests: Sequence[Request], forest: Forest | DrawnForest) -> None:
+    def _grow(self, requests: Sequence[Request], forest: GrowingForest) -> None:
         adaptive = np.array([request.spec.is_adaptive for request in requests], dtype=bool)
         states = [self._states[request.request_id] for request in requests]
         last_open_mass = forest.open_mass()
@@ -107,9 +107,7 @@ class TranslatedDrafter(CrossTokenizerDrafter):
             shared = self.translation.to_draft[forest.frontier.tokens] >= 0
             forest.frontier = forest.frontier.select(shared)
 
-    def _stop_unprofitable(
-        self, forest: Forest | DrawnForest, adaptive: np.ndarray, last_open_mass: np.ndarray
-    ) -> np.ndarray:
+    def _stop_unprofitable(self, forest: GrowingForest, adaptive: np.ndarray, last_open_mass: np.ndarray) -> np.ndarray:
         """Stop all trees if they are adaptive and another level does not pay off; return the current open mass."""
         current = forest.open_mass()
         growing = np.unique(forest.frontier.tree_ids)
@@ -123,7 +121,7 @@ class TranslatedDrafter(CrossTokenizerDrafter):
             forest.stop(np.ones(len(adaptive), dtype=bool))
         return current
 
-    def _score(self, states: Sequence[CrossTokenizerState], forest: Forest | DrawnForest) -> Tensor:
+    def _score(self, states: Sequence[CrossTokenizerState], forest: GrowingForest) -> Tensor:
         """Return the next-token logits of the frontier's nodes, float32 [num_rows, draft vocab]."""
         frontier, rows = forest.frontier, []
         for tree_id, part in frontier.slices().items():
@@ -132,7 +130,7 @@ class TranslatedDrafter(CrossTokenizerDrafter):
             rows.append(rows_of_level(state.masks, part.stop - part.start, root, state.pages, state.max_len))
         return self._forward(rows, self.translation.to_draft[frontier.tokens].tolist())
 
-    def _probs(self, logits: Tensor, requests: Sequence[Request], forest: Forest | DrawnForest) -> Tensor:
+    def _probs(self, logits: Tensor, requests: Sequence[Request], forest: GrowingForest) -> Tensor:
         """Return each request's sampling probabilities over the shared tokens, float32 [num_rows, target vocab]."""
         logits = logits.index_select(1, self._columns).masked_fill_(self._masked, -torch.inf)
         paths = forest.paths() if any(request.restriction for request in requests) else []

@@ -13,8 +13,7 @@ import torch
 
 from treespec.cache.kv_cache import KVCache
 from treespec.cache.state_pool import StatePool
-from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import Forest, SsmProbs
+from treespec.drafters.ssm.forest import Forest, GrowingForest, SsmProbs
 from treespec.drafters.ssm.levels import PlannedLevels
 from treespec.drafters.ssm.scoring import (
     NO_FEATURES,
@@ -49,7 +48,7 @@ class GrowingTrees:
 
     requests: Sequence[Request]
     states: Sequence[SsmState]
-    forest: Forest | DrawnForest  # trees that contain only their roots
+    forest: GrowingForest  # trees that contain only their roots
     adaptive: Sequence[bool]  # by tree, whether `rule` chooses its depth
     rule: LevelRule  # decides whether another level pays off
     drafted: Drafted  # work counters of the round; updated

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from treespec.cache.kv_cache import KVCache
-from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import Forest, Frontier
+from treespec.drafters.ssm.forest import Frontier, GrowingForest
 from treespec.drafters.ssm.ssm_state import grown_masks, rows_of_level
 from treespec.models.decoder import Pass
 from treespec.models.group_model import GroupModel
@@ -54,7 +53,7 @@ class PlannedLevels:
 
 
 def stop_unprofitable(
-    forest: Forest | DrawnForest, adaptive: np.ndarray, rule: LevelRule, last_open_mass: np.ndarray
+    forest: GrowingForest, adaptive: np.ndarray, rule: LevelRule, last_open_mass: np.ndarray
 ) -> np.ndarray:
     """Stop adaptive trees whose next level does not pay off; return all trees' open mass, float64 [num_trees].
 

@@ -21,7 +21,7 @@ from treespec.drafters.ssm.additions import Additions
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
 from treespec.drafters.ssm.compiled_growth import CompiledGrowth, DraftReads
 from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import Forest, TreeLimits
+from treespec.drafters.ssm.forest import Forest, GrowingForest, TreeLimits
 from treespec.drafters.ssm.group_draft import CATCH_UP_CHUNK, GroupDraft, GrowingTrees, group_draft
 from treespec.drafters.ssm.levels import PlannedLevels, stop_unprofitable
 from treespec.drafters.ssm.scoring import Rows
@@ -108,11 +108,11 @@ class SsmDrafter:
             of_group = rule if len(group) == len(requests) else rule.select(group)
             grown = None if kind else self._grow_compiled(of_kind, states, seeds, limits, of_group, adaptive)
             if grown is None:
-                forest: Forest | DrawnForest
+                forest: GrowingForest
                 if kind:
                     forest = DrawnForest(of_kind, seeds, limits, adaptive, rule.least_value)
                 else:
-                    forest = Forest(seeds, limits, len(self.models), self.evidence)
+                    forest = Forest(seeds, limits, self.evidence)
                 self._grow(GrowingTrees(of_kind, states, forest, adaptive, of_group, self.drafted))
                 self.drafted.levels += forest.depth
                 grown = forest.finish(self.names)

@@ -43,6 +43,17 @@ class DraftReads(NamedTuple):
     inputs: DraftInputs
 
 
+class GrowthBatch(NamedTuple):
+    """Trees to grow in a call, by request."""
+
+    requests: Sequence[Request]
+    seed_trees: Sequence[TokenTree]  # proposals of other sources
+    limits: Sequence[TreeLimits]
+    weights: Sequence[np.ndarray]  # mixture weights, float [num_ssms]; sum 1
+    adaptive: Sequence[bool]  # whether `rule` ends the growth
+    rule: LevelRule
+
+
 class ScoredRows(NamedTuple):
     """The drafts' scores in a call."""
 
@@ -83,23 +94,18 @@ class CompiledGrowth:
     def grow(
         self,
         models: DraftModels,  # models that draft for at least one tree
-        requests: Sequence[Request],
-        seed_trees: Sequence[TokenTree],  # proposals of other sources, by request
-        limits: Sequence[TreeLimits],  # by request
         reads: Sequence[DraftReads],  # by model
-        weights: Sequence[np.ndarray],  # mixture weights by request, float [num_ssms]; sum 1
-        rule: LevelRule,  # rule that ends the growth of adaptive trees
-        adaptive: Sequence[bool],  # by request
+        batch: GrowthBatch,
     ) -> tuple[list[TokenTree], ScoredRows]:
         """Return the trees and the scores."""
         t, drafts = self.trees, models.drafts
         seeds = [
             tree.best(1 + SEEDS) if limit.max_depth and len(tree.tokens) > 1 + SEEDS else tree
-            for tree, limit in zip(seed_trees, limits, strict=True)
+            for tree, limit in zip(batch.seed_trees, batch.limits, strict=True)
         ]
-        scores = self.prepare(models, requests, seeds, limits, reads, weights, rule, adaptive)
-        if any(request.restriction for request in requests):
-            self._held.append(narrow := _Narrow(functools.partial(self._narrow, requests, models, scores)))
+        scores = self.prepare(models, reads, batch._replace(seed_trees=seeds))
+        if any(request.restriction for request in batch.requests):
+            self._held.append(narrow := _Narrow(functools.partial(self._narrow, batch.requests, models, scores)))
             t.narrow = ctypes.cast(narrow, ctypes.c_void_p)
         placed = models.library.treespec_draft(ctypes.byref(t), drafts)
         assert placed, NO_PAGE
@@ -116,31 +122,32 @@ class CompiledGrowth:
 
     def prepare(
         self,
-        models: DraftModels | None,  # None if nothing will be drafted; other arguments as in `grow`
-        requests: Sequence[Request],
-        seeds: Sequence[TokenTree],
-        limits: Sequence[TreeLimits],
-        reads: Sequence[DraftReads],
-        weights: Sequence[np.ndarray],
-        rule: LevelRule,
-        adaptive: Sequence[bool],
+        models: DraftModels | None,  # None if nothing will be drafted
+        reads: Sequence[DraftReads],  # by model
+        batch: GrowthBatch,
         further_seeds: int = 0,  # number of seeds besides these to make room for
         further_reads: int = 0,  # number of committed tokens, besides these, whose scores to make room for
     ) -> list[np.ndarray]:
         """Set `trees` and the drafts' inputs and outputs; return the buffers of their scores."""
-        t, count, drafts = self.trees, len(requests), () if models is None else models.drafts
+        t, drafts, requests, seeds = (
+            self.trees,
+            () if models is None else models.drafts,
+            batch.requests,
+            batch.seed_trees,
+        )
+        count = len(requests)
         num_seeds, num_draws = sum([len(t.tokens) for t in seeds]), sum([len(t.draw_nodes) for t in seeds])
         num_seeds, num_draws = num_seeds + further_seeds, num_draws + 2 * further_seeds
         t.num_trees, t.num_drafts, t.reads = count, len(drafts), t.num_ssms > 1
-        nodes, rows = self._room(limits)
+        nodes, rows = self._room(batch.limits)
         self._reserve(count, num_seeds + nodes, rows, (num_seeds + nodes) * t.num_ssms + num_draws)
         firsts = [
             min([read.valid[i] for read in reads if read.active[i]], default=request.context_len)
             for i, request in enumerate(requests)
         ]
         tokens = [r.tokens[first : r.context_len + 1] for r, first in zip(requests, firsts, strict=True)]
-        of_call = self._pack(requests, seeds, limits, reads, tokens, rule, adaptive)
-        mixture = np.array(weights, dtype=np.float32)
+        of_call = self._pack(batch, reads, tokens)
+        mixture = np.array(batch.weights, dtype=np.float32)
         self._held, self.rule = [of_call, mixture, _pack_sampling(t, requests)], of_call[-1]
         t.weights = address_of(mixture, np.float32)
         num_read = sum(map(len, tokens)) - count + further_reads if t.reads else 0
@@ -187,15 +194,12 @@ class CompiledGrowth:
 
     def _pack(
         self,
-        requests: Sequence[Request],
-        seeds: Sequence[TokenTree],
-        limits: Sequence[TreeLimits],
+        batch: GrowthBatch,
         reads: Sequence[DraftReads],
         tokens: Sequence[Sequence[int]],  # last committed tokens by request, the root last
-        rule: LevelRule,
-        adaptive: Sequence[bool],
     ) -> Any:
         """Set the call's list arguments; return the array that owns their memory."""
+        requests, seeds, limits, _, adaptive, rule = batch
         t, count = self.trees, len(requests)
         pages, ends = [request.pages for request in requests], [limit.end_tokens for limit in limits]
         depths, is_fixed = [limit.max_depth for limit in limits], any(limit.branching for limit in limits)

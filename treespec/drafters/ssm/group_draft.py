@@ -37,7 +37,6 @@ from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_plan import state_addresses
 from treespec_kernels.cpu.growth_cpu import STRUCTS, DraftInputs
 from treespec_kernels.recurrent.request_state import StateRows
-from treespec_kernels.tree.level_rule import LevelRule
 
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
 
@@ -49,15 +48,9 @@ class GrowingTrees:
     requests: Sequence[Request]
     states: Sequence[SsmState]
     forest: GrowingForest  # trees that contain only their roots
-    adaptive: Sequence[bool]  # by tree, whether `rule` chooses its depth
-    rule: LevelRule  # decides whether another level pays off
+    levels: PlannedLevels  # slots and layouts of the newest level
     drafted: Drafted  # work counters of the round; updated
-    levels: PlannedLevels = field(init=False)  # slots and layouts of the newest level
     layouts: dict[object, Pass] = field(default_factory=dict)  # layouts over the roots by plan key
-    weights: list[np.ndarray] = field(init=False)  # by tree, weights of the drafts that score the frontier; sum 1 or 0
-
-    def __post_init__(self) -> None:
-        self.weights = [state.weights for state in self.states]
 
     def unread(self, ssm: int, tree: int) -> Chain:
         """Return the positions without K/V in an SSM's pool, the root's last."""
@@ -65,13 +58,13 @@ class GrowingTrees:
         # The bonus token may be an expanded node with valid K/V, but the root is always recomputed.
         return request, min(int(self.states[tree].valid[ssm]), request.context_len), request.context_len + 1
 
-    def end_drafts(self, drafts: Sequence["GroupDraft"]) -> None:
-        """Exclude drafts that predict nothing below the frontier's depth from the weights."""
-        depth = self.forest.depth
-        if depth and any(draft.max_depth == depth for draft in drafts):
-            scores = np.array([draft.scores_at(depth) for draft in drafts])
-            remaining = [state.weights * scores for state in self.states]
-            self.weights = [weights / max(float(weights.sum()), 1e-9) for weights in remaining]
+    def weights(self, drafts: Sequence["GroupDraft"]) -> list[np.ndarray]:
+        """Return, by tree, the weights of the drafts that score the frontier; sum 1 or 0."""
+        scores = np.array([draft.scores_at(self.forest.depth) for draft in drafts])
+        if scores.all():
+            return [state.weights for state in self.states]
+        remaining = [state.weights * scores for state in self.states]
+        return [weights / max(float(weights.sum()), 1e-9) for weights in remaining]
 
     def score(self, drafts: Sequence["GroupDraft"]) -> list[SsmProbs]:
         """Score the frontier with each active draft; at roots, the same pass reads the tokens that a draft missed."""

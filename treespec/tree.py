@@ -160,9 +160,9 @@ class TokenTree:
 
     def match(self, text: Sequence[int]) -> np.ndarray:
         """Return the path that matches the longest prefix of the tokens after the root, as `follow` does."""
-        path, end, depth, most = [0], 0, 0, len(text)
+        path, end, depth, max_depth = [0], 0, 0, len(text)
         for node, (parent, token) in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
-            if node and parent == end and depth < most and token == text[depth]:
+            if node and parent == end and depth < max_depth and token == text[depth]:
                 path.append(node)
                 end, depth = node, depth + 1
         return np.array(path, dtype=np.int64)

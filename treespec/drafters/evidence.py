@@ -66,8 +66,8 @@ class SeedEvidence:
         """
         prob = min(max(prob, MIN_PROB), MAX_PROB)
         logit, variance, error = math.log(prob / (1 - prob)), merged * (1 - merged), correct - merged
-        of_bias, of_slope = (information * (1 - 1 / MEMORY) for information in self._information)
-        self._information = [of_bias + variance, of_slope + variance * logit**2]
-        of_bias, of_slope = (max(information, 1.0) for information in self._information)
-        self.bias = min(max(self.bias + error / of_bias, _BIAS_RANGE[0]), _BIAS_RANGE[1])
-        self.slope = min(max(self.slope + error * logit / of_slope, _SLOPE_RANGE[0]), _SLOPE_RANGE[1])
+        bias_information, slope_information = (information * (1 - 1 / MEMORY) for information in self._information)
+        self._information = [bias_information + variance, slope_information + variance * logit**2]
+        bias_information, slope_information = (max(information, 1.0) for information in self._information)
+        self.bias = min(max(self.bias + error / bias_information, _BIAS_RANGE[0]), _BIAS_RANGE[1])
+        self.slope = min(max(self.slope + error * logit / slope_information, _SLOPE_RANGE[0]), _SLOPE_RANGE[1])

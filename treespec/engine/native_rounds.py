@@ -210,7 +210,7 @@ class NativeRounds:
         searches = lookup.prepare_rounds(requests, depths, planner.least_value, rounds, most_new)
         if searches is None:
             return None
-        seconds = planner.row_seconds(most_rows)
+        seconds = planner.costs.verify_each(np.arange(most_rows + 1))
         numbers, addresses = packed(
             searches.searched,
             [walk_rule(request, request.draws_at_random) for request in requests],

@@ -146,9 +146,9 @@ class CompiledGrowth:
             for i, request in enumerate(requests)
         ]
         tokens = [r.tokens[first : r.context_len + 1] for r, first in zip(requests, firsts, strict=True)]
-        of_call = self._pack(batch, reads, tokens)
+        arguments = self._pack(batch, reads, tokens)
         mixture = np.array(batch.weights, dtype=np.float32)
-        self._held, self.rule = [of_call, mixture, _pack_sampling(t, requests)], of_call[-1]
+        self._held, self.rule = [arguments, mixture, _pack_sampling(t, requests)], arguments[-1]
         t.weights = address_of(mixture, np.float32)
         num_read = sum(map(len, tokens)) - count + further_reads if t.reads else 0
         scores = [self._scores_of(draft, rows + num_read) for draft in drafts]
@@ -198,7 +198,7 @@ class CompiledGrowth:
         reads: Sequence[DraftReads],
         tokens: Sequence[Sequence[int]],  # last committed tokens by request, the root last
     ) -> Any:
-        """Set the call's list arguments; return the array that owns their memory."""
+        """Set the call's list arguments and its rule; return the owners of their memory, the rule's struct last."""
         requests, seeds, limits, _, adaptive, rule = batch
         t, count = self.trees, len(requests)
         pages, ends = [request.pages for request in requests], [limit.end_tokens for limit in limits]
@@ -224,20 +224,20 @@ class CompiledGrowth:
         )
         for name, address in zip(_LISTS, addresses, strict=False):
             setattr(t, name, address)
-        of_rule, branching = addresses[len(_LISTS) :]
+        adaptive_address, branching = addresses[len(_LISTS) :]
         t.branching = branching if is_fixed else None
         all_pages = pages[0] if count == 1 else np.concatenate(pages)
-        t.pages, of_seeds = address_of(all_pages), list[np.ndarray]()
+        t.pages, seed_columns = address_of(all_pages), list[np.ndarray]()
         if any(len(tree.tokens) > 1 for tree in seeds):
             probs = np.concatenate([tree.probs for tree in seeds], dtype=np.float32)
-            of_seeds = [probs, self.evidence.ratios(probs), np.concatenate([tree.draw_probs for tree in seeds])]
-            t.seed_probs, t.seed_ratios = address_of(probs, np.float32), address_of(of_seeds[1], np.float32)
-            t.seed_draw_probs = address_of(of_seeds[2], np.float64)
+            seed_columns = [probs, self.evidence.ratios(probs), np.concatenate([tree.draw_probs for tree in seeds])]
+            t.seed_probs, t.seed_ratios = address_of(probs, np.float32), address_of(seed_columns[1], np.float32)
+            t.seed_draw_probs = address_of(seed_columns[2], np.float64)
         token_weights = (ctypes.c_double * count)(*rule.token_weights)
         costs = rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value
-        of_call = STRUCTS["Rule"](*costs, of_rule, addressof(token_weights))
-        t.rule = addressof(of_call) if any(adaptive) else None
-        return numbers, all_pages, of_seeds, token_weights, of_call
+        rule_struct = STRUCTS["Rule"](*costs, adaptive_address, addressof(token_weights))
+        t.rule = addressof(rule_struct) if any(adaptive) else None
+        return numbers, all_pages, seed_columns, token_weights, rule_struct
 
     def _room(self, limits: Sequence[TreeLimits]) -> tuple[int, int]:
         """Return upper bounds of the numbers of grown nodes and of expanded nodes."""
@@ -285,9 +285,9 @@ class CompiledGrowth:
         for i, seed_tree in enumerate(seeds):
             node_slice, draw_slice = slice(first_node[i], first_node[i + 1]), slice(first_draw[i], first_draw[i + 1])
             columns = tokens[node_slice], parents[node_slice], depths[node_slice], probs[node_slice]
-            of_draws = drawn_nodes[draw_slice], sources[draw_slice], drawn_probs[draw_slice]
+            draw_columns = drawn_nodes[draw_slice], sources[draw_slice], drawn_probs[draw_slice]
             names = self.names if len(seed_tree.tokens) == 1 else self.names + seed_tree.source_names
-            tree = TokenTree(*columns, *of_draws, names, slots=slots[node_slice])
+            tree = TokenTree(*columns, *draw_columns, names, slots=slots[node_slice])
             trees.append(tree.with_values(values[node_slice]))
         return trees
 
@@ -308,7 +308,7 @@ def _pack_sampling(trees: Any, requests: Sequence[Request]) -> Any:
     adds_noise = [request.spec.verification == "coupled" for request in requests]
     numbers, addresses = packed(adds_noise, *([*column] for column in zip(*keys, strict=True)))
     temperatures = [0.0 if sampler is None else sampler.temperature for sampler in samplers]
-    of_trees = (ctypes.c_double * len(requests))(*temperatures)
-    sampling = STRUCTS["Sampling"](addressof(of_trees), *addresses)
+    temperature_array = (ctypes.c_double * len(requests))(*temperatures)
+    sampling = STRUCTS["Sampling"](addressof(temperature_array), *addresses)
     trees.sampling = addressof(sampling)
-    return numbers, of_trees, sampling
+    return numbers, temperature_array, sampling

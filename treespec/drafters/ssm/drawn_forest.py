@@ -97,7 +97,7 @@ class _DrawnTree(GrowingTree):
         return tuple(token for other, token in node.drawn if self.mode == "cross-source" or other == ssm)
 
     def extend(self, nodes: Sequence[int], proposals: Sequence[dict[int, np.ndarray]], weights: np.ndarray) -> None:
-        scored = [_Node(node, weights, of_node) for node, of_node in zip(nodes, proposals, strict=True)]
+        scored = [_Node(node, weights, distributions) for node, distributions in zip(nodes, proposals, strict=True)]
         self.scored += scored
         for node in sorted(scored, key=lambda node: -self.values[node.index]):
             self._grow(node)

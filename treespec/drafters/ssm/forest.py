@@ -162,7 +162,7 @@ class GrowingForest(ABC):
         self.frontier = self._frontier([[0] if tree.limit.max_depth else [] for tree in trees])
 
     def _frontier(self, nodes: Sequence[Sequence[int]]) -> Frontier:
-        rows = [(self.trees[tree_id], tree_id, node) for tree_id, of_tree in enumerate(nodes) for node in of_tree]
+        rows = [(self.trees[tree_id], tree_id, node) for tree_id, tree_nodes in enumerate(nodes) for node in tree_nodes]
         columns = [(node, tree.tokens[node], i, tree.slots.get(tree.parents[node], -1)) for tree, i, node in rows]
         return Frontier(*np.array(columns, dtype=np.int64).reshape(len(rows), 4).T.copy())
 
@@ -180,10 +180,10 @@ class GrowingForest(ABC):
         proposals: list[dict[int, Any]] = [{} for _ in frontier.nodes]
         broken = np.zeros(len(proposals), dtype=bool)
         for scores in ssm_probs:
-            of_rows, finite = self._proposals(scores)
+            ssm_proposals, finite = self._proposals(scores)
             broken[scores.rows[~finite]] = True
             for i in np.flatnonzero(finite).tolist():
-                proposals[scores.rows[i]][scores.ssm] = of_rows[i]
+                proposals[scores.rows[i]][scores.ssm] = ssm_proposals[i]
         self.depth += 1
         for tree_id, part in frontier.slices().items():
             tree, nodes = self.trees[tree_id], frontier.nodes[part].tolist()

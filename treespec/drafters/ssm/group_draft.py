@@ -246,8 +246,8 @@ class OnePassDraft(GroupDraft):
             scored[tree] = rows, scores
         trees.drafted.add_pass(len(slices))
         differ = self.model.uses_node_tokens or any(trees.requests[tree].restriction for tree in slices)
-        most = max(map(forest.children_at, slices)) if isinstance(forest, Forest) else None
-        return level_probs(self.ssm, scored, differ, most)
+        num_top = max(map(forest.children_at, slices)) if isinstance(forest, Forest) else None
+        return level_probs(self.ssm, scored, differ, num_top)
 
     def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
         roots = [(request, start, root + 1) for request, start, root in chains]

@@ -47,7 +47,7 @@ class PlannedLevels:
         if key not in self._plans:
             served = [self._rows[tree_id, self._models[ssm].offset] for tree_id in tree_ids]
             if states:
-                served = [replace(of_tree, state=states[i]) for i, of_tree in zip(tree_ids, served, strict=True)]
+                served = [replace(tree_rows, state=states[i]) for i, tree_rows in zip(tree_ids, served, strict=True)]
             self._plans[key] = self._models[ssm].plan(served, self._cache.pools[1 + ssm])
         return self._plans[key]
 

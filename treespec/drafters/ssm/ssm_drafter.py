@@ -142,7 +142,7 @@ class SsmDrafter:
                 if not len(forest.frontier.nodes):
                     break
             weights, tree_ids = trees.weights(self.drafts), forest.frontier.tree_ids
-            if (ended := np.array([not of_tree.any() for of_tree in weights]))[tree_ids].any():
+            if (ended := np.array([not tree_weights.any() for tree_weights in weights]))[tree_ids].any():
                 forest.stop(ended)
                 continue
             broken = forest.extend(trees.score(self.drafts), weights)
@@ -222,11 +222,11 @@ class SsmDrafter:
                 state.mixture.observe(ssm, start + 1, read_probs)
                 first = last
         if len(self.models) > 1:
-            of_ssm = tree_ids[np.array(read.active)[tree_ids]]
-            of_ssm = of_ssm[: len(probs) - first]  # a block draft has fewer levels than the others
+            rows_of_ssm = tree_ids[np.array(read.active)[tree_ids]]
+            rows_of_ssm = rows_of_ssm[: len(probs) - first]  # a block draft has fewer levels than the others
             for i, (state, drafts) in enumerate(zip(states, read.active, strict=True)):
                 if drafts:
-                    state.scores[ssm].append(rows.select(first + (of_ssm == i).nonzero()[0]))
+                    state.scores[ssm].append(rows.select(first + (rows_of_ssm == i).nonzero()[0]))
 
     def _models_for_call(self, ssms: tuple[int, ...], num_positions: int) -> DraftModels | None:
         """Return these SSMs for passes at positions below `num_positions`; None if any has no compiled pass."""
@@ -322,9 +322,9 @@ class SsmDrafter:
         """Update a request's state after C++ has grown its tree in a prepared round."""
         state = self.state(request)
         self._score_accepted(request, state)
-        for ssm, (of_read, _) in scores.items():
-            state.mixture.observe(ssm, request.context_len - len(of_read) + 1, of_read)
-        state.accepted_probs = {ssm: of_accepted for ssm, (_, of_accepted) in scores.items()}
+        for ssm, (read_probs, _) in scores.items():
+            state.mixture.observe(ssm, request.context_len - len(read_probs) + 1, read_probs)
+        state.accepted_probs = {ssm: accepted_probs for ssm, (_, accepted_probs) in scores.items()}
         state.valid[state.active] = request.context_len
         state.slots, state.seed_tree = tree.slots, seed_tree
 

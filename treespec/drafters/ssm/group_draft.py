@@ -5,7 +5,7 @@ A `StepDraft` scores each level in a pass; a `OnePassDraft` predicts all depths 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -22,7 +22,6 @@ from treespec.drafters.ssm.scoring import (
     ScoredSlice,
     inputs_of,
     level_probs,
-    rows_of,
     score_blocks,
     score_rows,
     unread_of,
@@ -187,14 +186,13 @@ class StepDraft(GroupDraft):
 
     def _rows(self, chains: Sequence[Chain], has_roots: bool) -> list[RequestRows]:
         """Return the rows of a pass over committed tokens, with a root at the end of each chain if `has_roots`."""
-        rows = rows_of(self.model, chains)
-        if self.states is None:
-            return rows
-        states = [self.states.of(request.request_id) for request, *_ in chains]
-        return [
-            replace(chain_rows, state=StateRows(state, chain_rows.num_rows - has_roots))
-            for chain_rows, state in zip(rows, states, strict=True)
-        ]
+        rows = list[RequestRows]()
+        for request, start, stop in chains:
+            states, count = self.states, stop - start
+            state = None if states is None else StateRows(states.of(request.request_id), count - has_roots)
+            first = start - self.model.offset
+            rows.append(RequestRows.chain(first, count, request.pages, request.max_len, state=state))
+        return rows
 
     def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
         if self.states is not None:

@@ -14,7 +14,6 @@ from treespec.models.decoder import Pass
 from treespec.models.group_model import GroupModel, StepModel
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.request import Request
-from treespec_kernels.attention.tree_batch import RequestRows
 
 NO_FEATURES = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -82,13 +81,8 @@ def _softmax_at(logits: np.ndarray, token: int) -> float:
 Chain = tuple[Request, int, int]  # a request, its first position and its last position (exclusive)
 
 
-def rows_of(model: StepModel, chains: Sequence[Chain]) -> list[RequestRows]:
-    """Return the rows of a pass over committed tokens and roots."""
-    return [RequestRows.chain(start - model.offset, stop - start, r.pages, r.max_len) for r, start, stop in chains]
-
-
 def inputs_of(model: StepModel, cache: KVCache, chains: Sequence[Chain]) -> tuple[np.ndarray, Tensor]:
-    """Return the tokens (int64) of a pass over `rows_of(model, chains)`, and the features that a head reads."""
+    """Return the tokens (int64) of a pass over committed tokens and roots, and the features that a head reads."""
     tokens = np.array([token for request, start, stop in chains for token in request.tokens[start:stop]])
     if not model.columns:
         return tokens, NO_FEATURES

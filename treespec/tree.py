@@ -160,9 +160,9 @@ class TokenTree:
 
     def match(self, text: Sequence[int]) -> np.ndarray:
         """Return the path that matches the longest prefix of the tokens after the root, as `follow` does."""
-        path, end, depth, most = [0], 0, 0, len(text)
+        path, end, depth, max_depth = [0], 0, 0, len(text)
         for node, (parent, token) in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
-            if node and parent == end and depth < most and token == text[depth]:
+            if node and parent == end and depth < max_depth and token == text[depth]:
                 path.append(node)
                 end, depth = node, depth + 1
         return np.array(path, dtype=np.int64)
@@ -295,37 +295,25 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
     )
 
 
-def join_seed_tree(tree: TokenTree, seed_tree: TokenTree, seed_of_node: np.ndarray, complete: bool) -> TokenTree:
-    """Append a seed tree's draws to the tree grown over it and, if `complete`, the seeds that are missing in it.
+def add_seed_draws(tree: TokenTree, seed_tree: TokenTree, seed_of_node: np.ndarray) -> TokenTree:
+    """Append a seed tree's draws to a tree that contains some of the seeds and no random draws.
 
-    `seed_of_node`, int64 [num_nodes], is each node's seed index, negative for none. The tree has no random draws.
-    In the result parents precede their children, but nodes are not sorted by depth.
+    `seed_of_node`, int64 [num_nodes], is each node's seed index, negative for none.
     """
     node_of_seed = np.full(len(seed_tree), -1)
     shared = np.flatnonzero(seed_of_node >= 0)
     node_of_seed[seed_of_node[shared]] = shared
-    missing = np.flatnonzero(node_of_seed < 0) if complete else np.empty(0, dtype=np.int64)
-    node_of_seed[missing] = len(tree) + np.arange(len(missing))
     names = tree.source_names + tuple(name for name in seed_tree.source_names if name not in tree.source_names)
     index = np.array([names.index(name) for name in seed_tree.source_names], dtype=np.int64)
     seed_draws = node_of_seed[seed_tree.draw_nodes]
     kept = np.flatnonzero(seed_draws >= 0)
-    probs, above = seed_tree.probs[missing].astype(np.float32), node_of_seed[seed_tree.parents[missing]]
-    values = [*tree.values.astype(np.float32)]
-    for prob, parent in zip(probs, above.tolist(), strict=True):
-        values.append(values[parent] * prob)
-    joined = TokenTree(
-        np.concatenate([tree.tokens, seed_tree.tokens[missing]]),
-        np.concatenate([tree.parents, above]),
-        np.concatenate([tree.depths, seed_tree.depths[missing]]),
-        np.concatenate([tree.probs, probs]),
-        np.concatenate([tree.draw_nodes, seed_draws[kept]]),
-        np.concatenate([tree.draw_sources, index[seed_tree.draw_sources[kept]]]),
-        np.concatenate([tree.draw_probs, seed_tree.draw_probs[kept]]),
-        names,
-        slots=None if tree.slots is None else np.concatenate([tree.slots, np.full(len(missing), -1)]),
-    )
-    return joined.with_values(np.array(values, dtype=np.float64))
+    return replace(
+        tree,
+        draw_nodes=np.concatenate([tree.draw_nodes, seed_draws[kept]]),
+        draw_sources=np.concatenate([tree.draw_sources, index[seed_tree.draw_sources[kept]]]),
+        draw_probs=np.concatenate([tree.draw_probs, seed_tree.draw_probs[kept]]),
+        source_names=names,
+    ).with_values(tree.values)
 
 
 def _merge_draft_rows(trees: Sequence[TokenTree]) -> tuple[np.ndarray | None, tuple[tuple[int, ...], ...] | None]:

@@ -34,7 +34,7 @@ def test_trees_are_those_of_the_ops(part: int) -> None:
 
 def test_limits_of_the_frontier() -> None:
     case = replace(growth_case(0), kind="random", vocab=12, weights=np.full((1, 2), 0.5))
-    forest = Forest([TokenTree.root(1)], [TreeLimits(99, 5000, None, ())], 2, EVIDENCE)
+    forest = Forest([TokenTree.root(1)], [TreeLimits(99, 5000, None, ())], EVIDENCE)
     depths: list[int] = []
     while len(forest.frontier.nodes):
         depths += map(len, forest.paths())
@@ -46,7 +46,7 @@ def test_limits_of_the_frontier() -> None:
 
 def test_a_tree_without_levels_is_its_seed() -> None:
     hints = {(1,): 0.5, (2,): 0.25, (1, 1): 0.5}
-    forest = Forest([tree_of(8, hints, "lookup"), TokenTree.root(2)], [TreeLimits(0, 16, None, ())] * 2, 2, EVIDENCE)
+    forest = Forest([tree_of(8, hints, "lookup"), TokenTree.root(2)], [TreeLimits(0, 16, None, ())] * 2, EVIDENCE)
     assert not len(forest.frontier.nodes)
     seeded, root = forest.finish(NAMES)
     assert paths_of(seeded) == [(), *sorted(hints, key=len)] and len(root) == 1
@@ -70,7 +70,7 @@ def test_compiled_trees_are_those_of_numpy(seed: int) -> None:
     rule = LevelRule(float(rng.uniform(0.5, 1)), 1.0, (0.5 + rng.random(sizes.requests)).tolist(), 0.0, *costs)
 
     options = {"max_children": max(sizes.proposals, 3), "max_frontier": sizes.frontier}
-    forest = Forest(case.trees, limits, sizes.ssms, case.evidence, **options)
+    forest = Forest(case.trees, limits, case.evidence, **options)
     mass, broken = forest.open_mass(), set[int]()
     while len(forest.frontier.nodes):
         if forest.depth and adaptive.any():

@@ -16,7 +16,7 @@ from tests.helpers.libraries import LIBRARIES
 from tests.helpers.models import tree_of
 from treespec import SamplingParams, SpecConfig
 from treespec.drafters.evidence import SeedEvidence
-from treespec.drafters.ssm.compiled_growth import CompiledGrowth, DraftReads, ScoredRows
+from treespec.drafters.ssm.compiled_growth import CompiledGrowth, DraftReads, GrowthBatch, ScoredRows
 from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -192,7 +192,7 @@ def grown_on_host(case: GrowthCase) -> list[TokenTree]:
     sizes = case.sizes
     shapes = [TreeLimits(sizes.depth, nodes, None, ends) for nodes, ends in zip(case.nodes, case.ends, strict=True)]
     limits = {"max_children": sizes.proposals, "max_frontier": sizes.frontier}
-    forest = Forest(case.trees, shapes, sizes.ssms, case.evidence, **limits)
+    forest = Forest(case.trees, shapes, case.evidence, **limits)
     while len(forest.frontier.nodes):
         forest.extend(said_by(case, forest), case.weights)
     grown = forest.finish([f"ssm-{i}" for i in range(sizes.ssms)])
@@ -267,8 +267,7 @@ def grown_compiled(
     ]
     growth = CompiledGrowth([f"ssm-{i}" for i in range(case.sizes.ssms)], case.evidence, **options)
     models: Any = SimpleNamespace(library=drafts.library, drafts=drafts.drafts)
-    trees, scored = growth.grow(models, requests, case.trees, limits, reads, case.weights, rule, adaptive)
-    return trees, scored
+    return growth.grow(models, reads, GrowthBatch(requests, case.trees, limits, [*case.weights], adaptive, rule))
 
 
 def grown_by_ops(case: GrowthCase) -> DeviceTrees:

@@ -39,18 +39,18 @@ class CustomSource(DraftSource):
         asked = [(r, depth) for r, depth in zip(requests, max_depths, strict=True) if depth > 0 and self.may_draft(r)]
         if not asked:
             return proposals
-        of_drafter, failures = [request for request, _ in asked], proposals.failures
+        requests_asked, failures = [request for request, _ in asked], proposals.failures
         proposed: object = []
-        with self._guarded("propose", of_drafter, failures):
-            proposed = self.drafter.propose(list(of_drafter), [depth for _, depth in asked])
+        with self._guarded("propose", requests_asked, failures):
+            proposed = self.drafter.propose(list(requests_asked), [depth for _, depth in asked])
         if len(failures) == len(asked):
             return proposals
         if not isinstance(proposed, list | tuple) or len(proposed) != len(asked):
             returned = f"{len(proposed)} trees" if isinstance(proposed, list | tuple) else type(proposed).__name__
             message = f"propose returned {returned} for {len(asked)} requests; {_REMEDY}"
-            failures |= {request: self._failure(request, message) for request in of_drafter}
+            failures |= {request: self._failure(request, message) for request in requests_asked}
             return proposals
-        for request, tree in zip(of_drafter, proposed, strict=True):
+        for request, tree in zip(requests_asked, proposed, strict=True):
             try:
                 trees[request.request_id] = check_proposal(self.name, request, tree, self._vocab_size)
             except DraftError as error:

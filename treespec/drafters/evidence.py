@@ -40,24 +40,24 @@ class SeedEvidence:
 
     def observe(self, tree: TokenTree, seed_tree: TokenTree, path: np.ndarray, bonus: int) -> None:
         """Update from a verified tree grown over `seed_tree`, its accepted path and the bonus token."""
-        seed_node, values = 0, tree.values.tolist()
+        above, values = 0, tree.values.tolist()  # above: the seed at the path's node
         value_of = dict(zip(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True), values, strict=True))
         seeds = [*zip(seed_tree.parents.tolist(), seed_tree.tokens.tolist(), seed_tree.probs.tolist(), strict=True)]
         for node, token in zip(path.tolist(), [*tree.tokens[path[1:]].tolist(), bonus], strict=True):
-            value, accepted_child = values[node], -1
-            for child, (parent, seed_token, prob) in enumerate(seeds):
-                if parent != seed_node:
+            value, accepted = values[node], None
+            for seed, (parent, seed_token, prob) in enumerate(seeds):
+                if parent != above:
                     continue
                 if correct := seed_token == token:
-                    accepted_child = child
+                    accepted = seed
                 # Without an SSM's estimate, the node keeps the seed's own probability and says nothing about the ratio.
                 matching = value_of.get((node, seed_token))
                 merged = prob if matching is None or value <= 0 else min(matching / value, 1.0)
                 if abs(merged - prob) > 1e-6 * prob:
                     self._update(prob, merged, correct)
-            if accepted_child < 0:
+            if accepted is None:
                 return
-            seed_node = accepted_child
+            above = accepted
 
     def _update(self, prob: float, merged: float, correct: bool) -> None:
         """Take one Newton step with the diagonal of the Fisher information.
@@ -66,8 +66,8 @@ class SeedEvidence:
         """
         prob = min(max(prob, MIN_PROB), MAX_PROB)
         logit, variance, error = math.log(prob / (1 - prob)), merged * (1 - merged), correct - merged
-        of_bias, of_slope = (information * (1 - 1 / MEMORY) for information in self._information)
-        self._information = [of_bias + variance, of_slope + variance * logit**2]
-        of_bias, of_slope = (max(information, 1.0) for information in self._information)
-        self.bias = min(max(self.bias + error / of_bias, _BIAS_RANGE[0]), _BIAS_RANGE[1])
-        self.slope = min(max(self.slope + error * logit / of_slope, _SLOPE_RANGE[0]), _SLOPE_RANGE[1])
+        bias_information, slope_information = (information * (1 - 1 / MEMORY) for information in self._information)
+        self._information = [bias_information + variance, slope_information + variance * logit**2]
+        bias_information, slope_information = (max(information, 1.0) for information in self._information)
+        self.bias = min(max(self.bias + error / bias_information, _BIAS_RANGE[0]), _BIAS_RANGE[1])
+        self.slope = min(max(self.slope + error * logit / slope_information, _SLOPE_RANGE[0]), _SLOPE_RANGE[1])

@@ -19,7 +19,7 @@ from treespec.drafters.draft_sources import DraftSources
 from treespec.drafters.evidence import MAX_PROB, MIN_PROB, SeedEvidence
 from treespec.drafters.lookup.lookup_drafter import SEARCH_WINDOW, LookupDrafter, found_tree
 from treespec.drafters.ssm.catch_up import MIN_LAG
-from treespec.drafters.ssm.compiled_growth import CompiledGrowth
+from treespec.drafters.ssm.compiled_growth import CompiledGrowth, GrowthBatch
 from treespec.drafters.ssm.forest import TreeLimits
 from treespec.engine.executor import StageClock, VerifiedRequest
 from treespec.engine.runner import Runner, walk_rule
@@ -201,11 +201,12 @@ class NativeRounds:
             roots = [TokenTree.root(request.tokens[-1]) for request in requests]
             limits = [TreeLimits(0, plan.nodes, None, r.end_tokens) for r, plan in zip(requests, plans, strict=True)]
             adaptive = [plan.adaptive for plan in plans]
-            growth.prepare(None, requests, roots, limits, (), [np.ones(1)] * len(requests), rule, adaptive)
+            weights = [np.ones(1)] * len(requests)
+            growth.prepare(None, (), GrowthBatch(requests, roots, limits, weights, adaptive, rule))
         searches = lookup.prepare_rounds(requests, depths, planner.least_value, rounds, most_new)
         if searches is None:
             return None
-        seconds = planner.row_seconds(most_rows)
+        seconds = planner.costs.verify_each(np.arange(most_rows + 1))
         numbers, addresses = packed(
             searches.searched,
             [walk_rule(request, request.draws_at_random) for request in requests],

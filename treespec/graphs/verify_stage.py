@@ -12,7 +12,7 @@ from treespec.graphs.round_inputs import RoundInput, RoundInputs
 from treespec.graphs.sampling_state import SamplingState
 from treespec.graphs.stack_passes import FeaturePool, ModelStack, TreePass
 from treespec.sampling.logprobs import LogprobRows
-from treespec.tree import TokenTree, join_seed_tree
+from treespec.tree import TokenTree, add_seed_draws
 from treespec_kernels.attention.kv_commit import kv_commit_triton
 from treespec_kernels.recurrent.round_states import keep_path_triton
 from treespec_kernels.sampling.logit_transforms import TransformInputs, logit_transforms_triton
@@ -59,7 +59,7 @@ class RoundResult(NamedTuple):
         seed_of_node[0] = 0
         for node in np.flatnonzero(masks >> SEED_BIT & 1).tolist():  # its parent is the root or another seed
             seed_of_node[node] = seeds.get((int(seed_of_node[parents[node]]), int(tokens[node])), -1)
-        return join_seed_tree(tree, seed_tree, seed_of_node, complete=False)
+        return add_seed_draws(tree, seed_tree, seed_of_node)
 
 
 class RoundKind(NamedTuple):

@@ -127,8 +127,9 @@ class TreeYield:
     def __init__(self, shapes: RoundShapes):
         self.shapes = shapes
         self._rows, self._levels = np.array(shapes.nodes), np.arange(1, shapes.max_depth + 1)
-        self._most = np.minimum(self._levels[:, None], self._rows - 1.0)  # [levels, nodes], if all nodes are accepted
-        self.promised = self._most.copy()  # [levels, nodes], expected accepted tokens
+        # [levels, nodes], accepted tokens if all nodes are
+        self._upper_bound = np.minimum(self._levels[:, None], self._rows - 1.0)
+        self.promised = self._upper_bound.copy()  # [levels, nodes], expected accepted tokens
         self._seen = np.zeros_like(self.promised)  # number of rounds in each shape's estimate
         self._best_shapes: dict[int, tuple[int, int]] = {}  # by depth, until the next round
 
@@ -144,7 +145,7 @@ class TreeYield:
 
     def recover(self, share: float = EXPLORATION) -> None:
         """Move every shape towards its maximum, so that shapes with low estimates are retried. Call it every round."""
-        self.promised += share * (self._most - self.promised)
+        self.promised += share * (self._upper_bound - self.promised)
         self._best_shapes.clear()
 
     def best_shape(self, costs: RoundCosts, depth: int) -> tuple[int, int]:

@@ -325,12 +325,12 @@ class Planner:
         A request's own mean is weighted with the mean of all requests. While a request may spend time on learning its
         own mean, the gain is at least the `cost` of a first level, in tokens.
         """
-        of_all, gains, plain = self.state.drafted, list[float](), self.costs.plain
+        shared_means, gains, plain = self.state.drafted, list[float](), self.costs.plain
         for request in self.round.batch:
             means = request.drafted or DraftedMeans()
             own_share = means.rounds / (means.rounds + PRIOR_ROUNDS)
-            accepted = of_all.accepted + own_share * (means.accepted - of_all.accepted)
-            later_seconds = of_all.later_seconds + own_share * (means.later_seconds - of_all.later_seconds)
+            accepted = shared_means.accepted + own_share * (means.accepted - shared_means.accepted)
+            later_seconds = shared_means.later_seconds + own_share * (means.later_seconds - shared_means.later_seconds)
             gains.append(accepted - later_seconds / plain)
             unread = len(request.tokens) if request.drafted is None else 0
             explored = (means.rounds + 1) * cost + unread * self.costs.curve.read_seconds / plain
@@ -406,10 +406,6 @@ class Planner:
             self.least_value,
         )
         return self.round.rule
-
-    def row_seconds(self, rows: int) -> np.ndarray:
-        """Return the seconds of target passes over 0 up to `rows` rows, float64."""
-        return self.costs.verify_each(np.arange(rows + 1))
 
     def cut(self, requests: Sequence[Request], trees: Sequence[TokenTree]) -> list[TokenTree]:
         """Prune each tree to the nodes to verify: the configured number or, with nodes="auto", those that pay off.

@@ -157,11 +157,11 @@ class CurveCorrection:
         """Duration of the latest passes relative to the corrected curve."""
         return math.exp(self._passes.values[0])
 
-    def add_pass(self, rows: int, seconds: float, expected: float, of_positions: float) -> None:
+    def add_pass(self, rows: int, seconds: float, expected: float, position_share: float) -> None:
         """Update with a target pass: its measured and its expected time, and the share of further positions in it."""
         shares = self._shares[min(rows, len(self._shares) - 1)].copy()
-        shares[1:] *= 1 - of_positions
-        shares[-1] = of_positions
+        shares[1:] *= 1 - position_share
+        shares[-1] = position_share
         self._passes.add(shares, math.log(seconds / expected))
 
     def add_drafting(self, seconds: float, expected: Sequence[float]) -> None:

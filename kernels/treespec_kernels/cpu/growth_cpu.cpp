@@ -284,8 +284,8 @@ void stop_unprofitable(Growth& g, const Rule& rule, std::vector<double>& last_op
     g.rows.remove(stops);
 }
 
-// Sets the outputs that are grouped by tree, as `join_seed_tree` in treespec/tree.py does. Trees of fixed branching that
-// have grown omit the seeds that growth did not reach.
+// Sets the outputs that are grouped by tree, as `GrowingTree` in treespec/drafters/ssm/forest.py does. Trees of fixed
+// branching that have grown omit the seeds that growth did not reach.
 void group_by_tree(const Growth& g) {
     struct Node { int64_t token, parent, depth, slot; float prob, value; };
     Trees& t = g.t;

@@ -10,7 +10,11 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter, CrossTokenizerState
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import (
+    CrossTokenizerDrafter,
+    CrossTokenizerState,
+    Drafting,
+)
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec_kernels.attention.tree_batch import RequestRows
@@ -21,8 +25,8 @@ DRAFT_TOKENS_PER_TOKEN = 2  # maximum number of generated draft tokens per token
 class _Generation:
     """The text that the draft generates for one request in one round, for a chain of at most `depth` tokens."""
 
-    def __init__(self, state: CrossTokenizerState, request: Request, depth: int):
-        self.state, self.request, self.depth = state, request, depth
+    def __init__(self, request: Request, depth: int, state: CrossTokenizerState):
+        self.request, self.depth, self.state = request, depth, state
         self.tokens: list[int] = []  # generated draft tokens, excluding an end token
         self.probs: list[float] = []  # the draft's probability of each generated token, including an end token
         self.data = b""  # UTF-8 bytes of the generated text
@@ -42,15 +46,17 @@ class _Generation:
 
 
 class TextDrafter(CrossTokenizerDrafter):
-    """Drafts one chain per request from generated text, re-encoded with the target's tokenizer."""
+    """Drafts one chain per request from generated text, re-encoded with the target's tokenizer.
 
-    def _draft(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[tuple[Request, TokenTree]]:
-        indices = self._update_contexts(requests, max_depths)
-        if not indices or not self._begins([requests[i] for i in indices], 1.0):
-            return []
-        adaptive = all(requests[i].spec.is_adaptive for i in indices)
-        states = self._states_of(requests, indices)
-        generations = [_Generation(state, requests[i], max_depths[i]) for i, state in zip(indices, states, strict=True)]
+    The K/V of generated tokens are already in place; `CrossTokenizerState.update` finds their valid prefix in the next
+    round.
+    """
+
+    def _draft(self, batch: Sequence[Drafting]) -> None:
+        if not self._begins(batch, 1.0):
+            return
+        adaptive = all(request.spec.is_adaptive for request, *_ in batch)
+        generations, states = [_Generation(*row) for row in batch], [row.state for row in batch]
         with self.pass_value.timed(all(state.is_timed for state in states)):
             self._append(generations, self._score_roots(states))
         while running := [generation for generation in generations if not generation.ended]:
@@ -61,21 +67,8 @@ class TextDrafter(CrossTokenizerDrafter):
                 self._append(running, self._forward(rows, [generation.tokens[-1] for generation in running]))
             for generation in running:
                 generation.state.ahead = generation.tokens[:-1]
-        proposed = [(generation.request, self._chain(generation)) for generation in generations]
-        for state, (_, tree) in zip(states, proposed, strict=True):
-            state.proposed = tree
-        return proposed
-
-    def _commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        """Update the pass value.
-
-        The K/V of generated tokens are already in place; `CrossTokenizerState.update` finds their valid prefix in the
-        next round.
-        """
-        for request in requests:
-            state = self._states.get(request.request_id)
-            if state is not None and state.proposed is not None:
-                self._observe(request, state)
+        for generation in generations:
+            generation.state.proposed = self._chain(generation)
 
     def _append(self, generations: Sequence[_Generation], logits: torch.Tensor) -> None:
         """Append the most likely token of each row of `logits`, and mark complete generations as ended."""

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +62,14 @@ class CrossTokenizerState:
                     break
                 self.valid += 1
         self.ahead = []
+
+
+class Drafting(NamedTuple):
+    """A request to draft for."""
+
+    request: Request
+    max_depth: int
+    state: CrossTokenizerState
 
 
 class PassValue:
@@ -130,16 +139,23 @@ class CrossTokenizerDrafter(DraftSource):
         self._fallback = next((t for t in model.config.eos_token_ids if t < model.vocab_size), 0)
 
     def propose(self, requests: Sequence[Request], max_depths: Sequence[int], least_value: float) -> Proposals:
-        proposed = self._draft(requests, max_depths)
-        return Proposals({request.request_id: tree for request, tree in proposed}, self._commit)
+        if batch := self._update_contexts(requests, max_depths):
+            self._draft(batch)
+        trees = {request.request_id: state.proposed for request, _, state in batch if state.proposed is not None}
+        return Proposals(trees, self._commit)
 
     @abstractmethod
-    def _draft(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[tuple[Request, TokenTree]]:
-        """Return the requests to draft for, with their trees."""
+    def _draft(self, batch: Sequence[Drafting]) -> None:
+        """Set `proposed` of the requests for which a draft pays off; at least one request is given."""
 
-    @abstractmethod
     def _commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
-        """Keep the K/V of accepted nodes, and update the pass value."""
+        """Update the pass value from verified trees. Call it after updating the requests' counters."""
+        for request in requests:
+            state = self._states.get(request.request_id)
+            if state is not None and state.proposed is not None:
+                alone = request.accepted_only_by_source.get(self.name, 0)
+                self.pass_value.observe(state.proposed, alone - state.accepted_alone)
+                state.accepted_alone, state.proposed = alone, None
 
     @property
     def held(self) -> set[str]:
@@ -157,10 +173,10 @@ class CrossTokenizerDrafter(DraftSource):
         if state is not None:
             self.cache.release(request.request_id, scrub=state.poisoned)
 
-    def _update_contexts(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[int]:
-        """Update the contexts of this draft's requests; return the indices of the requests to draft for."""
-        indices = []
-        for i, (request, depth) in enumerate(zip(requests, max_depths, strict=True)):
+    def _update_contexts(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[Drafting]:
+        """Update the contexts of this draft's requests; return the requests to draft for."""
+        batch = []
+        for request, depth in zip(requests, max_depths, strict=True):
             if depth <= 0 or not self.may_draft(request):
                 continue
             state = self._states.get(request.request_id)
@@ -174,26 +190,16 @@ class CrossTokenizerDrafter(DraftSource):
             state.update(request.tokens)
             state.proposed = None
             if len(state.context.tokens) + depth <= self.capacity:
-                indices.append(i)
-        return indices
+                batch.append(Drafting(request, depth, state))
+        return batch
 
-    def _begins(self, requests: Sequence[Request], expected: float) -> bool:
+    def _begins(self, batch: Sequence[Drafting], expected: float) -> bool:
         """Return whether to draft: a tree is static, or the first pass pays off at `expected` tokens per request."""
-        adaptive = all(request.spec.is_adaptive for request in requests)
-        begins = not adaptive or self.pass_value.pays(expected * len(requests))
+        adaptive = all(request.spec.is_adaptive for request, *_ in batch)
+        begins = not adaptive or self.pass_value.pays(expected * len(batch))
         if not begins:
             self.pass_value.skip_round()
         return begins
-
-    def _observe(self, request: Request, state: CrossTokenizerState) -> None:
-        """Update the pass value from a verified tree. Call it after updating the request's counters."""
-        assert state.proposed is not None
-        alone = request.accepted_only_by_source.get(self.name, 0)
-        self.pass_value.observe(state.proposed, alone - state.accepted_alone)
-        state.accepted_alone, state.proposed = alone, None
-
-    def _states_of(self, requests: Sequence[Request], indices: Sequence[int]) -> list[CrossTokenizerState]:
-        return [self._states[requests[i].request_id] for i in indices]
 
     def _score_roots(self, states: Sequence[CrossTokenizerState]) -> Tensor:
         """Prefill new context tokens; return the logits after each context, float32 [len(states), draft vocab]."""
@@ -224,8 +230,3 @@ class CrossTokenizerDrafter(DraftSource):
         pool = self.cache.pools[0]
         ids = torch.tensor(tokens, dtype=torch.int64, device=self.model.device)
         return self.model.forward(ids, self.model.plan(rows, pool), pool)
-
-
-def roots(requests: Sequence[Request]) -> list[TokenTree]:
-    """Return one-node trees, that is, no proposals."""
-    return [TokenTree.root(request.tokens[-1]) for request in requests]

@@ -13,10 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import CrossTokenizerDrafter, CrossTokenizerState, roots
+from treespec.drafters.cross_tokenizer.cross_tokenizer_drafter import (
+    CrossTokenizerDrafter,
+    CrossTokenizerState,
+    Drafting,
+)
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import Forest, SsmProbs, TreeLimits
+from treespec.drafters.ssm.forest import Forest, GrowingForest, SsmProbs, TreeLimits
 from treespec.drafters.ssm.ssm_state import grown_masks, rows_of_level
 from treespec.request import Request
 from treespec.tree import TokenTree
@@ -44,20 +48,14 @@ class TranslatedDrafter(CrossTokenizerDrafter):
         self._columns, self._masked = to_draft.clamp(min=0), to_draft < 0
         self._first_level_mass = 0.7  # running mean of the first level's probability mass
 
-    def _draft(self, requests: Sequence[Request], max_depths: Sequence[int]) -> list[tuple[Request, TokenTree]]:
-        proposed, indices = list[tuple[Request, TokenTree]](), self._update_contexts(requests, max_depths)
-        random = [requests[i].draws_at_random and self._draws_for(requests[i]) for i in indices]
+    def _draft(self, batch: Sequence[Drafting]) -> None:
+        random = [request.draws_at_random and self._draws_for(request) for request, *_ in batch]
         for kind in (False, True):
-            group = [i for i, draws in zip(indices, random, strict=True) if draws == kind]
-            of_kind, states = [requests[i] for i in group], self._states_of(requests, group)
-            if not group or not self._begins(of_kind, self._first_level_mass):
-                continue
-            forest = self._forest(of_kind, [max_depths[i] for i in group], kind)
-            self._grow(of_kind, forest)
-            for request, state, tree in zip(of_kind, states, forest.finish((self.name,)), strict=True):
-                state.proposed = tree
-                proposed.append((request, tree))
-        return proposed
+            group = [row for row, draws in zip(batch, random, strict=True) if draws == kind]
+            if group and self._begins(group, self._first_level_mass):
+                self._grow(group, forest := self._forest(group, kind))
+                for (_, _, state), tree in zip(group, forest.finish((self.name,)), strict=True):
+                    state.proposed = tree
 
     def _commit(self, requests: Sequence[Request], paths: Sequence[np.ndarray]) -> None:
         pages, lengths, moved = [], [], []
@@ -69,26 +67,27 @@ class TranslatedDrafter(CrossTokenizerDrafter):
             kept = state.proposed.slots[path]
             kept = kept[np.logical_and.accumulate(kept >= 0)]
             state.ahead = self.translation.to_draft[state.proposed.tokens[path[1 : len(kept)]]].tolist()
-            self._observe(request, state)
             pages.append(state.pages)
             lengths.append(len(state.context.tokens) - 1)
             moved.append(kept)
         self.cache.commit(0, pages, lengths, moved)
+        super()._commit(requests, paths)
 
-    def _forest(self, requests: Sequence[Request], depths: Sequence[int], random: bool) -> Forest | DrawnForest:
+    def _forest(self, batch: Sequence[Drafting], random: bool) -> GrowingForest:
         """Create trees that contain only their roots."""
+        requests, roots = [row.request for row in batch], [TokenTree.root(row.request.tokens[-1]) for row in batch]
         limits = [
             TreeLimits(depth, request.spec.max_nodes, request.spec.branching, request.end_tokens)
-            for request, depth in zip(requests, depths, strict=True)
+            for request, depth, _ in batch
         ]
         if not random:
-            return Forest(roots(requests), limits, 1, SeedEvidence())
+            return Forest(roots, limits, SeedEvidence())
         adaptive = [request.spec.is_adaptive for request in requests]
-        return DrawnForest(requests, roots(requests), limits, adaptive, self.prices.least_value)
+        return DrawnForest(requests, roots, limits, adaptive, self.prices.least_value)
 
-    def _grow(self, requests: Sequence[Request], forest: Forest | DrawnForest) -> None:
+    def _grow(self, batch: Sequence[Drafting], forest: GrowingForest) -> None:
+        requests, states = [row.request for row in batch], [row.state for row in batch]
         adaptive = np.array([request.spec.is_adaptive for request in requests], dtype=bool)
-        states = [self._states[request.request_id] for request in requests]
         last_open_mass = forest.open_mass()
         while len(forest.frontier.nodes):
             if forest.depth:
@@ -107,9 +106,7 @@ class TranslatedDrafter(CrossTokenizerDrafter):
             shared = self.translation.to_draft[forest.frontier.tokens] >= 0
             forest.frontier = forest.frontier.select(shared)
 
-    def _stop_unprofitable(
-        self, forest: Forest | DrawnForest, adaptive: np.ndarray, last_open_mass: np.ndarray
-    ) -> np.ndarray:
+    def _stop_unprofitable(self, forest: GrowingForest, adaptive: np.ndarray, last_open_mass: np.ndarray) -> np.ndarray:
         """Stop all trees if they are adaptive and another level does not pay off; return the current open mass."""
         current = forest.open_mass()
         growing = np.unique(forest.frontier.tree_ids)
@@ -123,7 +120,7 @@ class TranslatedDrafter(CrossTokenizerDrafter):
             forest.stop(np.ones(len(adaptive), dtype=bool))
         return current
 
-    def _score(self, states: Sequence[CrossTokenizerState], forest: Forest | DrawnForest) -> Tensor:
+    def _score(self, states: Sequence[CrossTokenizerState], forest: GrowingForest) -> Tensor:
         """Return the next-token logits of the frontier's nodes, float32 [num_rows, draft vocab]."""
         frontier, rows = forest.frontier, []
         for tree_id, part in frontier.slices().items():
@@ -132,7 +129,7 @@ class TranslatedDrafter(CrossTokenizerDrafter):
             rows.append(rows_of_level(state.masks, part.stop - part.start, root, state.pages, state.max_len))
         return self._forward(rows, self.translation.to_draft[frontier.tokens].tolist())
 
-    def _probs(self, logits: Tensor, requests: Sequence[Request], forest: Forest | DrawnForest) -> Tensor:
+    def _probs(self, logits: Tensor, requests: Sequence[Request], forest: GrowingForest) -> Tensor:
         """Return each request's sampling probabilities over the shared tokens, float32 [num_rows, target vocab]."""
         logits = logits.index_select(1, self._columns).masked_fill_(self._masked, -torch.inf)
         paths = forest.paths() if any(request.restriction for request in requests) else []

@@ -83,10 +83,10 @@ class CapturedSsms:
 
     def _weigh(self, request: Request) -> np.ndarray:
         """Return the mixture weights of the active SSMs, at most `max_ssms` of them; NaN for the others."""
-        state, most = self.ssms.state(request), request.spec.max_ssms
+        state, max_ssms = self.ssms.state(request), request.spec.max_ssms
         shares = state.mixture.weights(state.active)
-        if most is not None:
-            shares[np.argsort(-shares, kind="stable")[most:]] = 0.0
+        if max_ssms is not None:
+            shares[np.argsort(-shares, kind="stable")[max_ssms:]] = 0.0
         weights = np.full(len(state.valid), np.nan)
         weights[state.active] = np.where(shares > 0, shares / shares.sum(), np.nan)
         return weights

@@ -43,6 +43,17 @@ class DraftReads(NamedTuple):
     inputs: DraftInputs
 
 
+class GrowthBatch(NamedTuple):
+    """Trees to grow in a call, by request."""
+
+    requests: Sequence[Request]
+    seed_trees: Sequence[TokenTree]  # proposals of other sources
+    limits: Sequence[TreeLimits]
+    weights: Sequence[np.ndarray]  # mixture weights, float [num_ssms]; sum 1
+    adaptive: Sequence[bool]  # whether `rule` ends the growth
+    rule: LevelRule
+
+
 class ScoredRows(NamedTuple):
     """The drafts' scores in a call."""
 
@@ -83,23 +94,18 @@ class CompiledGrowth:
     def grow(
         self,
         models: DraftModels,  # models that draft for at least one tree
-        requests: Sequence[Request],
-        seed_trees: Sequence[TokenTree],  # proposals of other sources, by request
-        limits: Sequence[TreeLimits],  # by request
         reads: Sequence[DraftReads],  # by model
-        weights: Sequence[np.ndarray],  # mixture weights by request, float [num_ssms]; sum 1
-        rule: LevelRule,  # rule that ends the growth of adaptive trees
-        adaptive: Sequence[bool],  # by request
+        batch: GrowthBatch,
     ) -> tuple[list[TokenTree], ScoredRows]:
         """Return the trees and the scores."""
         t, drafts = self.trees, models.drafts
         seeds = [
             tree.best(1 + SEEDS) if limit.max_depth and len(tree.tokens) > 1 + SEEDS else tree
-            for tree, limit in zip(seed_trees, limits, strict=True)
+            for tree, limit in zip(batch.seed_trees, batch.limits, strict=True)
         ]
-        scores = self.prepare(models, requests, seeds, limits, reads, weights, rule, adaptive)
-        if any(request.restriction for request in requests):
-            self._held.append(narrow := _Narrow(functools.partial(self._narrow, requests, models, scores)))
+        scores = self.prepare(models, reads, batch._replace(seed_trees=seeds))
+        if any(request.restriction for request in batch.requests):
+            self._held.append(narrow := _Narrow(functools.partial(self._narrow, batch.requests, models, scores)))
             t.narrow = ctypes.cast(narrow, ctypes.c_void_p)
         placed = models.library.treespec_draft(ctypes.byref(t), drafts)
         assert placed, NO_PAGE
@@ -116,32 +122,33 @@ class CompiledGrowth:
 
     def prepare(
         self,
-        models: DraftModels | None,  # None if nothing will be drafted; other arguments as in `grow`
-        requests: Sequence[Request],
-        seeds: Sequence[TokenTree],
-        limits: Sequence[TreeLimits],
-        reads: Sequence[DraftReads],
-        weights: Sequence[np.ndarray],
-        rule: LevelRule,
-        adaptive: Sequence[bool],
+        models: DraftModels | None,  # None if nothing will be drafted
+        reads: Sequence[DraftReads],  # by model
+        batch: GrowthBatch,
         further_seeds: int = 0,  # number of seeds besides these to make room for
         further_reads: int = 0,  # number of committed tokens, besides these, whose scores to make room for
     ) -> list[np.ndarray]:
         """Set `trees` and the drafts' inputs and outputs; return the buffers of their scores."""
-        t, count, drafts = self.trees, len(requests), () if models is None else models.drafts
+        t, drafts, requests, seeds = (
+            self.trees,
+            () if models is None else models.drafts,
+            batch.requests,
+            batch.seed_trees,
+        )
+        count = len(requests)
         num_seeds, num_draws = sum([len(t.tokens) for t in seeds]), sum([len(t.draw_nodes) for t in seeds])
         num_seeds, num_draws = num_seeds + further_seeds, num_draws + 2 * further_seeds
         t.num_trees, t.num_drafts, t.reads = count, len(drafts), t.num_ssms > 1
-        nodes, rows = self._room(limits)
+        nodes, rows = self._room(batch.limits)
         self._reserve(count, num_seeds + nodes, rows, (num_seeds + nodes) * t.num_ssms + num_draws)
         firsts = [
             min([read.valid[i] for read in reads if read.active[i]], default=request.context_len)
             for i, request in enumerate(requests)
         ]
         tokens = [r.tokens[first : r.context_len + 1] for r, first in zip(requests, firsts, strict=True)]
-        of_call = self._pack(requests, seeds, limits, reads, tokens, rule, adaptive)
-        mixture = np.array(weights, dtype=np.float32)
-        self._held, self.rule = [of_call, mixture, _pack_sampling(t, requests)], of_call[-1]
+        arguments = self._pack(batch, reads, tokens)
+        mixture = np.array(batch.weights, dtype=np.float32)
+        self._held, self.rule = [arguments, mixture, _pack_sampling(t, requests)], arguments[-1]
         t.weights = address_of(mixture, np.float32)
         num_read = sum(map(len, tokens)) - count + further_reads if t.reads else 0
         scores = [self._scores_of(draft, rows + num_read) for draft in drafts]
@@ -187,15 +194,12 @@ class CompiledGrowth:
 
     def _pack(
         self,
-        requests: Sequence[Request],
-        seeds: Sequence[TokenTree],
-        limits: Sequence[TreeLimits],
+        batch: GrowthBatch,
         reads: Sequence[DraftReads],
         tokens: Sequence[Sequence[int]],  # last committed tokens by request, the root last
-        rule: LevelRule,
-        adaptive: Sequence[bool],
     ) -> Any:
-        """Set the call's list arguments; return the array that owns their memory."""
+        """Set the call's list arguments and its rule; return the owners of their memory, the rule's struct last."""
+        requests, seeds, limits, _, adaptive, rule = batch
         t, count = self.trees, len(requests)
         pages, ends = [request.pages for request in requests], [limit.end_tokens for limit in limits]
         depths, is_fixed = [limit.max_depth for limit in limits], any(limit.branching for limit in limits)
@@ -220,20 +224,20 @@ class CompiledGrowth:
         )
         for name, address in zip(_LISTS, addresses, strict=False):
             setattr(t, name, address)
-        of_rule, branching = addresses[len(_LISTS) :]
+        adaptive_address, branching = addresses[len(_LISTS) :]
         t.branching = branching if is_fixed else None
         all_pages = pages[0] if count == 1 else np.concatenate(pages)
-        t.pages, of_seeds = address_of(all_pages), list[np.ndarray]()
+        t.pages, seed_columns = address_of(all_pages), list[np.ndarray]()
         if any(len(tree.tokens) > 1 for tree in seeds):
             probs = np.concatenate([tree.probs for tree in seeds], dtype=np.float32)
-            of_seeds = [probs, self.evidence.ratios(probs), np.concatenate([tree.draw_probs for tree in seeds])]
-            t.seed_probs, t.seed_ratios = address_of(probs, np.float32), address_of(of_seeds[1], np.float32)
-            t.seed_draw_probs = address_of(of_seeds[2], np.float64)
+            seed_columns = [probs, self.evidence.ratios(probs), np.concatenate([tree.draw_probs for tree in seeds])]
+            t.seed_probs, t.seed_ratios = address_of(probs, np.float32), address_of(seed_columns[1], np.float32)
+            t.seed_draw_probs = address_of(seed_columns[2], np.float64)
         token_weights = (ctypes.c_double * count)(*rule.token_weights)
         costs = rule.calibration, rule.level_cost, rule.marginal_cost, rule.least_value
-        of_call = STRUCTS["Rule"](*costs, of_rule, addressof(token_weights))
-        t.rule = addressof(of_call) if any(adaptive) else None
-        return numbers, all_pages, of_seeds, token_weights, of_call
+        rule_struct = STRUCTS["Rule"](*costs, adaptive_address, addressof(token_weights))
+        t.rule = addressof(rule_struct) if any(adaptive) else None
+        return numbers, all_pages, seed_columns, token_weights, rule_struct
 
     def _room(self, limits: Sequence[TreeLimits]) -> tuple[int, int]:
         """Return upper bounds of the numbers of grown nodes and of expanded nodes."""
@@ -281,9 +285,9 @@ class CompiledGrowth:
         for i, seed_tree in enumerate(seeds):
             node_slice, draw_slice = slice(first_node[i], first_node[i + 1]), slice(first_draw[i], first_draw[i + 1])
             columns = tokens[node_slice], parents[node_slice], depths[node_slice], probs[node_slice]
-            of_draws = drawn_nodes[draw_slice], sources[draw_slice], drawn_probs[draw_slice]
+            draw_columns = drawn_nodes[draw_slice], sources[draw_slice], drawn_probs[draw_slice]
             names = self.names if len(seed_tree.tokens) == 1 else self.names + seed_tree.source_names
-            tree = TokenTree(*columns, *of_draws, names, slots=slots[node_slice])
+            tree = TokenTree(*columns, *draw_columns, names, slots=slots[node_slice])
             trees.append(tree.with_values(values[node_slice]))
         return trees
 
@@ -304,7 +308,7 @@ def _pack_sampling(trees: Any, requests: Sequence[Request]) -> Any:
     adds_noise = [request.spec.verification == "coupled" for request in requests]
     numbers, addresses = packed(adds_noise, *([*column] for column in zip(*keys, strict=True)))
     temperatures = [0.0 if sampler is None else sampler.temperature for sampler in samplers]
-    of_trees = (ctypes.c_double * len(requests))(*temperatures)
-    sampling = STRUCTS["Sampling"](addressof(of_trees), *addresses)
+    temperature_array = (ctypes.c_double * len(requests))(*temperatures)
+    sampling = STRUCTS["Sampling"](addressof(temperature_array), *addresses)
     trees.sampling = addressof(sampling)
-    return numbers, of_trees, sampling
+    return numbers, temperature_array, sampling

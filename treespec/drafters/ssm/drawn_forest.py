@@ -7,10 +7,11 @@ value v * R[y], and its next sibling v * (1 - R[y]), where v is the parent's val
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from treespec.drafters.ssm.forest import Frontier, SsmProbs, TreeLimits
+from treespec.drafters.ssm.forest import GrowingForest, GrowingTree, SsmProbs, TreeLimits
 from treespec.request import Request
 from treespec.tree import TokenTree
 from treespec.verification.oracle import RandomOracle
@@ -34,35 +35,33 @@ class _Node:
         self.repeats = 0  # number of consecutive draws of tokens already drawn
 
 
-class _Tree:
-    """One tree under construction."""
+class _DrawnTree(GrowingTree):
+    """A tree of random draws."""
 
     def __init__(
         self,
-        seed_tree: TokenTree,  # nodes proposed by other sources, the seeds
+        seed_tree: TokenTree,
         limit: TreeLimits,
         oracle: RandomOracle,  # source of the random draws
         mode: str,  # `SpecConfig.draws`
         min_value: float,  # minimum value of a draw
         fills: bool,  # whether to add draws at the end until the tree has its full number of nodes
     ):
-        self.limit, self.oracle, self.mode, self.min_value, self.fills = limit, oracle, mode, min_value, fills
-        self.tokens, self.parents, self.depths = [int(seed_tree.tokens[0])], [-1], [0]
-        self.probs, self.values = [1.0], [1.0]
-        self.child: dict[tuple[int, int], int] = {}
-        self.draws: list[tuple[int, int, float, int, tuple[int, ...]]] = []  # columns of `TokenTree`
-        self.distributions: list[np.ndarray] = []
-        self.scored: list[_Node] = []
-        self.slot_of_node: dict[int, int] = {}
         max_seeds = (limit.nodes - 1) // (2 if limit.max_depth else 1)  # at most half of the nodes, if any is drawn
         seed_tree = seed_tree.as_deterministic()
-        best = np.lexsort((seed_tree.depths, -seed_tree.values))[: 1 + max_seeds]
-        kept = best if fills else best[seed_tree.values[best] > min_value]
-        self.seed_tree = seed_tree if limit.branching else seed_tree.keep(np.sort(kept))
-        self.room = limit.nodes - (0 if limit.branching else len(self.seed_tree) - 1)
+        if not limit.branching:
+            best = np.lexsort((seed_tree.depths, -seed_tree.values))[: 1 + max_seeds]
+            seed_tree = seed_tree.keep(np.sort(best if fills else best[seed_tree.values[best] > min_value]))
+        super().__init__(replace(seed_tree, draw_probs=np.ones(len(seed_tree.draw_nodes))), limit)
+        self.oracle, self.mode, self.min_value, self.fills = oracle, mode, min_value, fills
+        self.draw_rows: list[int] = []  # of the random draws; so are the other columns of `TokenTree`
+        self.draw_excluded: list[tuple[int, ...]] = []
+        self.distributions: list[np.ndarray] = []
+        self.scored: list[_Node] = []
+        self.room = limit.nodes - (0 if limit.branching else len(seed_tree) - 1)
 
-    def draw(self, node: _Node) -> int | None:
-        """Draw a child of a scored node, new or existing; return None if no distribution has enough mass left."""
+    def draw(self, node: _Node) -> bool:
+        """Draw a child of a scored node, new or existing; return whether a distribution has enough mass left."""
         counts = dict.fromkeys(node.distributions, 0)
         for ssm, _ in node.drawn:
             counts[ssm] += 1
@@ -82,12 +81,14 @@ class _Tree:
             if ssm not in node.rows:
                 node.rows[ssm] = len(self.distributions)
                 self.distributions.append(node.distributions[ssm])
-            self.draws.append((child, ssm, float(distribution[token]) / mass, node.rows[ssm], excluded))
+            self.draws.append((child, ssm, float(distribution[token]) / mass))
+            self.draw_rows.append(node.rows[ssm])
+            self.draw_excluded.append(excluded)
             node.drawn.append((ssm, token))
             node.remaining -= share if new else 0.0
             node.repeats = 0 if new else node.repeats + 1
-            return child
-        return None
+            return True
+        return False
 
     def _excluded(self, node: _Node, ssm: int) -> tuple[int, ...]:
         """Return the tokens excluded from an SSM's next draw at a node."""
@@ -95,79 +96,61 @@ class _Tree:
             return ()
         return tuple(token for other, token in node.drawn if self.mode == "cross-source" or other == ssm)
 
-    def _child(self, parent: int, token: int, prob: float, value: float) -> int:
-        key = parent, token
-        if key not in self.child:
-            self.child[key] = len(self.tokens)
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.depths.append(self.depths[parent] + 1)
-            self.probs.append(min(prob, 1.0))
-            self.values.append(min(value, 1.0))
-        return self.child[key]
+    def extend(self, nodes: Sequence[int], proposals: Sequence[dict[int, np.ndarray]], weights: np.ndarray) -> None:
+        scored = [_Node(node, weights, distributions) for node, distributions in zip(nodes, proposals, strict=True)]
+        self.scored += scored
+        for node in sorted(scored, key=lambda node: -self.values[node.index]):
+            self._grow(node)
 
-    def grow(self, node: _Node) -> None:
+    def _grow(self, node: _Node) -> None:
         """Draw children of a newly scored node: a static number, or until the next draw is worth too little."""
         if self.limit.branching:
             for _ in range(self.limit.children_at(self.depths[node.index])):
                 self.draw(node)
             return
         while len(self.tokens) < self.room and node.remaining * self.values[node.index] > self.min_value:
-            if self.draw(node) is None or node.repeats == _MAX_REPEATS:
+            if not self.draw(node) or node.repeats == _MAX_REPEATS:
                 break
 
-    def path(self, node: int) -> list[int]:
-        tokens: list[int] = []
-        while node:
-            tokens.append(self.tokens[node])
-            node = self.parents[node]
-        return tokens[::-1]
+    def expandable(self) -> list[int]:
+        if self.limit.branching:
+            return self._growable()
+        nodes = [node for node in self._growable() if self.values[node] > self.min_value]
+        room = max(min(FRONTIER, MAX_EXPANDED - len(self.slots)), 0)
+        return sorted(sorted(nodes, key=lambda node: -self.values[node])[:room])
 
-    def fill(self) -> None:
+    def open_value(self, node: int) -> float:
+        """Return the probability that a node is reached; seeds do not reduce it."""
+        return self.values[node]
+
+    def level_mass(self, least: float) -> float:
+        """Like `GrowingTree.level_mass`, but ignores `least`."""
+        return sum(self.values[self.first_new :])
+
+    def _fill(self) -> None:
         """Draw further children until the tree is full, always at the node with the most valuable next draw."""
         open_nodes = list(self.scored)
         while open_nodes and len(self.tokens) < self.room:
             node = max(open_nodes, key=lambda node: node.remaining * self.values[node.index])
-            if (
-                node.repeats >= _MAX_REPEATS
-                or self.draw(node) is None
-                or (node.repeats and node.remaining <= _MIN_MASS)
-            ):
+            if node.repeats >= _MAX_REPEATS or not self.draw(node) or (node.repeats and node.remaining <= _MIN_MASS):
                 open_nodes.remove(node)
 
-    def finish(self, names: Sequence[str]) -> TokenTree:
-        """Add the seeds as deterministic draws, after the random ones, and build the tree; `names` are the SSMs'."""
-        names, seed_tree = tuple(names), self.seed_tree
-        sources = names + tuple(name for name in seed_tree.source_names if name not in names)
-        node_of_seed = {0: 0}
-        for child, source in zip(seed_tree.draw_nodes.tolist(), seed_tree.draw_sources.tolist(), strict=True):
-            above, token = node_of_seed.get(int(seed_tree.parents[child])), int(seed_tree.tokens[child])
-            if above is None or (self.limit.branching and (above, token) not in self.child):
-                continue
-            prob = float(seed_tree.probs[child])
-            node = node_of_seed[child] = self._child(above, token, prob, prob * self.values[above])
-            self.draws.append((node, sources.index(seed_tree.source_names[source]), 1.0, -1, ()))
-        nodes, drawn_by, probs, rows, excluded = zip(*self.draws, strict=True) if self.draws else [()] * 5
-        slots = np.full(len(self.tokens), -1)
-        slots[list(self.slot_of_node)] = list(self.slot_of_node.values())
-        return TokenTree(
-            np.array(self.tokens),
-            np.array(self.parents),
-            np.array(self.depths),
-            np.array(self.probs),
-            np.array(nodes, dtype=np.int64),
-            np.array(drawn_by, dtype=np.int64),
-            np.array(probs, dtype=float),
-            sources,
-            np.array(rows, dtype=np.int64),
-            tuple(excluded),
-            tuple(self.distributions),
-            slots,
+    def finish(self, names: tuple[str, ...]) -> TokenTree:
+        """Fill up and build the tree, with the seeds as deterministic draws after the random ones."""
+        if self.fills and not self.limit.branching:
+            self._fill()
+        tree = self._build(names, self.seed_tree.probs.tolist(), complete=not self.limit.branching)
+        num_seed_draws = len(tree.draw_nodes) - len(self.draw_rows)
+        return replace(
+            tree,
+            draw_rows=np.array(self.draw_rows + [-1] * num_seed_draws, dtype=np.int64),
+            draw_excluded=(*self.draw_excluded, *[()] * num_seed_draws),
+            draft_probs=tuple(self.distributions),
         )
 
 
-class DrawnForest:
-    """Trees of random draws, one per request, grown level by level like `Forest`."""
+class DrawnForest(GrowingForest):
+    """Trees of random draws."""
 
     def __init__(
         self,
@@ -184,84 +167,9 @@ class DrawnForest:
         modes, fills = [request.spec.draws for request in requests], [not pays for pays in adaptive]
         oracles = [sampler.draft_oracle for request in requests if (sampler := request.sampler) is not None]
         rows = zip(seed_trees, limits, oracles, modes, min_values, fills, strict=True)
-        self._trees = [_Tree(*row) for row in rows]
-        self.depth = 0
-        self._level_mass = np.zeros(len(self._trees))
-        self.frontier = self._frontier([[0] if limit.max_depth else [] for limit in limits])
+        super().__init__([_DrawnTree(*row) for row in rows])
 
-    def _frontier(self, nodes: Sequence[Sequence[int]]) -> Frontier:
-        rows = [(self._trees[tree_id], tree_id, node) for tree_id, of_tree in enumerate(nodes) for node in of_tree]
-        columns = [(n, t.tokens[n], tree_id, -1, t.slot_of_node.get(t.parents[n], -1)) for t, tree_id, n in rows]
-        index, tokens, tree_ids, seeds, above = np.array(columns, dtype=np.int64).reshape(len(rows), 5).T.copy()
-        return Frontier(index, tokens, tree_ids, seeds, above, np.array([t.values[n] for t, _, n in rows]))
-
-    def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
-        """Draw the children of the frontier, and select the next frontier; arguments as in `Forest.extend`."""
-        scored = self.frontier
-        by_row: list[dict[int, np.ndarray]] = [{} for _ in scored.nodes]
-        broken = np.zeros(len(scored.nodes), dtype=bool)
-        for ssm, rows, probs, vocabulary in ssm_probs:
-            assert vocabulary is None, "draws need distributions over the whole vocabulary"
-            finite = np.isfinite(probs).all(1)
-            broken[rows[~finite]] = True
-            for row, distribution in zip(rows[finite].tolist(), probs[finite], strict=True):
-                by_row[row][ssm] = distribution
-        first = [len(tree.tokens) for tree in self._trees]
-        order = np.argsort(-scored.values, kind="stable").tolist()
-        nodes = {
-            row: _Node(int(scored.nodes[row]), weights[scored.tree_ids[row]], by_row[row])
-            for row in range(len(scored.nodes))
-        }
-        for row, node in nodes.items():  # slots in the order of the pass's rows
-            tree = self._trees[scored.tree_ids[row]]
-            tree.slot_of_node[node.index] = len(tree.slot_of_node)
-            tree.scored.append(node)
-        for row in order:
-            self._trees[scored.tree_ids[row]].grow(nodes[row])
-        self.depth += 1
-        growing = np.zeros(len(self._trees), dtype=bool)
-        growing[scored.tree_ids] = True
-        expanded = [
-            self._expanded(tree, start) if grows else []
-            for tree, start, grows in zip(self._trees, first, growing, strict=True)
-        ]
-        self._level_mass = np.array(
-            [sum(tree.values[start:]) for tree, start in zip(self._trees, first, strict=True)], dtype=float
-        )
-        self.frontier = self._frontier(expanded)
-        return broken
-
-    def paths(self) -> list[list[int]]:
-        """Return the path of each frontier row, as the tokens from the root (exclusive) to the node."""
-        rows = zip(self.frontier.tree_ids.tolist(), self.frontier.nodes.tolist(), strict=True)
-        return [self._trees[tree_id].path(node) for tree_id, node in rows]
-
-    def _expanded(self, tree: _Tree, start: int) -> list[int]:
-        """Select the nodes to score next among a tree's nodes from `start` on, ascending."""
-        if self.depth >= tree.limit.max_depth:
-            return []
-        new = [node for node in range(start, len(tree.tokens)) if tree.tokens[node] not in tree.limit.end_tokens]
-        if tree.limit.branching:
-            return new
-        new = [node for node in new if tree.values[node] > tree.min_value]
-        room = max(min(FRONTIER, MAX_EXPANDED - len(tree.slot_of_node)), 0)
-        return sorted(sorted(new, key=lambda node: -tree.values[node])[:room])
-
-    def stop(self, tree_ids: np.ndarray) -> None:
-        remaining = ~tree_ids[self.frontier.tree_ids]
-        self.frontier = self.frontier.select(remaining)
-
-    def open_mass(self) -> np.ndarray:
-        """Return the probability of reaching each tree's frontier, float64 [num_trees]."""
-        return np.bincount(self.frontier.tree_ids, self.frontier.values, minlength=len(self._trees))
-
-    def level_mass(self, least: float) -> np.ndarray:
-        """Return the probability of reaching each tree's newest level, float64 [num_trees]. Ignores `least`."""
-        return self._level_mass
-
-    def finish(self, names: Sequence[str]) -> list[TokenTree]:
-        """Fill up and build the trees; `names` are the SSMs'."""
-        for tree in self._trees:
-            if tree.fills and not tree.limit.branching:
-                tree.fill()
-        return [tree.finish(names) for tree in self._trees]
+    def _proposals(self, scores: SsmProbs) -> tuple[np.ndarray, np.ndarray]:
+        """Return the SSM's distributions."""
+        assert scores.tokens is None, "draws need distributions over the whole vocabulary"
+        return scores.probs, np.isfinite(scores.probs).all(1)

@@ -1,53 +1,37 @@
-"""Deterministic tree growth in numpy: the reference of compiled growth, and the fallback without it.
+"""Trees that grow on the host, level by level, from SSMs' scores of each level's nodes.
 
-The specification is `merge_children` in treespec_kernels/tree/tree_merge.py, which merges proposals. Growth on the host
-adds static branching, and prunes nodes early that cannot be among a tree's best; this changes no tree.
+`Forest` grows deterministic trees: the reference of compiled growth, and the fallback without it. The specification of
+these trees is `merge_children` in treespec_kernels/tree/tree_merge.py, which merges proposals. Growth on the host adds
+static branching, and prunes nodes early that cannot be among a tree's best; this changes no tree.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from treespec.drafters.evidence import SeedEvidence
-from treespec.tree import TokenTree, join_seed_tree
+from treespec.tree import TokenTree
 from treespec_kernels.sampling.logit_transforms import topk_rows
 from treespec_kernels.tree.growth_limits import CHILDREN, FRONTIER, SEEDS, frontier_width
 from treespec_kernels.tree.tree_merge import merge_children
 
-_ZERO, _NOT_PROPOSED = np.float32(0), np.float32(np.nan)
-
-
-class Level(NamedTuple):
-    """Nodes of one depth, ordered by tree and parent."""
-
-    tokens: np.ndarray  # int64 [size]
-    parents: np.ndarray  # int64 [size], indices as in `Frontier.nodes`; also tree_ids and seeds
-    tree_ids: np.ndarray
-    seeds: np.ndarray
-    probs: np.ndarray  # float32 [size], probability after the parent
-    values: np.ndarray  # float32 [size], product of probabilities along the path
-    proposed: np.ndarray  # bool [size, num_ssms], whether each SSM proposed the node
-    draft_probs: np.ndarray  # float32 [size, num_ssms], each SSM's probability of the node
-
-    def select(self, nodes: np.ndarray | slice) -> "Level":
-        return Level(*(column[nodes] for column in self))
+_ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 class Frontier(NamedTuple):
-    """Nodes to score, grouped by tree; [num_rows] each, int64 except values."""
+    """Nodes to score, grouped by tree; int64 [num_rows] each."""
 
-    nodes: np.ndarray  # indices over all levels of all trees
+    nodes: np.ndarray  # index of the node in its tree
     tokens: np.ndarray  # tokens of the nodes
     tree_ids: np.ndarray  # index of the tree
-    seeds: np.ndarray  # index of the node among the seeds, or -1
     parent_slots: np.ndarray  # slot of the parent in its tree
-    values: np.ndarray  # float32, product of probabilities along the path
 
-    def select(self, rows: np.ndarray | slice) -> "Frontier":
+    def select(self, rows: np.ndarray) -> "Frontier":
         return Frontier(*(column[rows] for column in self))
 
     def slices(self) -> dict[int, slice]:
@@ -82,230 +66,267 @@ class TreeLimits:
         return self.branching[min(depth, len(self.branching) - 1)] if self.branching else 0
 
 
-class Seeds(NamedTuple):
-    """Nodes proposed by other sources for a batch, tree by tree."""
+class GrowingTree(ABC):
+    """One tree under construction, by columns of `TokenTree`. Its *seeds* are the nodes proposed by other sources."""
 
-    trees: list[TokenTree]
-    first: list[int]  # index of each tree's root
-    tokens: np.ndarray  # int64 [num_seeds]
-    probs: np.ndarray  # float32 [num_seeds]
-    ratios: np.ndarray  # float32 [num_seeds], evidence ratios
-    # int64 [num_seeds + 1, width], indices of each seed's children, padded with -1. The last row is empty, so that
-    # index -1 (no seed) has no children.
-    children: np.ndarray
+    def __init__(self, seed_tree: TokenTree, limit: TreeLimits):
+        self.seed_tree, self.limit = seed_tree, limit
+        self.tokens, self.parents, self.depths = [int(seed_tree.tokens[0])], [-1], [0]
+        self.probs: list[Any] = [1.0]
+        self.values: list[Any] = [1.0]
+        self.draws: list[tuple[int, int, float]] = []  # (node, source, probability)
+        self.slots: dict[int, int] = {}  # slot of each expanded node
+        self.first_new = 0  # index of the newest level's first node
+        self._children: dict[tuple[int, int], int] = {}  # by parent and token
 
-    @classmethod
-    def join(cls, trees: Sequence[TokenTree], limits: Sequence[TreeLimits], evidence: SeedEvidence) -> "Seeds":
-        """Concatenate the columns of the seed trees; growing trees use their best `SEEDS` seeds."""
-        trees = [tree.best(1 + SEEDS) if limit.max_depth else tree for tree, limit in zip(trees, limits, strict=True)]
-        sizes = [len(tree) for tree in trees]
-        first = [*accumulate(sizes, initial=0)][:-1]
-        tokens = np.concatenate([tree.tokens for tree in trees])
-        probs = np.concatenate([tree.probs for tree in trees]).astype(np.float32)
-        parents = np.concatenate([tree.parents for tree in trees])
-        below = np.flatnonzero(parents >= 0)
-        parents = parents + np.repeat(first, sizes)  # invalid for roots, which are not read
-        order = below[np.argsort(parents[below], kind="stable")]
-        above = parents[order]
-        rank = np.arange(len(order)) - np.searchsorted(above, above)
-        children = np.full((len(parents) + 1, int(rank.max(initial=0)) + 1), -1)
-        children[above, rank] = order
-        return cls(trees, first, tokens, probs, evidence.ratios(probs), children)
+    @abstractmethod
+    def extend(self, nodes: Sequence[int], proposals: Sequence[dict[int, Any]], weights: np.ndarray) -> None:
+        """Add children of `nodes`; `proposals`, by node and SSM, are those of `GrowingForest._proposals`."""
+
+    @abstractmethod
+    def expandable(self) -> list[int]:
+        """Return the nodes of the newest level to score next."""
+
+    @abstractmethod
+    def open_value(self, node: int) -> float:
+        """Return the probability that a node is reached and the next token is not a seed."""
+
+    @abstractmethod
+    def level_mass(self, least: float) -> float:
+        """Return the probability of reaching the newest level's nodes of at least the value `least`."""
+
+    @abstractmethod
+    def finish(self, names: tuple[str, ...]) -> TokenTree:
+        """Build the tree; `names` are the SSMs'."""
+
+    def path(self, node: int) -> list[int]:
+        """Return the tokens from the root (exclusive) to a node."""
+        tokens: list[int] = []
+        while node:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def _child(self, parent: int, token: int, prob: float | np.float32, value: float | np.float32) -> int:
+        """Return a node's child with this token, new or existing."""
+        key = parent, token
+        if key not in self._children:
+            self._children[key] = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.depths.append(self.depths[parent] + 1)
+            self.probs.append(min(prob, 1.0))
+            self.values.append(min(value, 1.0))
+        return self._children[key]
+
+    def _growable(self) -> list[int]:
+        """Return the nodes of the newest level that may have children."""
+        ends = self.limit.end_tokens
+        return [node for node in range(self.first_new, len(self.tokens)) if self.tokens[node] not in ends]
+
+    def _build(self, names: tuple[str, ...], seed_probs: Sequence[Any], complete: bool) -> TokenTree:
+        """Append the seeds' draws and, if `complete`, the seeds that growth did not reach; build the tree."""
+        seed_tree = self.seed_tree
+        names += tuple(name for name in seed_tree.source_names if name not in names)
+        node_of_seed = {0: 0}
+        seeds = zip(seed_tree.parents.tolist(), seed_tree.tokens.tolist(), seed_probs, strict=True)
+        for seed, (parent, token, prob) in enumerate(seeds):
+            above = node_of_seed.get(parent)
+            if above is not None and (complete or (above, token) in self._children):
+                node_of_seed[seed] = self._child(above, token, prob, self.values[above] * prob)
+        draws = seed_tree.draw_nodes.tolist(), seed_tree.draw_sources.tolist(), seed_tree.draw_probs.tolist()
+        for seed, source, prob in zip(*draws, strict=True):
+            if seed in node_of_seed:
+                self.draws.append((node_of_seed[seed], names.index(seed_tree.source_names[source]), prob))
+        nodes, sources, probs = zip(*self.draws, strict=True) if self.draws else [()] * 3
+        slots = np.full(len(self.tokens), -1)
+        slots[list(self.slots)] = list(self.slots.values())
+        return TokenTree(
+            np.array(self.tokens),
+            np.array(self.parents),
+            np.array(self.depths),
+            np.array(self.probs, dtype=np.float64),
+            np.array(nodes, dtype=np.int64),
+            np.array(sources, dtype=np.int64),
+            np.array(probs, dtype=np.float64),
+            names,
+            slots=slots,
+        )
 
 
-def grown_tree(
-    nodes: Level,  # nodes of one tree; `seeds` index its own seed tree
-    depths: np.ndarray,
-    slots: np.ndarray,
-    names: tuple[str, ...],  # names of the SSMs
-    seed_tree: TokenTree | None,
-    complete: bool,  # whether to add seeds that growth did not reach
-) -> TokenTree:
-    """Build a tree from the columns of its nodes, joined with its seed tree."""
-    drawn, sources = np.nonzero(nodes.proposed)
-    draws = drawn, sources, nodes.draft_probs[drawn, sources].astype(np.float64)
-    probs, values = nodes.probs.astype(np.float64), nodes.values.astype(np.float64)
-    tree = TokenTree(nodes.tokens, nodes.parents, depths, probs, *draws, names, slots=slots).with_values(values)
-    return tree if seed_tree is None or len(seed_tree) == 1 else join_seed_tree(tree, seed_tree, nodes.seeds, complete)
+class GrowingForest(ABC):
+    """One growing tree per request; SSMs score the frontier of all trees together."""
 
+    def __init__(self, trees: Sequence[GrowingTree]):
+        self.trees, self.depth = trees, 0
+        self.frontier = self._frontier([[0] if tree.limit.max_depth else [] for tree in trees])
 
-class Forest:
-    """One growing tree per request, merged from the proposals of SSMs and of other sources (the seeds)."""
+    def _frontier(self, nodes: Sequence[Sequence[int]]) -> Frontier:
+        rows = [(self.trees[tree_id], tree_id, node) for tree_id, tree_nodes in enumerate(nodes) for node in tree_nodes]
+        columns = [(node, tree.tokens[node], i, tree.slots.get(tree.parents[node], -1)) for tree, i, node in rows]
+        return Frontier(*np.array(columns, dtype=np.int64).reshape(len(rows), 4).T.copy())
 
-    def __init__(
-        self,
-        seed_trees: Sequence[TokenTree],  # proposals of other sources; growing trees use the best `SEEDS`
-        limits: Sequence[TreeLimits],  # by request
-        num_ssms: int,
-        evidence: SeedEvidence,
-        max_children: int = CHILDREN,  # maximum number of proposals per source and node
-        max_frontier: int = FRONTIER,  # maximum number of expanded nodes per tree and depth; see `frontier_width`
-    ):
-        count = len(seed_trees)
-        self.limits, self.num_ssms = limits, num_ssms
-        self.max_children, self.max_frontier = max_children, max_frontier
-        self.seeds = seeds = Seeds.join(seed_trees, limits, evidence)
-        roots, trees, one = np.array(seeds.first), np.arange(count), np.ones(count, dtype=np.float32)
-        proposed = np.zeros((count, num_ssms), dtype=bool)
-        tokens = seeds.tokens[roots]
-        draft_probs = np.zeros((count, num_ssms), dtype=np.float32)
-        self._levels = [Level(tokens, np.full(count, -1), trees, roots, one, one, proposed, draft_probs)]
-        self._size, self._level_nodes = count, [count]
-        self.slots: list[list[np.ndarray]] = [[] for _ in seed_trees]  # expanded nodes in slot order, by level
-        self.frontier = Frontier(trees, tokens, trees, roots, np.full(count, -1), one)
-        self.stop(np.array([not limit.max_depth for limit in limits]))
-
-    @property
-    def depth(self) -> int:
-        return len(self._level_nodes) - 1
+    @abstractmethod
+    def _proposals(self, scores: SsmProbs) -> tuple[Any, np.ndarray]:
+        """Return an SSM's proposals by row, and which rows are finite, bool [num_rows]."""
 
     def extend(self, ssm_probs: Sequence[SsmProbs], weights: Sequence[np.ndarray]) -> np.ndarray:
         """Add the children proposed for the frontier by SSMs and seeds, and select the next frontier.
 
         `weights` are the SSMs' mixture weights by tree, float [num_ssms]; sum 1, 0 for SSMs without scores. Returns
-        bool [frontier rows]: True for rows, otherwise ignored, where an SSM's top probabilities are not finite.
+        bool [frontier rows]: True for rows, otherwise ignored, where an SSM's probabilities are not finite.
         """
-        frontier, levels, frontiers = self.frontier, list[Level](), list[Frontier]()
-        proposals, broken = self._proposals(ssm_probs)
-        mixture = np.array(weights, dtype=np.float32)
+        frontier, expandable = self.frontier, [list[int]()] * len(self.trees)
+        proposals: list[dict[int, Any]] = [{} for _ in frontier.nodes]
+        broken = np.zeros(len(proposals), dtype=bool)
+        for scores in ssm_probs:
+            ssm_proposals, finite = self._proposals(scores)
+            broken[scores.rows[~finite]] = True
+            for i in np.flatnonzero(finite).tolist():
+                proposals[scores.rows[i]][scores.ssm] = ssm_proposals[i]
+        self.depth += 1
         for tree_id, part in frontier.slices().items():
-            rows, level = self._children(tree_id, part, proposals, mixture[tree_id])
-            least = self._least_value(tree_id, level)
-            kept = self._kept(tree_id, rows, level, least)
-            rows, level = rows[kept], level.select(kept)
-            slots = sum(map(len, self.slots[tree_id])) + rows - part.start  # the rows take their tree's next slots
-            self.slots[tree_id].append(frontier.nodes[part])
-            best = self._expanded(tree_id, level, least)
-            columns = level.tokens, level.tree_ids, level.seeds, slots, level.values
-            frontiers.append(Frontier(self._size + best, *(column[best] for column in columns)))
-            self._size += len(rows)
-            levels.append(level)
-        self._levels.append(Level(*map(np.concatenate, zip(*levels, strict=True))))
-        self._level_nodes.append(len(self._levels[-1].tokens))
-        self.frontier = Frontier(*map(np.concatenate, zip(*frontiers, strict=True)))
+            tree, nodes = self.trees[tree_id], frontier.nodes[part].tolist()
+            tree.first_new = len(tree.tokens)
+            tree.slots.update(zip(nodes, count(len(tree.slots)), strict=False))  # the rows take their tree's next slots
+            tree.extend(nodes, proposals[part], weights[tree_id])
+            if self.depth < tree.limit.max_depth:
+                expandable[tree_id] = tree.expandable()
+        self.frontier = self._frontier(expandable)
         return broken
 
-    def _proposals(self, ssm_probs: Sequence[SsmProbs]) -> tuple[list[dict[int, dict[int, np.float32]]], np.ndarray]:
-        """Return proposed probabilities by frontier row, SSM and token, and a mask of rows with non-finite ones."""
-        frontier = self.frontier
-        widest = max(self.children_at(tree_id) for tree_id in frontier.tree_ids.tolist())
-        proposals: list[dict[int, dict[int, np.float32]]] = [{} for _ in frontier.nodes]
-        broken = np.zeros(len(frontier.nodes), dtype=bool)
-        for ssm, rows, probs, vocabulary in ssm_probs:
-            values, columns = top_tokens(probs, widest)
-            tokens = (columns if vocabulary is None else vocabulary[columns]).tolist()
-            finite = np.isfinite(values).all(1)  # top-k sorts NaN first
-            broken[rows[~finite]] = True
-            for i in np.flatnonzero(finite):
-                proposals[rows[i]][ssm] = dict(zip(tokens[i], values[i], strict=True))
-        return proposals, broken
-
-    def _children(
-        self, tree_id: int, part: slice, proposals: Sequence[dict[int, dict[int, np.float32]]], weights: np.ndarray
-    ) -> tuple[np.ndarray, Level]:
-        """Merge the proposals of SSMs and seeds at one tree's part of the frontier; return rows and nodes."""
-        frontier, nodes, draft_probs = self.frontier, list[Any](), list[list[np.float32]]()
-        for row in range(part.start, part.stop):
-            probs_of = proposals[row]
-            shares = [{token: weights[ssm] * prob for token, prob in probs.items()} for ssm, probs in probs_of.items()]
-            children = self.seeds.children[frontier.seeds[row]]
-            below = {int(self.seeds.tokens[seed]): seed for seed in children[children >= 0].tolist()}
-            merged = merge_children(shares, below, self.max_children, self.seeds.probs, self.seeds.ratios)
-            for token, (prob, seed) in merged.items():
-                nodes.append((row, token, frontier.nodes[row], seed, prob, frontier.values[row] * prob))
-                draft_probs.append([probs_of.get(ssm, {}).get(token, _NOT_PROPOSED) for ssm in range(self.num_ssms)])
-        rows, tokens, parents, seed_nodes = (np.array([node[i] for node in nodes], dtype=np.int64) for i in range(4))
-        probs, values = (np.array([node[i] for node in nodes], dtype=np.float32) for i in (4, 5))
-        by_ssm = np.array(draft_probs, dtype=np.float32).reshape(len(nodes), self.num_ssms)
-        proposed, tree_ids = ~np.isnan(by_ssm), np.full(len(nodes), tree_id)
-        by_ssm = np.where(proposed, by_ssm, _ZERO)
-        return rows, Level(tokens, parents, tree_ids, seed_nodes, probs, values, proposed, by_ssm)
-
-    def _least_value(self, tree_id: int, level: Level) -> np.float32:
-        """Return the smallest value among one tree's best `nodes` nodes, newest level included; 0 if it has fewer."""
-        values = np.concatenate([*(nodes.values[nodes.tree_ids == tree_id] for nodes in self._levels), level.values])
-        most = self.limits[tree_id].nodes
-        return np.partition(values, -most)[-most] if len(values) > most else _ZERO
-
-    def _kept(self, tree_id: int, rows: np.ndarray, level: Level, least: np.float32) -> np.ndarray:
-        """Return a mask of one tree's new nodes to keep, bool [num_nodes]; `rows` are their parents' frontier rows.
-
-        Static branching keeps a fixed number of children per node; other trees keep nodes that may be among the best.
-        """
-        limit, values = self.limits[tree_id], level.values
-        if limit.branching:
-            ranks = np.empty(len(rows), dtype=np.int64)
-            ranks[np.lexsort((-values, rows))] = np.arange(len(rows)) - np.searchsorted(rows, rows)
-            return ranks < self.children_at(tree_id)
-        # Seeds are always kept: `finish` would add missing ones with their own probability, which is a different value.
-        return (values >= least) | (level.seeds >= 0)
-
-    def _expanded(self, tree_id: int, level: Level, least: np.float32) -> np.ndarray:
-        """Return indices of one tree's newest nodes to expand next; without static branching, best first."""
-        limit, depth, values = self.limits[tree_id], self.depth + 1, level.values
-        if depth >= limit.max_depth:
-            return np.empty(0, dtype=np.int64)
-        growable = ~np.isin(level.tokens, limit.end_tokens)
-        if limit.branching:
-            return np.flatnonzero(growable)
-        growable &= (values > 0) & (values >= least)
-        order = np.argsort(-values, kind="stable")
-        return order[growable[order]][: frontier_width(depth, self.max_frontier)]
+    def _rows(self) -> list[tuple[GrowingTree, int]]:
+        """Return tree and node of each frontier row."""
+        tree_ids, nodes = self.frontier.tree_ids.tolist(), self.frontier.nodes.tolist()
+        return [(self.trees[tree_id], node) for tree_id, node in zip(tree_ids, nodes, strict=True)]
 
     def paths(self) -> list[list[int]]:
         """Return the path of each frontier row, as the tokens from the root (exclusive) to the node."""
-        tokens = np.concatenate([level.tokens for level in self._levels])
-        parents = np.concatenate([level.parents for level in self._levels])
-        nodes, reversed_path = self.frontier.nodes, []
-        for _ in range(self.depth):
-            reversed_path.append(tokens[nodes])
-            nodes = parents[nodes]
-        return np.stack(reversed_path[::-1], axis=1).tolist() if reversed_path else [[] for _ in nodes]
-
-    def children_at(self, tree_id: int) -> int:
-        """Return the maximum number of children of a frontier node of one tree."""
-        return self.limits[tree_id].children_at(self.depth) or self.max_children
+        return [tree.path(node) for tree, node in self._rows()]
 
     def stop(self, tree_ids: np.ndarray) -> None:
         """Remove trees from the frontier; tree_ids: bool [num_trees]."""
-        if tree_ids.any():
-            remaining = ~tree_ids[self.frontier.tree_ids]
-            self.frontier = self.frontier.select(remaining)
+        self.frontier = self.frontier.select(~tree_ids[self.frontier.tree_ids])
 
     def open_mass(self) -> np.ndarray:
         """Return each tree's open mass, float64 [num_trees]: P(frontier reached, next token not a seed)."""
-        frontier = self.frontier
-        below = self.seeds.children[frontier.seeds]
-        covered = np.cumsum(self.seeds.probs[below] * (below >= 0), axis=1)[:, -1]  # sums in order, unlike `sum`
-        values = frontier.values * np.maximum(1 - covered, 0.0)
-        return np.bincount(frontier.tree_ids, values, minlength=len(self.limits))
+        values = [tree.open_value(node) for tree, node in self._rows()]
+        return np.bincount(self.frontier.tree_ids, values, minlength=len(self.trees))
 
     def level_mass(self, least: float) -> np.ndarray:
-        """Return the probability of reaching each tree's newest level, float64 [num_trees].
-
-        Counts nodes that are not seeds and have at least the value `least`.
-        """
-        level = self._levels[-1]
-        counted = (level.values >= np.float32(least)) & (level.seeds < 0)
-        return np.bincount(level.tree_ids[counted], level.values[counted], minlength=len(self.limits))
+        """Return `GrowingTree.level_mass` of each tree, float64 [num_trees]."""
+        return np.array([tree.level_mass(least) for tree in self.trees])
 
     def finish(self, names: Sequence[str]) -> list[TokenTree]:
         """Build the trees, including seeds that growth did not reach; `names` are the SSMs'."""
-        joined = Level(*(np.concatenate(columns) for columns in zip(*self._levels, strict=True)))
-        depths = np.repeat(np.arange(len(self._level_nodes)), self._level_nodes)
-        return [self._finish(tree_id, joined, depths, names) for tree_id in range(len(self.limits))]
+        return [tree.finish(tuple(names)) for tree in self.trees]
 
-    def _finish(self, tree_id: int, nodes: Level, depths: np.ndarray, names: Sequence[str]) -> TokenTree:
-        """Build one tree from the nodes of all trees."""
-        expanded = np.concatenate(self.slots[tree_id]) if self.slots[tree_id] else np.empty(0, dtype=np.int64)
-        of_tree = np.flatnonzero(nodes.tree_ids == tree_id)
-        nodes, depths, expanded = nodes.select(of_tree), depths[of_tree], np.searchsorted(of_tree, expanded)
-        nodes.parents[1:] = np.searchsorted(of_tree, nodes.parents[1:])
-        slots = np.full(len(nodes.tokens), -1)
-        slots[expanded] = np.arange(len(expanded))
-        complete = not self.limits[tree_id].branching or not self.slots[tree_id]
-        nodes = nodes._replace(seeds=nodes.seeds - self.seeds.first[tree_id])
-        return grown_tree(nodes, depths, slots, tuple(names), self.seeds.trees[tree_id], complete)
+
+class _Candidate(NamedTuple):
+    """A node proposed by SSMs or seeds."""
+
+    parent: int
+    token: int
+    prob: np.float32
+    value: np.float32
+    seed: int  # its index among the seeds, -1 for none
+    proposals: dict[int, dict[int, np.float32]]  # the parent's, by SSM and token
+
+
+class _MergedTree(GrowingTree):
+    """A tree of the most probable proposals. Probabilities and values are float32, but those of the root."""
+
+    def __init__(
+        self, seed_tree: TokenTree, limit: TreeLimits, evidence: SeedEvidence, max_children: int, max_frontier: int
+    ):
+        super().__init__(seed_tree.best(1 + SEEDS) if limit.max_depth else seed_tree, limit)
+        self.max_children, self.max_frontier = max_children, max_frontier
+        self.values, self.least = [_ONE], _ZERO  # least: smallest value of a node that pruning may keep
+        self.seeds = [0]  # index of each node among the seeds, -1 for none
+        self.seed_probs = self.seed_tree.probs.astype(np.float32)
+        self.seed_ratios = evidence.ratios(self.seed_probs)
+        edges = zip(self.seed_tree.parents.tolist(), self.seed_tree.tokens.tolist(), strict=True)
+        self.seeds_below: list[dict[int, int]] = [{} for _ in range(1 + len(self.seed_tree))]  # by token; last: of -1
+        for seed, (parent, token) in enumerate(edges):
+            if seed:
+                self.seeds_below[parent][token] = seed
+
+    def extend(self, nodes: Sequence[int], proposals: Sequence[dict[int, Any]], weights: np.ndarray) -> None:
+        mixture, candidates = np.asarray(weights, dtype=np.float32), list[_Candidate]()
+        for node, probs_of in zip(nodes, proposals, strict=True):
+            shares = [{token: mixture[ssm] * prob for token, prob in probs.items()} for ssm, probs in probs_of.items()]
+            below = self.seeds_below[self.seeds[node]]
+            merged = merge_children(shares, below, self.max_children, self.seed_probs, self.seed_ratios)
+            children = [
+                _Candidate(node, token, prob, self.values[node] * prob, seed, probs_of)
+                for token, (prob, seed) in merged.items()
+            ]
+            if self.limit.branching:
+                best = sorted(range(len(children)), key=lambda i: -children[i].value)
+                children = [children[i] for i in sorted(best[: self.limit.children_at(self.depths[node])])]
+            candidates += children
+        most = self.limit.nodes
+        values = sorted([*self.values, *(candidate.value for candidate in candidates)], reverse=True)
+        self.least = values[most - 1] if len(values) > most and not self.limit.branching else _ZERO
+        for parent, token, prob, value, seed, probs_of in candidates:
+            # Seeds are always kept: `finish` would add missing ones with their own probability, a different value.
+            if value >= self.least or seed >= 0:
+                child = self._child(parent, token, prob, value)
+                self.seeds.append(seed)
+                self.draws += [(child, ssm, float(probs[token])) for ssm, probs in probs_of.items() if token in probs]
+
+    def expandable(self) -> list[int]:
+        """Without static branching, the best nodes, best first."""
+        if self.limit.branching:
+            return self._growable()
+        nodes = [node for node in self._growable() if self.values[node] > 0 and self.values[node] >= self.least]
+        width = frontier_width(self.depths[-1], self.max_frontier)
+        return sorted(nodes, key=lambda node: -self.values[node])[:width]
+
+    def open_value(self, node: int) -> float:
+        covered = _ZERO
+        for seed in self.seeds_below[self.seeds[node]].values():
+            covered += self.seed_probs[seed]
+        return float(self.values[node] * max(_ONE - covered, _ZERO))
+
+    def level_mass(self, least: float) -> float:
+        """Like `GrowingTree.level_mass`, without seeds."""
+        mass, new = 0.0, slice(self.first_new, None)
+        for value, seed in zip(self.values[new], self.seeds[new], strict=True):
+            if value >= np.float32(least) and seed < 0:
+                mass += float(value)
+        return mass
+
+    def finish(self, names: tuple[str, ...]) -> TokenTree:
+        tree = self._build(names, [*self.seed_probs], complete=not self.limit.branching or not self.slots)
+        return tree.with_values(np.array(self.values, dtype=np.float64))
+
+
+class Forest(GrowingForest):
+    """Deterministic trees, merged from the proposals of SSMs and of other sources."""
+
+    def __init__(
+        self,
+        seed_trees: Sequence[TokenTree],  # proposals of other sources; growing trees use the best `SEEDS`
+        limits: Sequence[TreeLimits],  # by request
+        evidence: SeedEvidence,
+        max_children: int = CHILDREN,  # maximum number of proposals per source and node
+        max_frontier: int = FRONTIER,  # maximum number of expanded nodes per tree and depth; see `frontier_width`
+    ):
+        self._max_children = max_children
+        pairs = zip(seed_trees, limits, strict=True)
+        super().__init__([_MergedTree(tree, limit, evidence, max_children, max_frontier) for tree, limit in pairs])
+
+    def children_at(self, tree_id: int) -> int:
+        """Return the maximum number of children of a frontier node of one tree."""
+        return self.trees[tree_id].limit.children_at(self.depth) or self._max_children
+
+    def _proposals(self, scores: SsmProbs) -> tuple[Sequence[dict[int, np.float32]], np.ndarray]:
+        """Return the SSM's most probable tokens with their probabilities."""
+        values, columns = top_tokens(scores.probs, max(map(self.children_at, self.frontier.tree_ids.tolist())))
+        tokens = columns if scores.tokens is None else scores.tokens[columns]
+        proposals = [dict(zip(*row, strict=True)) for row in zip(tokens.tolist(), values, strict=True)]
+        return proposals, np.isfinite(values).all(1)  # top-k sorts NaN first
 
 
 def top_tokens(probs: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ A `StepDraft` scores each level in a pass; a `OnePassDraft` predicts all depths 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -13,8 +13,7 @@ import torch
 
 from treespec.cache.kv_cache import KVCache
 from treespec.cache.state_pool import StatePool
-from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import Forest, SsmProbs
+from treespec.drafters.ssm.forest import Forest, GrowingForest, SsmProbs
 from treespec.drafters.ssm.levels import PlannedLevels
 from treespec.drafters.ssm.scoring import (
     NO_FEATURES,
@@ -23,7 +22,6 @@ from treespec.drafters.ssm.scoring import (
     ScoredSlice,
     inputs_of,
     level_probs,
-    rows_of,
     score_blocks,
     score_rows,
     unread_of,
@@ -38,7 +36,6 @@ from treespec_kernels.attention.tree_batch import RequestRows
 from treespec_kernels.cpu.compiled_plan import state_addresses
 from treespec_kernels.cpu.growth_cpu import STRUCTS, DraftInputs
 from treespec_kernels.recurrent.request_state import StateRows
-from treespec_kernels.tree.level_rule import LevelRule
 
 CATCH_UP_CHUNK = 256  # maximum committed tokens of a request per catch-up pass
 
@@ -49,16 +46,10 @@ class GrowingTrees:
 
     requests: Sequence[Request]
     states: Sequence[SsmState]
-    forest: Forest | DrawnForest  # trees that contain only their roots
-    adaptive: Sequence[bool]  # by tree, whether `rule` chooses its depth
-    rule: LevelRule  # decides whether another level pays off
+    forest: GrowingForest  # trees that contain only their roots
+    levels: PlannedLevels  # slots and layouts of the newest level
     drafted: Drafted  # work counters of the round; updated
-    levels: PlannedLevels = field(init=False)  # slots and layouts of the newest level
     layouts: dict[object, Pass] = field(default_factory=dict)  # layouts over the roots by plan key
-    weights: list[np.ndarray] = field(init=False)  # by tree, weights of the drafts that score the frontier; sum 1 or 0
-
-    def __post_init__(self) -> None:
-        self.weights = [state.weights for state in self.states]
 
     def unread(self, ssm: int, tree: int) -> Chain:
         """Return the positions without K/V in an SSM's pool, the root's last."""
@@ -66,13 +57,13 @@ class GrowingTrees:
         # The bonus token may be an expanded node with valid K/V, but the root is always recomputed.
         return request, min(int(self.states[tree].valid[ssm]), request.context_len), request.context_len + 1
 
-    def end_drafts(self, drafts: Sequence["GroupDraft"]) -> None:
-        """Exclude drafts that predict nothing below the frontier's depth from the weights."""
-        depth = self.forest.depth
-        if depth and any(draft.max_depth == depth for draft in drafts):
-            scores = np.array([draft.scores_at(depth) for draft in drafts])
-            remaining = [state.weights * scores for state in self.states]
-            self.weights = [weights / max(float(weights.sum()), 1e-9) for weights in remaining]
+    def weights(self, drafts: Sequence["GroupDraft"]) -> list[np.ndarray]:
+        """Return, by tree, the weights of the drafts that score the frontier; sum 1 or 0."""
+        scores = np.array([draft.scores_at(self.forest.depth) for draft in drafts])
+        if scores.all():
+            return [state.weights for state in self.states]
+        remaining = [state.weights * scores for state in self.states]
+        return [weights / max(float(weights.sum()), 1e-9) for weights in remaining]
 
     def score(self, drafts: Sequence["GroupDraft"]) -> list[SsmProbs]:
         """Score the frontier with each active draft; at roots, the same pass reads the tokens that a draft missed."""
@@ -195,14 +186,13 @@ class StepDraft(GroupDraft):
 
     def _rows(self, chains: Sequence[Chain], has_roots: bool) -> list[RequestRows]:
         """Return the rows of a pass over committed tokens, with a root at the end of each chain if `has_roots`."""
-        rows = rows_of(self.model, chains)
-        if self.states is None:
-            return rows
-        states = [self.states.of(request.request_id) for request, *_ in chains]
-        return [
-            replace(chain_rows, state=StateRows(state, chain_rows.num_rows - has_roots))
-            for chain_rows, state in zip(rows, states, strict=True)
-        ]
+        rows = list[RequestRows]()
+        for request, start, stop in chains:
+            states, count = self.states, stop - start
+            state = None if states is None else StateRows(states.of(request.request_id), count - has_roots)
+            first = start - self.model.offset
+            rows.append(RequestRows.chain(first, count, request.pages, request.max_len, state=state))
+        return rows
 
     def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
         if self.states is not None:
@@ -254,8 +244,8 @@ class OnePassDraft(GroupDraft):
             scored[tree] = rows, scores
         trees.drafted.add_pass(len(slices))
         differ = self.model.uses_node_tokens or any(trees.requests[tree].restriction for tree in slices)
-        most = max(map(forest.children_at, slices)) if isinstance(forest, Forest) else None
-        return level_probs(self.ssm, scored, differ, most)
+        num_top = max(map(forest.children_at, slices)) if isinstance(forest, Forest) else None
+        return level_probs(self.ssm, scored, differ, num_top)
 
     def call_inputs(self, chains: Sequence[Chain], trees: Sequence[int], num_trees: int) -> DraftInputs:
         roots = [(request, start, root + 1) for request, start, root in chains]

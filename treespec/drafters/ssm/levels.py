@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from treespec.cache.kv_cache import KVCache
-from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import Forest, Frontier
+from treespec.drafters.ssm.forest import Frontier, GrowingForest
 from treespec.drafters.ssm.ssm_state import grown_masks, rows_of_level
 from treespec.models.decoder import Pass
 from treespec.models.group_model import GroupModel
@@ -48,13 +47,13 @@ class PlannedLevels:
         if key not in self._plans:
             served = [self._rows[tree_id, self._models[ssm].offset] for tree_id in tree_ids]
             if states:
-                served = [replace(of_tree, state=states[i]) for i, of_tree in zip(tree_ids, served, strict=True)]
+                served = [replace(tree_rows, state=states[i]) for i, tree_rows in zip(tree_ids, served, strict=True)]
             self._plans[key] = self._models[ssm].plan(served, self._cache.pools[1 + ssm])
         return self._plans[key]
 
 
 def stop_unprofitable(
-    forest: Forest | DrawnForest, adaptive: np.ndarray, rule: LevelRule, last_open_mass: np.ndarray
+    forest: GrowingForest, adaptive: np.ndarray, rule: LevelRule, last_open_mass: np.ndarray
 ) -> np.ndarray:
     """Stop adaptive trees whose next level does not pay off; return all trees' open mass, float64 [num_trees].
 

@@ -14,7 +14,6 @@ from treespec.models.decoder import Pass
 from treespec.models.group_model import GroupModel, StepModel
 from treespec.models.head_vocabulary import HeadVocabulary
 from treespec.request import Request
-from treespec_kernels.attention.tree_batch import RequestRows
 
 NO_FEATURES = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -82,13 +81,8 @@ def _softmax_at(logits: np.ndarray, token: int) -> float:
 Chain = tuple[Request, int, int]  # a request, its first position and its last position (exclusive)
 
 
-def rows_of(model: StepModel, chains: Sequence[Chain]) -> list[RequestRows]:
-    """Return the rows of a pass over committed tokens and roots."""
-    return [RequestRows.chain(start - model.offset, stop - start, r.pages, r.max_len) for r, start, stop in chains]
-
-
 def inputs_of(model: StepModel, cache: KVCache, chains: Sequence[Chain]) -> tuple[np.ndarray, Tensor]:
-    """Return the tokens (int64) of a pass over `rows_of(model, chains)`, and the features that a head reads."""
+    """Return the tokens (int64) of a pass over committed tokens and roots, and the features that a head reads."""
     tokens = np.array([token for request, start, stop in chains for token in request.tokens[start:stop]])
     if not model.columns:
         return tokens, NO_FEATURES
@@ -199,18 +193,20 @@ def score_blocks(
     return [Block(hidden[part], rows.select(part)) for part in slices_of_roots]
 
 
-def level_probs(ssm: int, scored: Mapping[int, tuple[np.ndarray, Rows]], differ: bool, most: int | None) -> SsmProbs:
+def level_probs(ssm: int, scored: Mapping[int, tuple[np.ndarray, Rows]], differ: bool, num_top: int | None) -> SsmProbs:
     """Return a block draft's probabilities for a level, from each tree's frontier rows and their scores.
 
-    `differ`: whether a tree's rows may differ. `most`: how many of a row's most likely tokens matter; None for all.
+    `differ`: whether a tree's rows may differ. `num_top`: how many of a row's most likely tokens matter; None for all.
     """
-    rows, scores = [of_tree for of_tree, _ in scored.values()], [part for _, part in scored.values()]
+    rows, scores = [tree_rows for tree_rows, _ in scored.values()], [part for _, part in scored.values()]
     if any(part.head is None for part in scores):  # restricted rows cover the vocabulary, others a reduced one
         scores = [part.expanded() for part in scores]
     tokens = scores[0].tokens
-    if differ or most is None:
+    if differ or num_top is None:
         return SsmProbs(ssm, np.concatenate(rows), np.concatenate([part.probs for part in scores]), tokens)
     # A tree's rows are equal: repeat only the columns of their best tokens, not the whole vocabulary.
-    columns = np.unique(np.concatenate([top_tokens(part.probs[:1].copy(), most)[1][0] for part in scores]))
-    probs = [np.repeat(part.probs[:1, columns], len(of_tree), 0) for of_tree, part in zip(rows, scores, strict=True)]
+    columns = np.unique(np.concatenate([top_tokens(part.probs[:1].copy(), num_top)[1][0] for part in scores]))
+    probs = [
+        np.repeat(part.probs[:1, columns], len(tree_rows), 0) for tree_rows, part in zip(rows, scores, strict=True)
+    ]
     return SsmProbs(ssm, np.concatenate(rows), np.concatenate(probs), columns if tokens is None else tokens[columns])

@@ -19,9 +19,9 @@ from treespec.cache.state_pool import StatePool
 from treespec.drafters.evidence import SeedEvidence
 from treespec.drafters.ssm.additions import Additions
 from treespec.drafters.ssm.catch_up import MIN_LAG, CatchUpPolicy
-from treespec.drafters.ssm.compiled_growth import CompiledGrowth, DraftReads
+from treespec.drafters.ssm.compiled_growth import CompiledGrowth, DraftReads, GrowthBatch
 from treespec.drafters.ssm.drawn_forest import DrawnForest
-from treespec.drafters.ssm.forest import Forest, TreeLimits
+from treespec.drafters.ssm.forest import Forest, GrowingForest, TreeLimits
 from treespec.drafters.ssm.group_draft import CATCH_UP_CHUNK, GroupDraft, GrowingTrees, group_draft
 from treespec.drafters.ssm.levels import PlannedLevels, stop_unprofitable
 from treespec.drafters.ssm.scoring import Rows
@@ -31,7 +31,7 @@ from treespec.models.group_model import GroupModel
 from treespec.planning.draft_plan import Drafted, DraftPlan
 from treespec.request import Request
 from treespec.tree import TokenTree
-from treespec_kernels.cpu.growth_cpu import DraftInputs, DraftModels
+from treespec_kernels.cpu.growth_cpu import DraftModels
 from treespec_kernels.tree.level_rule import LevelRule
 
 MIN_READ = 32  # minimum tokens per read, as each pass reads all weights
@@ -90,40 +90,33 @@ class SsmDrafter:
             return list(seed_trees)
         self._select([(r, self.state(r), p) for r, p, drafts in zip(requests, plans, drafting, strict=True) if drafts])
         drafting = [drafts and bool(self.state(r).active) for r, drafts in zip(requests, drafting, strict=True)]
-        if not any(drafting):
-            return list(seed_trees)
-        random = [request.draws_at_random for request in requests]
         trees = list(seed_trees)
-        for kind in (False, True):
-            group = [i for i, draws in enumerate(random) if draws == kind]
+        for draws_at_random in (False, True):
+            group = [i for i, request in enumerate(requests) if request.draws_at_random == draws_at_random]
             if not any(drafting[i] for i in group):
                 continue
-            of_kind, states = [requests[i] for i in group], [self.state(requests[i]) for i in group]
-            seeds, adaptive = [seed_trees[i] for i in group], [plans[i].adaptive for i in group]
-            limits = [
-                TreeLimits(plans[i].levels * drafting[i], plans[i].nodes, plans[i].branching, requests[i].end_tokens)
-                for i in group
-            ]
-            self._prepare(of_kind, states, limits)
-            of_group = rule if len(group) == len(requests) else rule.select(group)
-            grown = None if kind else self._grow_compiled(of_kind, states, seeds, limits, of_group, adaptive)
+            states = [self.state(requests[i]) for i in group]
+            batch = GrowthBatch(
+                [requests[i] for i in group],
+                [seed_trees[i] for i in group],
+                [_limits(requests[i], plans[i], drafting[i]) for i in group],
+                [state.weights for state in states],
+                [plans[i].adaptive for i in group],
+                rule if len(group) == len(requests) else rule.select(group),
+            )
+            self._prepare(batch, states)
+            grown = None if draws_at_random else self._grow_compiled(batch, states)
             if grown is None:
-                forest: Forest | DrawnForest
-                if kind:
-                    forest = DrawnForest(of_kind, seeds, limits, adaptive, rule.least_value)
-                else:
-                    forest = Forest(seeds, limits, len(self.models), self.evidence)
-                self._grow(GrowingTrees(of_kind, states, forest, adaptive, of_group, self.drafted))
-                self.drafted.levels += forest.depth
-                grown = forest.finish(self.names)
+                grown = self._grow(batch, states, draws_at_random)
             for i, state, tree in zip(group, states, grown, strict=True):
                 state.slots, state.seed_tree = (tree.slots, seed_trees[i]) if drafting[i] else (None, None)
                 trees[i] = tree
         return trees
 
-    def _prepare(self, requests: Sequence[Request], states: Sequence[SsmState], limits: Sequence[TreeLimits]) -> None:
+    def _prepare(self, batch: GrowthBatch, states: Sequence[SsmState]) -> None:
         """Prefill tokens beyond the limit of a growing tree's first pass, and drop the last round's scores."""
-        growing = [(r, state) for r, state, limit in zip(requests, states, limits, strict=True) if limit.max_depth]
+        rows = zip(batch.requests, states, batch.limits, strict=True)
+        growing = [(request, state) for request, state, limit in rows if limit.max_depth]
         for draft in self.drafts:
             ssm = draft.ssm
             unread = [r for r, s in growing if ssm in s.active and r.context_len - s.valid[ssm] >= CATCH_UP_CHUNK]
@@ -132,23 +125,30 @@ class SsmDrafter:
         for _, state in growing:
             state.scores, state.blocks, state.accepted_probs = {ssm: [] for ssm in state.active}, {}, None
 
-    def _grow(self, trees: GrowingTrees) -> None:
-        """Score and extend trees level by level."""
-        forest, adaptive = trees.forest, np.array(trees.adaptive)
-        trees.levels = PlannedLevels(self.models, self.cache, trees.requests)
+    def _grow(self, batch: GrowthBatch, states: Sequence[SsmState], draws_at_random: bool) -> list[TokenTree]:
+        """Score and extend trees level by level; return them."""
+        forest: GrowingForest
+        if draws_at_random:
+            arguments = batch.requests, batch.seed_trees, batch.limits, batch.adaptive
+            forest = DrawnForest(*arguments, batch.rule.least_value)
+        else:
+            forest = Forest(batch.seed_trees, batch.limits, self.evidence)
+        levels = PlannedLevels(self.models, self.cache, batch.requests)
+        trees, adaptive = GrowingTrees(batch.requests, states, forest, levels, self.drafted), np.array(batch.adaptive)
         last_open_mass = forest.open_mass()
         while len(forest.frontier.nodes):
             if forest.depth and adaptive.any():
-                last_open_mass = stop_unprofitable(forest, adaptive, trees.rule, last_open_mass)
+                last_open_mass = stop_unprofitable(forest, adaptive, batch.rule, last_open_mass)
                 if not len(forest.frontier.nodes):
                     break
-            trees.end_drafts(self.drafts)
-            weights, tree_ids = trees.weights, forest.frontier.tree_ids
-            if (ended := np.array([not of_tree.any() for of_tree in weights]))[tree_ids].any():
+            weights, tree_ids = trees.weights(self.drafts), forest.frontier.tree_ids
+            if (ended := np.array([not tree_weights.any() for tree_weights in weights]))[tree_ids].any():
                 forest.stop(ended)
                 continue
             broken = forest.extend(trees.score(self.drafts), weights)
-            self._mark_broken([trees.requests[tree_id] for tree_id in tree_ids[broken]])
+            self._mark_broken([batch.requests[tree_id] for tree_id in tree_ids[broken]])
+        self.drafted.levels += forest.depth
+        return forest.finish(self.names)
 
     def _mark_broken(self, requests: Sequence[Request]) -> None:
         """Mark requests with nodes whose probabilities are not finite."""
@@ -157,40 +157,34 @@ class SsmDrafter:
         if requests:  # padding rows of the pass may have written NaN to the null page
             self.cache.scrub(NULL_PAGE)
 
-    def _grow_compiled(
-        self,
-        requests: Sequence[Request],
-        states: Sequence[SsmState],
-        seeds: Sequence[TokenTree],
-        limits: Sequence[TreeLimits],
-        rule: LevelRule,
-        adaptive: Sequence[bool],
-    ) -> list[TokenTree] | None:
+    def _grow_compiled(self, batch: GrowthBatch, states: Sequence[SsmState]) -> list[TokenTree] | None:
         """Grow all levels in one compiled call; return the trees.
 
         Returns None, before any pass, if a model has no compiled pass or the scores take too much memory.
         """
-        if self.models[0].growth is None:
+        requests, depth = batch.requests, max(limit.max_depth for limit in batch.limits)
+        if (call := self._prepare_call(batch, states, max(r.context_len for r in requests) + 1 + depth)) is None:
             return None
-        grows = [limit.max_depth > 0 for limit in limits]
-        ssms = tuple(
-            sorted({ssm for state, drafts in zip(states, grows, strict=True) if drafts for ssm in state.active})
-        )
-        depth = max(limit.max_depth for limit in limits)
-        models = self._models_for_call(ssms, max(r.context_len for r in requests) + 1 + depth)
-        if models is None or not self.growth.has_room(models, limits):
-            return None
-        reads = [self._reads(ssm, requests, states, grows) for ssm in ssms]
-        weights = [state.weights for state in states]
-        trees, scored = self.growth.grow(models, requests, seeds, limits, reads, weights, rule, adaptive)
+        models, reads = call
+        trees, scored = self.growth.grow(models, reads, batch)
         self.drafted.levels += self.growth.num_levels
-        for draft in models.drafts:
+        for draft, read, probs in zip(models.drafts, reads, scored.scores, strict=True):
             self.drafted.passes += draft.passes
             self.drafted.request_passes += draft.tree_passes
-        for ssm, read, probs in zip(ssms, reads, scored.scores, strict=True):
-            self._keep_scores(ssm, requests, states, read, scored.tree_ids, probs)
+            self._keep_scores(draft.ssm, requests, states, read, scored.tree_ids, probs)
         self._mark_broken([requests[i] for i in scored.broken])
         return trees
+
+    def _prepare_call(
+        self, batch: GrowthBatch, states: Sequence[SsmState], num_positions: int
+    ) -> tuple[DraftModels, list[DraftReads]] | None:
+        """Return the active SSMs and their inputs of a compiled call; None if it cannot run them or lacks memory."""
+        grows = [limit.max_depth > 0 for limit in batch.limits]
+        active = {ssm for state, drafts in zip(states, grows, strict=True) if drafts for ssm in state.active}
+        models = self._models_for_call(tuple(sorted(active)), num_positions)
+        if models is None or not self.growth.has_room(models, batch.limits):
+            return None
+        return models, [self._reads(draft.ssm, batch.requests, states, grows) for draft in models.drafts]
 
     def _reads(
         self, ssm: int, requests: Sequence[Request], states: Sequence[SsmState], grows: Sequence[bool]
@@ -228,14 +222,16 @@ class SsmDrafter:
                 state.mixture.observe(ssm, start + 1, read_probs)
                 first = last
         if len(self.models) > 1:
-            of_ssm = tree_ids[np.array(read.active)[tree_ids]]
-            of_ssm = of_ssm[: len(probs) - first]  # a block draft has fewer levels than the others
+            rows_of_ssm = tree_ids[np.array(read.active)[tree_ids]]
+            rows_of_ssm = rows_of_ssm[: len(probs) - first]  # a block draft has fewer levels than the others
             for i, (state, drafts) in enumerate(zip(states, read.active, strict=True)):
                 if drafts:
-                    state.scores[ssm].append(rows.select(first + (of_ssm == i).nonzero()[0]))
+                    state.scores[ssm].append(rows.select(first + (rows_of_ssm == i).nonzero()[0]))
 
     def _models_for_call(self, ssms: tuple[int, ...], num_positions: int) -> DraftModels | None:
         """Return these SSMs for passes at positions below `num_positions`; None if any has no compiled pass."""
+        if self.models[0].growth is None:
+            return None
         models = [self.models[ssm] for ssm in ssms]
         num_positions += max(model.config.short_context for model in models)  # now in rows of `rotations`
         if ssms not in self._compiled_models or self._compiled_models[ssms].num_positions < num_positions:
@@ -305,26 +301,14 @@ class SsmDrafter:
                 state.weights = np.eye(len(self.models))[state.active[0]]
         if not all(state.active for state, asked in zip(states, drafts, strict=True) if asked):
             return None
-        limits = [
-            TreeLimits(plan.levels * asked, plan.nodes, None, request.end_tokens)
-            for request, plan, asked in zip(requests, plans, drafts, strict=True)
-        ]
-        ssms = tuple(
-            sorted({ssm for state, asked in zip(states, drafts, strict=True) if asked for ssm in state.active})
-        )
-        models = self._models_for_call(ssms, num_positions)
-        if models is None or not self.growth.has_room(models, limits):
-            return None
-        reads = []
-        for ssm in ssms:
-            active = [asked and ssm in state.active for state, asked in zip(states, drafts, strict=True)]
-            valid = [min(int(state.valid[ssm]), r.context_len) for r, state in zip(requests, states, strict=True)]
-            rotations = [self.models[ssm].config.first_rotation(request.max_len) for request in requests]
-            reads.append(DraftReads(active, valid, rotations, DraftInputs()))
+        limits = [_limits(request, plan, asked) for request, plan, asked in zip(requests, plans, drafts, strict=True)]
         roots = [TokenTree.root(request.tokens[-1]) for request in requests]
         weights, adaptive = [state.weights for state in states], [plan.adaptive for plan in plans]
-        further = num_seeds, MIN_LAG * len(requests)
-        self.growth.prepare(models, requests, roots, limits, reads, weights, rule, adaptive, *further)
+        batch = GrowthBatch(requests, roots, limits, weights, adaptive, rule)
+        if (call := self._prepare_call(batch, states, num_positions)) is None:
+            return None
+        models, reads = call
+        self.growth.prepare(models, reads, batch, num_seeds, MIN_LAG * len(requests))
         return models
 
     def resume(
@@ -338,9 +322,9 @@ class SsmDrafter:
         """Update a request's state after C++ has grown its tree in a prepared round."""
         state = self.state(request)
         self._score_accepted(request, state)
-        for ssm, (of_read, _) in scores.items():
-            state.mixture.observe(ssm, request.context_len - len(of_read) + 1, of_read)
-        state.accepted_probs = {ssm: of_accepted for ssm, (_, of_accepted) in scores.items()}
+        for ssm, (read_probs, _) in scores.items():
+            state.mixture.observe(ssm, request.context_len - len(read_probs) + 1, read_probs)
+        state.accepted_probs = {ssm: accepted_probs for ssm, (_, accepted_probs) in scores.items()}
         state.valid[state.active] = request.context_len
         state.slots, state.seed_tree = tree.slots, seed_tree
 
@@ -508,3 +492,8 @@ class SsmDrafter:
                     state.mixture.observe(ssm, stop - count + 1, probs)
                     first += count
         self.drafted.read_seconds += time.perf_counter() - began
+
+
+def _limits(request: Request, plan: DraftPlan, grows: bool) -> TreeLimits:
+    """Return the limits of a request's tree; nothing is drafted unless it `grows`."""
+    return TreeLimits(plan.levels * grows, plan.nodes, plan.branching, request.end_tokens)

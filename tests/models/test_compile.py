@@ -129,13 +129,13 @@ def test_a_walk_equals_its_reference(dtype: torch.dtype) -> None:
                 if not len(path):
                     outputs.append(([], -1))
                     continue
-                choices = Choices(path, token, torch.cat(rows), ends[i] - len(tree), ends[i])
+                choices = Choices(path, None if token < 0 else token, torch.cat(rows), ends[i] - len(tree), ends[i])
                 path, token = verify_request(request, tree, choices)
                 outputs.append((path.tolist(), token))
-                if choices.next_token < 0:
+                if choices.next_token is None:
                     cache.commit_target([request.pages], [request.context_len], [path])
                 if walk == runner.walk and request.sampler is not None and request.sampler.native_choice is not None:
-                    decided.append(choices.next_token >= 0)
+                    decided.append(choices.next_token is not None)
             results.append((outputs, cache.pools[0].clone()))
         (of_call, kv), (of_steps, expected) = results
         assert of_call == of_steps and torch.equal(kv, expected), case

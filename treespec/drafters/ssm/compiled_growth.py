@@ -129,13 +129,8 @@ class CompiledGrowth:
         further_reads: int = 0,  # number of committed tokens, besides these, whose scores to make room for
     ) -> list[np.ndarray]:
         """Set `trees` and the drafts' inputs and outputs; return the buffers of their scores."""
-        t, drafts, requests, seeds = (
-            self.trees,
-            () if models is None else models.drafts,
-            batch.requests,
-            batch.seed_trees,
-        )
-        count = len(requests)
+        t, drafts = self.trees, () if models is None else models.drafts
+        requests, seeds, count = batch.requests, batch.seed_trees, len(batch.requests)
         num_seeds, num_draws = sum([len(t.tokens) for t in seeds]), sum([len(t.draw_nodes) for t in seeds])
         num_seeds, num_draws = num_seeds + further_seeds, num_draws + 2 * further_seeds
         t.num_trees, t.num_drafts, t.reads = count, len(drafts), t.num_ssms > 1

@@ -163,7 +163,7 @@ class DrawnForest(GrowingForest):
         least_value: float,  # minimum value of a draw that pays off
     ):
         # About n draws have a value above 1 / n, for a tree of n nodes.
-        min_values = [least_value if pays else 1 / s.nodes for s, pays in zip(limits, adaptive, strict=True)]
+        min_values = [least_value if pays else 1 / limit.nodes for limit, pays in zip(limits, adaptive, strict=True)]
         modes, fills = [request.spec.draws for request in requests], [not pays for pays in adaptive]
         oracles = [sampler.draft_oracle for request in requests if (sampler := request.sampler) is not None]
         rows = zip(seed_trees, limits, oracles, modes, min_values, fills, strict=True)

@@ -265,9 +265,9 @@ class _MergedTree(GrowingTree):
                 best = sorted(range(len(children)), key=lambda i: -children[i].value)
                 children = [children[i] for i in sorted(best[: self.limit.children_at(self.depths[node])])]
             candidates += children
-        most = self.limit.nodes
+        max_nodes = self.limit.nodes
         values = sorted([*self.values, *(candidate.value for candidate in candidates)], reverse=True)
-        self.least = values[most - 1] if len(values) > most and not self.limit.branching else _ZERO
+        self.least = values[max_nodes - 1] if len(values) > max_nodes and not self.limit.branching else _ZERO
         for parent, token, prob, value, seed, probs_of in candidates:
             # Seeds are always kept: `finish` would add missing ones with their own probability, a different value.
             if value >= self.least or seed >= 0:

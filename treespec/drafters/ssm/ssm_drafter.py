@@ -293,7 +293,8 @@ class SsmDrafter:
         self.drafted = Drafted()
         states = [self.state(request) for request in requests]
         drafts = [plan.levels > 0 and bool(self.allowed(r)) for r, plan in zip(requests, plans, strict=True)]
-        rows = [of for of, asked in zip(zip(requests, states, plans, strict=True), drafts, strict=True) if asked]
+        columns = requests, states, plans, drafts
+        rows = [(request, state, plan) for request, state, plan, asked in zip(*columns, strict=True) if asked]
         self._select([(request, state, plan) for request, state, plan in rows if not self.unread(request)])
         for request, state, _ in rows:
             if self.unread(request):  # the round in which this SSM must read first is declined
